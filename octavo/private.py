@@ -86,9 +86,6 @@ NAMES = {
     ),
     # ranks
     "resolve_process_group": Name("torch.distributed.distributed_c10d._resolve_process_group", "sums in FP8 by name"),
-    "LocalShardsWrapper": Name(
-        "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper", "saves and loads joined weights by their parts"
-    ),
     "local_shape_and_offset": Name(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "numbers the experts of a rank"
     ),

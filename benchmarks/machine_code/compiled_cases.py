@@ -549,10 +549,14 @@ def between_layers() -> Iterator[Case]:
         what = f"rms_norm of bf16 {list(LARGE)}{' and a residual' * (residual is not None)}"
         yield Case("norm", what, functools.partial(KERNELS["norm"], *arguments))
     heads = [torch.empty(8, 2048, count, 64, dtype=BF16) for count in (32, 8, 8)]
+    angles = torch.empty(2, 1, 2048, 64, dtype=BF16).unbind()
     for inverse in (False, True):
-        angles = torch.empty(2, 1, 2048, 64, dtype=BF16).unbind()
         call = functools.partial(KERNELS["rotary"], *heads, *angles, inverse)
         yield Case("rotary", f"heads of 64{', turned back' * inverse}", call)
+    arguments = heads[0], *delayed_state(), *torch.ones(2, 1, 1), E5M2, False, 0, *UPDATE, True, PAD
+    named = {"k": heads[1], "v": heads[2], "cos": angles[0], "sin": angles[1]}
+    call = functools.partial(KERNELS["cast_and_commit"], *arguments, **named)
+    yield Case("cast_and_commit", "gradients of heads of 64, turned back", call)
     logits, target, rows = tensor((4096, 32768)), torch.empty(4096, dtype=torch.int64), torch.empty(4096)
     for softcap in (0.0, 30.0):
         how, capped = (logits, target, -100, 0.0, softcap), " with a softcap" * (softcap > 0)

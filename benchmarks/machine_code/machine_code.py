@@ -164,7 +164,7 @@ def _bits(instruction: Instruction) -> int:
 
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
-_READ = (tiles.load_tile, prologue.produce, prologue.load_input, optimizer_state.load_at)
+_READ = (tiles.load_tile, prologue.produce, prologue.load_input, prologue.turned_back, optimizer_state.load_at)
 _WRITE = (tiles.store_codes, norm_kernels.store_y, optimizer_state.store_at)
 
 

@@ -1,8 +1,8 @@
 """Casts of tensors to the pairs that products read, one for each role; activations and norms are computed on the way.
 
 Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last. An operand is a
-pair (qdata, scale_inv). A source is what is cast: a tensor itself, an activation or its gradient (CastSource), or a
-norm (NormSource).
+pair (qdata, scale_inv). A source is what is cast: a tensor itself, an activation or its gradient (CastSource), a norm
+(NormSource), or the gradients of heads that rotary positions turned (RotaryHeads).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
 from octavo.granularity import ALL, MX
-from octavo.kernels.arguments import CastSource, NormSource, have_e8m0_blocks
+from octavo.kernels.arguments import Castable, CastSource, NormSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.delayed import State
@@ -28,7 +28,7 @@ from octavo.tensor.pair import ForProducts, Operands, operands_of
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
-AnySource = Tensor | CastSource | NormSource  # see above
+AnySource = Tensor | Castable  # see above
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def cast_role(
         return _cast(x, source_arguments, cast, call, first is not None, second is not None)
     scale, scale2 = scale_for(source, first, state, role, parts), scale_for(source, second, state, role, parts)
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
-    if not has_scales and offsets is None and x.ndim == 2:
+    if not has_scales and offsets is None and x.ndim != 3:
         writes_transposed, (activation, named) = needs_transposed_codes(x.device), source_arguments
         options = *first.arguments, writes_transposed, pad, column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
@@ -121,11 +121,16 @@ _Call = tuple[Tensor | None, int, int, bool, Tensor | None]  # scale, role, pad,
 _PLAIN: _SourceArguments = (), {}
 
 
-def _source_arguments(source: CastSource | NormSource, keep: bool = False) -> tuple[Tensor, _SourceArguments]:
+def _source_arguments(
+    source: CastSource | NormSource | RotaryHeads, keep: bool = False
+) -> tuple[Tensor, _SourceArguments]:
     """Return (x, the op's arguments that say what of x is cast); ``keep``: a norm's y is returned too."""
     if isinstance(source, CastSource):
         x, *activation = source
         return x, (activation, {})
+    if isinstance(source, RotaryHeads):
+        q, k, v, cos, sin, _ = source
+        return q, ((), {"k": k, "v": v, "cos": cos, "sin": sin})
     of_norm = source._asdict() | {"keep": keep}
     return of_norm.pop("x"), ((), of_norm)
 
@@ -149,7 +154,7 @@ def _cast(
         return cast_matrices(x, scale, role, cast, (as_is, transposed), pad)
     writes_transposed, is_norm = transposed and needs_transposed_codes(x.device), "gamma" in named
     # by its length: when torch 2.11 compiles, it can't negate a tuple
-    is_plain = len(activation) == 0 and not is_norm and offsets is None
+    is_plain = len(activation) == 0 and len(named) == 0 and offsets is None
     if writes_transposed and not as_is and is_plain and not (commit and column_sum):  # the transposed codes alone
         flipped = _cast(x.t(), source_arguments, cast, (scale, role, pad, False, None), True, False, commit)
         return Operands(None, flipped.as_is, flipped.amax)
@@ -158,7 +163,8 @@ def _cast(
     if commit:
         *state, update = commit
         scaling = options[0], options[2], options[3]
-        written = kernels.cast_and_commit(x, *state, *scaling, *update, writes_transposed, pad, column_sum, *activation)
+        options = *scaling, *update, writes_transposed, pad, column_sum, *activation
+        written = kernels.cast_and_commit(x, *state, *options, **named)
         q_RC, q_CR, scale_inv, *sums_or_norm = written
         amax = None
     elif offsets is not None:

@@ -4,11 +4,13 @@
     [norm] -> cast -> product -> activation + cast -> product   LayerNormMLP; Experts, whose rows are in groups
                                  activation + cast -> product   activated_linear: the last layer of other libraries'
                                                                 feed-forwards, behind layers that are called as ever
+           cast -> product -> rotary positions                  other libraries' attention: q, k and v as one product
 
 A norm writes the pairs that the first product reads. The activation reads that product's output h and writes the pairs
 that the second product reads; backward its gradient reads h again and writes the pairs of the first layer's
-grad_output. Neither the norm's nor the activation's output, nor its gradient, is written in high precision. The
-products and their saved pairs are those of products.py.
+grad_output. Neither the norm's nor the activation's output, nor its gradient, is written in high precision; nor is the
+gradient of what rotary positions turned: its cast reads the gradients of q, k and v, and turns them back. The products
+and their saved pairs are those of products.py.
 
 On a tensor-parallel group the first layer's weight is in parts by rows and the second's by columns: from the first
 product to the second each rank has its part of the features, and the result is this rank's part of a sum. The norm
@@ -45,6 +47,7 @@ from octavo.autograd.products import (
     to_save,
     unrounded,
 )
+from octavo.autograd.rotary import Positions, gradient_of_heads
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource
@@ -60,6 +63,7 @@ class Chain(NamedTuple):
     activation: str  # a name of kernels/activations.py
     dtype: torch.dtype  # of all results; the input's own where there is no norm
     returns_norm: bool  # whether the norm's output is a second result
+    positions: Positions | None = None  # one layer's: its product's heads are turned, and three results
 
 
 class ChainTensors(NamedTuple):
@@ -151,8 +155,13 @@ class _ChainFunction(torch.autograd.Function):
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
-        ctx.save_for_backward(*saved)
+        ctx.counts = None
         ctx.set_materialize_grads(False)
+        if (positions := chain.positions) is not None:
+            ctx.counts = positions.counts
+            ctx.save_for_backward(*saved, positions.cos, positions.sin)
+            return positions.turned(result)
+        ctx.save_for_backward(*saved)
         return (result, y) if chain.returns_norm else result
 
     @staticmethod
@@ -166,7 +175,11 @@ class _ChainFunction(torch.autograd.Function):
         has_beta = ctx.are_tensors[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
-        grad, *grads_of_norm = grads  # None: nothing was computed from that result
+        grad: Any
+        if ctx.counts is None:
+            grad, *grads_of_norm = grads  # None: nothing was computed from that result
+        else:
+            grad, grads_of_norm = gradient_of_heads(grads, ctx.counts, *saved[layer_end:]), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
         if grad is not None and len(plans) == 2:
@@ -218,6 +231,8 @@ def run_chain(
 ) -> Any:
     """Return a chain's output [..., N] in ``chain.dtype`` for x [..., K], and the norm's [..., K] if ``returns_norm``.
 
+    With ``chain.positions`` its output is queries, keys and values [B, heads, S, D].
+
     ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
     ``leading``: the result's dimensions before N, where x is this rank's tokens only; else None.
     """
@@ -225,9 +240,13 @@ def run_chain(
     tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
+        if chain.positions is not None:
+            return results
         results = results if chain.returns_norm else (results,)
     else:
         result, y, _ = _forward(tensors, chain, (False,) * 7)
+        if chain.positions is not None:
+            return chain.positions.turned(result)
         results = (result, y) if chain.returns_norm else (result,)
     dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
     shaped = [

@@ -10,9 +10,7 @@ Each rank casts its tokens, and codes and scales are what is sent:
                    scale. The codes serve both products that read them
     rows, blocks   each token's scales are sent beside its codes. grad_weight reads along the tokens, in another
                    scaling, which is cast from the values of the gathered codes
-    exact          the same, but grad_weight's operand is cast from high precision: of an input in backward, from this
-                   rank's tokens, which forward kept, and gathered then. For columns (PerRow transposed) ranks first
-                   take the largest amax of each, 4 bytes a feature. Gradients are gathered in their dtype
+    exact          what the recipe scales in two ways is no case of this file: it is gathered in its dtype
 
 Sums are in the tensor's dtype, or as ``wire.reduce`` makes them.
 
@@ -28,15 +26,15 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State, as_rows, cast_to_send, operands_of_codes
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.collectives import bytes_of, maximum_over_ranks, pack, scales_from, summed, unpack
-from octavo.tensor.pair import ForProducts, Operands, transposed_pair
+from octavo.tensor.collectives import pack, summed, unpack
+from octavo.tensor.pair import ForProducts, Operands
 
 _REMEDY = (
     "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
@@ -48,18 +46,14 @@ class Wire(NamedTuple):
     """The process group that gathers and scatters tokens, and how; ``group`` is its name, ``ranks`` its size.
 
     ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
-    ``exact``: whether grad_weight reads a cast of unrounded values. ``reduce``: (addends, group) -> this rank's part of
-    their sum, whose parts are along dimension 0; None: torch's reduce-scatter, in the tensor's dtype.
-    ``memo``: the pair that the first reader of an exact input has gathered in backward, for the others; None in
-    compiled graphs.
+    ``reduce``: (addends, group) -> this rank's part of their sum, whose parts are along dimension 0; None: torch's
+    reduce-scatter, in the tensor's dtype.
     """
 
     group: str
     ranks: int
     runs: int
-    exact: bool = False
     reduce: Callable[[Tensor, str], Tensor] | None = None
-    memo: list[tuple[Tensor, Tensor]] | None = None
 
 
 class GatheredInput:
@@ -69,14 +63,12 @@ class GatheredInput:
 
     Attributes:
         carrier: [..., K] without memory; the gradient of the whole input flows to it.
-        operands: the pairs, of [T, K]; transposed None where no product reads it, or backward gathers it, from
-            ``shard``. The amax of the whole input, for a Delayed rule.
-        shard: this rank's rows [R, K]; None where backward gathers nothing.
+        operands: the pairs, of [T, K]; the amax of the whole input, for a Delayed rule.
         casts, wire: the options of its casts (``arguments_of``), and how it was gathered.
     """
 
-    def __init__(self, carrier: Tensor, operands: Operands, shard: Tensor | None, casts: Any, wire: Wire) -> None:
-        self.carrier, self.operands, self.shard, self.casts, self.wire = carrier, operands, shard, casts, wire
+    def __init__(self, carrier: Tensor, operands: Operands, casts: Any, wire: Wire) -> None:
+        self.carrier, self.operands, self.casts, self.wire = carrier, operands, casts, wire
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,15 +99,9 @@ class GatherReader(NamedTuple):
     observers: Sequence[tuple[Recipe, Any]] = ()
 
 
-def can_gather(reader: GatherReader, role: int, tokens: int, exact: bool) -> bool:
-    """Whether a role, of which each rank has so many consecutive tokens, can be sent as pairs."""
-    casts = reader.recipe.casts[role]
-    if not (exact and reader.needs_dw) or casts.once or role == GRAD_OUTPUT:
-        return cast_to_send(casts, True, reader.needs_dw, exact) is not None
-    if casts.as_is is None or casts.transposed is None or casts.as_is.tile[0] != 1 or casts.transposed.tile[0] != 1:
-        return False
-    block = casts.transposed.tile[1]
-    return block == ALL or tokens % block == 0
+def can_gather(reader: GatherReader, role: int, exact: bool) -> bool:
+    """Whether a role can be sent as pairs."""
+    return cast_to_send(reader.recipe.casts[role], True, reader.needs_dw, exact) is not None
 
 
 def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
@@ -166,45 +152,16 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     else:
         message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
         q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
-    transposed = needs_dw and (casts.once or not wire.exact)
-    return operands_of_codes((q, scale_inv), recipe, role, transposed, amax)._replace(of_norm=norm_results)
+    return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(of_norm=norm_results)
 
 
 def gather_norm(
     source: NormSource, recipe: Recipe, needs_dw: bool, state: State | None, keep: bool, wire: Wire
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """Return ``cast_norm`` of this rank's rows, with all ranks' pairs; y also if backward gathers it transposed."""
-    keep = keep or (needs_dw and wire.exact and not recipe.input_casts.once)
+    """Return ``cast_norm`` of this rank's rows, with all ranks' pairs."""
     operands = _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
     mean, rstd, y = operands.of_norm
     return operands._replace(of_norm=()), y if keep else None, mean, rstd
-
-
-def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> CodesAndScale:
-    """Return the pair of the whole input transposed [K, T], in backward, from this rank's rows.
-
-    An observer counts each reader's cast; only the gather is shared by readers.
-    """
-    if wire.memo and (observer is None or observer.counts is None):
-        return wire.memo[0]
-    cast, rows = recipe.input_casts.transposed, x_RK
-    assert cast is not None
-    local_rows = len(rows)
-    if by_column := cast.tile[1] == ALL:  # a last row of all ranks' amaxes gives each column the whole column's scale
-        columns = maximum_over_ranks(kernels.amax(rows, (ALL, 1)), wire.group)
-        rows = torch.cat([rows, columns.view(1, -1).to(rows.dtype)])
-    q, _, scale_inv, *_ = kernels.cast(rows, None, INPUT, *cast.arguments_transposed)
-    if observer is not None:
-        observer.cast(recipe, INPUT, lambda: x_RK, Operands(None, (q[:local_rows].t(), scale_inv.t())))
-        if wire.memo:
-            return wire.memo[0]
-    if not by_column:  # [blocks, K]
-        sent = bytes_of(scale_inv, cast.power_of_two)
-        scale_inv = scales_from(_gathered(sent, wire), cast.power_of_two, cast.tile[::-1])
-    pair = transposed_pair(_gathered(q[:local_rows], wire), scale_inv, recipe.pads)
-    if wire.memo is not None:
-        wire.memo.append(pair)
-    return pair
 
 
 class _Carrier(torch.autograd.Function):
@@ -247,8 +204,7 @@ def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> Gathe
     """
     rows = as_rows(x.detach())
     operands = _gather(rows, reader, INPUT, wire)
-    shard = rows if reader.needs_dw and wire.exact and operands.transposed is None else None
-    return GatheredInput(_Carrier.apply(x, dim, wire), operands, shard, arguments_of(reader.recipe), wire)
+    return GatheredInput(_Carrier.apply(x, dim, wire), operands, arguments_of(reader.recipe), wire)
 
 
 def scatter_output(y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:

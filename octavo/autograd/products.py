@@ -35,12 +35,12 @@ from octavo.autograd.casts import (
     cast_role,
     commit,
 )
-from octavo.autograd.gather_input import GatheredInput, Wire, gathered_transposed
+from octavo.autograd.gather_input import GatheredInput, Wire
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
-from octavo.kernels.arguments import CastSource
+from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
     the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
     inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
-    tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
+    tensor-parallel group; ``wire``: how they gather an input; ``dtypes``: of results, weight and bias, in backward;
     ``first_state``: the state by which the first backward pass cast grad_output, if it kept the graph;
     ``weight_is_swapped``: whether the weight is saved [..., K, N].
     """
@@ -127,7 +127,6 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
-    reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
     x_pair: tuple[Tensor | None, Tensor | None] = None, None
     weight_pair = x_pair
     if needs_dw and recipe.grad_weight is not None:
@@ -135,7 +134,7 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     if needs_dx and recipe.grad_input is not None:
         weight_pair = weight.transposed or weight_pair
     return Saved(
-        x_TK if needs_dw and reads_x else None,
+        x_TK if needs_dw and recipe.grad_weight is None else None,
         *x_pair,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
         *weight_pair,
@@ -186,18 +185,23 @@ GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
-    grad_TN: Tensor, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool], activation: Sequence[Any] = ()
+    grad_TN: Tensor | RotaryHeads,
+    saved: Saved,
+    plan: Layer,
+    needs: tuple[bool, bool, bool],
+    activation: Sequence[Any] = (),
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
     ``saved`` comes from ``to_save``. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
-    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource.
+    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource; or gradients of
+    heads that rotary positions turned.
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
     amax = (saved.x_amax, saved.weight_amax) if plan.commits and plan.first_state is None else None
-    source = CastSource(grad_TN, *activation) if activation else grad_TN
+    source: Any = CastSource(grad_TN, *activation) if activation else grad_TN  # type: ignore[arg-type]
     arguments = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
     if plan.state is not None and plan.first_state is not None:
         g = cast_grad_output(*arguments)
@@ -214,7 +218,7 @@ def cast_gradient(
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
         return g, None
-    return g, unrounded(source, offsets).to(plan.dtypes[0]) if activation else grad_TN
+    return g, source if isinstance(source, Tensor) else unrounded(source, offsets).to(plan.dtypes[0])
 
 
 def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
@@ -224,10 +228,12 @@ def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | Non
             commit(plan.state, plan.recipe, (x_amax, weight_amax, None), plan.parts)
 
 
-def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
+def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
     """Return the values that a cast of the source rounds to codes, in float32 if they are computed."""
     if isinstance(source, Tensor):
         return source
+    if isinstance(source, RotaryHeads):
+        return kernels.rotary(*source).view(source.shape)
     x, activation, preactivation, h_scale_inv, h_tile = source
     if h_scale_inv is not None:
         if offsets is not None:
@@ -266,8 +272,6 @@ def gradients(
             assert grad_TN is not None and x_TK is not None
             dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
-            if x_TK is not None and plan.wire is not None:
-                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.observer)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
                 weight_dtype
@@ -343,9 +347,9 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
 def input_operands(
     x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
-    """Return (the input in high precision, its pairs, their cast's number); of a gathered input this rank's rows."""
+    """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
     if gathered is not None:
-        return gathered.shard, gathered.operands, UNKNOWN
+        return None, gathered.operands, UNKNOWN
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.offsets)
     if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
@@ -395,7 +399,7 @@ def linear(
     """
     gathered = x if isinstance(x, GatheredInput) else None
     if gathered is not None:
-        x, layer = gathered.carrier, layer._replace(wire=gathered.wire)
+        x = gathered.carrier
     assert isinstance(x, Tensor)
     x_TK = as_rows(x)
     if is_recorded(x, weight_NK, bias):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.products import is_recorded, refuse_in_backward
+from octavo.kernels.arguments import RotaryHeads
 
 Attended = tuple[Tensor, Tensor, Tensor]  # queries, keys, values [B, heads, S, D]
 
@@ -18,6 +19,39 @@ def heads_apart(joined: Tensor, counts: tuple[int, int], width: int) -> Sequence
     """Return queries, keys and values [B, S, heads, D], from one tensor that holds them [B, S, all heads x D]."""
     queries, keys = counts
     return joined.unflatten(2, (-1, width)).split([queries, keys, keys], 2)
+
+
+class Positions(NamedTuple):
+    """The rotary positions by which a chain turns the queries and keys of its product [B S, all heads x D].
+
+    ``cos``, ``sin`` and ``counts`` are those of ``rotary``; ``sequences`` is B.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    counts: tuple[int, int]
+    sequences: int
+
+    def turned(self, qkv: Tensor) -> Attended:
+        """Return queries and keys, turned, and values, from the product."""
+        joined = qkv.view(self.sequences, self.cos.shape[1], qkv.shape[1])
+        return _turned(self.cos, self.sin, self.counts, joined)
+
+
+def gradient_of_heads(
+    grads: Sequence[Tensor | None], counts: tuple[int, int], cos: Tensor, sin: Tensor
+) -> RotaryHeads | None:
+    """Return what the product's gradient is cast from, by the gradients of its three results; None without any."""
+    like = next((grad for grad in grads if grad is not None), None)
+    if like is None:
+        return None
+    batch, _, *dims = like.shape
+    heads = (counts[0], counts[1], counts[1])
+    whole = (
+        like.new_zeros(batch, count, *dims) if grad is None else grad for grad, count in zip(grads, heads, strict=True)
+    )
+    q, k, v = (grad.transpose(1, 2) for grad in whole)
+    return RotaryHeads(q, k, v, cos, sin, True)
 
 
 class _TurnHeads(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, NormSource
+from octavo.kernels.arguments import Castable, RotaryHeads
 from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import Cast
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
 
 def scale_for(
-    source: Tensor | CastSource | NormSource, cast: Cast, state: State | None, role: int, parts: Parts | None
+    source: Tensor | Castable, cast: Cast, state: State | None, role: int, parts: Parts | None
 ) -> Tensor | None:
     """Return the scales [3] that the cast indexes by role, delayed or shared by ranks; None: it finds its own amax."""
     if parts is not None and not parts.roles[role]:
@@ -46,6 +46,7 @@ def scale_for(
         return None if delayed is None else delayed.in_force(role)
     if cast.tile != (ALL, ALL):
         return None
+    assert not isinstance(source, RotaryHeads)  # layers on several ranks are not joined
     x, *activation = (source,) if isinstance(source, Tensor) else source
     if delayed is not None:
         return first_scale(x, delayed.scale, role, *cast.arguments, parts.group, *activation)

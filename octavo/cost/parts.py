@@ -52,11 +52,12 @@ PARTS = {
     "gate and up": Part(Moved(0, 6, 0, 1), Moved(0, 0, -1, -1)),
     "query, key and value": Part(Moved(0, 12, 0, 2), Moved(0, 0, -2, -2)),
     "weights side by side": Part(Moved(0, 0, 0, 0), Moved(4, 0, 1, 0)),
-    "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(4, 4, 1, 1)),
-    "values": Part(Moved(0, 0, 0, 0), Moved(4, 4, 0, 0)),
-    # norms of queries and keys read each by itself, whose gradients are then put beside values'
+    # the cast of the joined product's gradient turns it back
+    "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(4, 0, 1, 0)),
+    "values": Part(Moved(0, 0, 0, 0), Moved(4, 0, 0, 0)),
+    # norms of queries and keys read each by itself; in backward a launch turns back, another joins norms' gradients
     "norms of heads": Part(Moved(0, 0, 0, 0), Moved(4, 4, 2, 2)),
-    "heads side by side": Part(Moved(0, 0, 0, 0), Moved(0, 4, 0, 1)),
+    "heads side by side": Part(Moved(0, 0, 0, 0), Moved(0, 8, 0, 2)),
     # the norm behind attention writes the sum, and norms' gradients read the residual's
     "residual": Part(Moved(12, 12, 2, 2), Moved(10, 4, 1, 0)),
     "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),
@@ -66,7 +67,7 @@ PARTS = {
 }
 """By part; a block has two norms, Qwen3's two more of heads, and one of all others but the losses."""
 # parts that Liger-Kernel computes by a kernel each in bf16; others as their library writes them, no products joined
-BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "rotary embedding", "loss")}
+BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "loss")} | {"rotary embedding": Moved(4, 4, 1, 1)}
 BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), Moved(6, 10, 1, 1))
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")

@@ -44,9 +44,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, reason_of, replacing
-from octavo.distributed.joined_parts import by_file, is_common, joined, parts_of
 from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
 from octavo.errors import OctavoError, first_line
+from octavo.nn.linear import Linear, SeparateSplits
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
@@ -54,7 +54,8 @@ from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, plain
+from octavo.weights.files import SCALE_INV
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain
 from octavo.weights.gathered import settings_of
 
 __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_extra"]
@@ -64,7 +65,9 @@ CONTENT = "octavo.pt"
 KEPT = "what was saved before is kept"
 REMEDY = "remove its folder to load the checkpoint before"
 METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
-Places = dict[str, list[tuple[Any, str]]]  # for each tensor of a checkpoint, or its parts: a dict, and the name there
+# for each tensor of a checkpoint a dict and the name there; several where splits are separate here, and joined there
+Places = dict[str, list[tuple[Any, str]]]
+SplitRows = dict[str, dict[str, int]]  # for each parameter of such a Linear: the splits' parameters, and their rows
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
 
@@ -154,7 +157,7 @@ def _begin(
         with _begun(optimizer):  # likewise
             of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
-            tensors, content = _collect(model, state, of_optimizer)
+            tensors, content = _collect(state, of_optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         with ranks.together():
             copied = _copied(content) if ranks.rank == 0 else {}
@@ -221,7 +224,8 @@ def load_checkpoint(
             reader = MetadataReader(folder, content.get(METADATA_CRC32))
         present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
-            places = _model_to_fill(model, present, content)
+            splits = _splits_to_fill(model, content)
+            places = _model_to_fill(model, present, content, splits)
         filled: Any = None
         codes: list[Any] = []
         if optimizer is not None and content["states"] is not None:
@@ -230,21 +234,23 @@ def load_checkpoint(
                 beginning.enter_context(_begun(optimizer))
             begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
-                filled, codes, optimizer_places = _optimizer_to_fill(model, optimizer, begun, content, reader)
+                filled, codes, optimizer_places = _optimizer_to_fill(optimizer, begun, content, reader, splits)
                 places |= optimizer_places
-        tensors = {name: joined([values[key] for values, key in place]) for name, place in places.items()}
+        tensors = {
+            name: _to_read([values[key] for values, key in place], reader, name) for name, place in places.items()
+        }
         group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
         with ranks.together():
-            for (values, key), *others in places.values():
-                for other, name in others if is_common(values[key]) else ():
-                    other[name].copy_(values[key])
+            for name, place in places.items():
+                if len(place) > 1:
+                    _fill([values[key] for values, key in place], tensors[name])
             set_model_state_dict(model, present)
             if optimizer is not None and filled is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
-                for moments, name, moment, row in codes:
-                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"), row)
+                for moments, name, moment in codes:
+                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
                 set_optimizer_state_dict(model, optimizer, filled)
             load_delayed(model, content["delayed"], ranks)
     return content["extra"]
@@ -360,34 +366,62 @@ def _begun(optimizer: Optimizer | None) -> Iterator[None]:
             optimizer.state = state
 
 
-def _collect(model: nn.Module, model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _collect(model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors to save, by name, and the content of octavo.pt."""
-    values, parted = dict[str, Any](), parts_of(model)
-    for name, names_here in by_file(model_state, parted).items():
-        values[f"model.{name}"] = joined([model_state[part] for part in names_here])
+    values = {f"model.{name}": value for name, value in model_state.items()}
     content: dict[str, Any] = {"model": sorted(values), "states": None, "groups": []}
     if state is not None:
-        wholes = {split: [whole] for whole, parts in parted.items() for split in parts}
-        content |= {"groups": _renamed(state["param_groups"], wholes), "states": {}}
-        for name, names_here in by_file(state["state"], parted).items():
-            states = [state["state"][part] for part in names_here]
-            content["states"][name] = sorted(states[0])
-            values |= {f"optimizer.{name}.{key}": joined([one[key] for one in states]) for key in states[0]}
+        content |= {"groups": state["param_groups"], "states": {}}
+        for name, state_of_param in state["state"].items():
+            content["states"][name] = sorted(state_of_param)
+            values |= {f"optimizer.{name}.{key}": value for key, value in state_of_param.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return tensors, content | {"others": {name: value for name, value in values.items() if name not in tensors}}
 
 
-def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> Places:
+def _splits_to_fill(model: nn.Module, content: dict[str, Any]) -> SplitRows:
+    """Return the splits that are separate in the model and one Linear in the checkpoint."""
+    splits: SplitRows = {}
+    for at, layer in model.named_modules():
+        for name in ("weight", "bias", f"weight{SCALE_INV}") if isinstance(layer, SeparateSplits) else ():
+            if f"model.{(whole := f'{at}.{name}'.lstrip('.'))}" in content["model"]:
+                splits[whole] = {f"{at}.{split}.{name}".lstrip("."): rows for split, rows in layer.splits.items()}
+    return splits
+
+
+def _to_read(parts: list[Any], reader: MetadataReader, name: str) -> Any:
+    """Return the tensor to read: that to fill, or, for several splits, a whole one of the rows of all."""
+    if len(parts) == 1:
+        return parts[0]
+    first = on_this_rank(parts[0])
+    return torch.empty(reader.size(name), dtype=first.dtype, device=first.device)
+
+
+def _fill(parts: list[Any], whole: Tensor) -> None:
+    """Fill the tensors of splits with their rows of a whole one, or each with it if it is one value for all."""
+    rows = [whole] * len(parts) if parts[0].shape == whole.shape else whole.split([len(part) for part in parts])
+    for part, values in zip(parts, rows, strict=True):
+        on_this_rank(part).copy_(values[own_slices(part.shape, part)])
+
+
+def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any], splits: SplitRows) -> Places:
     """Return for each of the model's tensors in the checkpoint the places in the state dict to fill."""
-    names = by_file(model_state, parts_of(model))
+    names = {name: [name] for name in model_state.keys() - {part for parts in splits.values() for part in parts}}
+    names |= {whole: [*parts] for whole, parts in splits.items()}
     places: Places = {
         f"model.{name}": [(model_state, name_here) for name_here in names_here] for name, names_here in names.items()
     }
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
+        remedy = "build the model that was saved (of octavo, only weight_storage='fp8' adds names)"
+        for at, layer in model.named_modules():
+            splits_here = layer.splits if isinstance(layer, Linear) else None
+            if any(f"model.{at}.{split}.weight".replace("..", ".") in unexpected for split in splits_here or ()):
+                remedy = (
+                    f"the splits of {at!r} were separate, as under ColwiseParallel: octavo.nn.separate_splits(model)"
+                )
         raise CheckpointError(
-            f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; build the "
-            "model that was saved (of octavo, only weight_storage='fp8' adds names)"
+            f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; {remedy}"
         )
     return _without_others(places, content)
 
@@ -401,20 +435,25 @@ def _without_others(places: Places, content: dict[str, Any]) -> Places:
 
 
 def _optimizer_to_fill(
-    model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment, int]], Places]:
+    optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
     """Return an optimizer's state dict to fill (``begun``: its state), moments that come in other codes, and places.
 
-    Each of these moments is (the state that is to have it in float32, its name, how it was saved, its first row there).
+    Each of these moments is (the state that is to have it in float32, its name, how it was saved).
     """
-    codes, places, filled = list[tuple[dict[str, Any], str, Moment, int]](), Places(), dict[str, Any]()
+    codes, places, filled = list[tuple[dict[str, Any], str, Moment]](), Places(), dict[str, Any]()
     names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
-    moments, parted = {name: moment_from(one) for name, one in described["moments"].items()}, parts_of(model)
+    moments = {name: moment_from(one) for name, one in described["moments"].items()}
     for name, keys in content["states"].items():
-        sizes, row = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}, 0
-        for part in (parts := parted.get(name, [name])):
-            here = begun["state"].get(part, {})
-            others = {one: _moment_to_fill(one, here, sizes, len(parts) > 1) for one in names}
+        sizes = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
+        parts = splits.get(name, {name: 0})
+        for part, rows in parts.items():
+            here, whole = begun["state"].get(part, {}), sum(parts.values())
+            part_sizes = {
+                key: torch.Size((rows, *size[1:])) if rows and size[:1] == (whole,) else size
+                for key, size in sizes.items()
+            }
+            others = {one: _moment_to_fill(one, here, part_sizes) for one in names}
             for tensors in others.values():
                 here = here | tensors
             if not set(keys) <= here.keys():
@@ -423,20 +462,14 @@ def _optimizer_to_fill(
                     "class and the same parameters"
                 )
             filled[part] = {key: here[key] for key in keys}
-            codes += [(filled[part], one, moments[one], row) for one in others if f"{one}_codes" in others[one]]
+            codes += [(filled[part], one, moments[one]) for one in others if f"{one}_codes" in others[one]]
             for key in keys:
                 places.setdefault(f"optimizer.{name}.{key}", []).append((filled[part], key))
-            row += max((len(value) for value in filled[part].values() if not is_common(value)), default=0)
-    groups = _renamed(content["groups"], parted)
-    return {"state": filled, "param_groups": groups}, codes, _without_others(places, content)
-
-
-def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with other names of parameters, each once."""
-    return [
-        group | {"params": [*dict.fromkeys(new for name in group["params"] for new in others.get(name, [name]))]}
-        for group in groups
+    groups = [
+        group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
+        for group in content["groups"]
     ]
+    return {"state": filled, "param_groups": groups}, codes, _without_others(places, content)
 
 
 def _packed(content: dict[str, Any]) -> bytes:
@@ -476,16 +509,11 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- moments that were saved in other codes than they have here, or on one side in none -------------------------------
 
 
-def _moment_to_fill(
-    name: str, state: dict[str, Any], sizes: dict[str, torch.Size], is_part: bool = False
-) -> dict[str, Any]:
-    """Return tensors to fill with a moment as it was saved, if a parameter's ``state`` has another form; else none.
-
-    ``is_part``: whether the parameter is some rows of what was saved.
-    """
+def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
+    """Return tensors to fill with a moment as it was saved, if a parameter's ``state`` has another form; else none."""
     codes, scales = f"{name}_codes", f"{name}_scale_inv"
     like, saved = state.get(codes, state.get(name)), [key for key in (name, codes, scales) if key in sizes]
-    if like is None or all(key in state and state[key].shape[is_part:] == sizes[key][is_part:] for key in saved):
+    if like is None or all(key in state and state[key].shape == sizes[key] for key in saved):
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
@@ -499,10 +527,10 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     return like_sharded(shard, like, like.shape)
 
 
-def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
-    """Return float32 values, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
+def _read(moment: Moment, codes: Any, scales: Tensor) -> Any:
+    """Return float32 values, sharded as the codes are; ``scales``: of all rows."""
     shard, (row, column, _) = on_this_rank(codes), place_of(codes)
-    place = (first + row, column) if codes.ndim > 1 else (0, first + row)  # a vector's elements are one row
+    place = (row, column) if codes.ndim > 1 else (0, row)  # a vector's elements are one row
     return like_sharded(moment.read_codes(shard, scales.to(shard.device), *place), codes, codes.shape)
 
 
@@ -546,9 +574,18 @@ def load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
     rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
     by_rank = dict(zip(shapes, rows, strict=True))
     present, loaded = _delayed(model), {}
-    for name, (name_here, value) in present.items():
-        history = name.replace(SCALE, HISTORY)
-        if history not in shapes or shapes[history] != present[history][1].shape:
+    joined = {  # a split whose state was not saved has that of the Linear that it was part of
+        plain_name(f"{at}.{split}".lstrip(".")): plain_name(at)
+        for at, layer in model.named_modules()
+        if isinstance(layer, SeparateSplits)
+        for split in layer.splits
+    }
+    for plain_here, (name_here, value) in present.items():
+        layer_name, _, kind = plain_here.rpartition(".")
+        if plain_here not in shapes:
+            layer_name = joined.get(layer_name, layer_name)
+        name, history = (f"{layer_name}.{one}".lstrip(".") for one in (kind, HISTORY))
+        if history not in shapes or shapes[history] != present[plain_here.replace(SCALE, HISTORY)][1].shape:
             loaded[name_here] = torch.zeros_like(value)
         elif len(by_rank[name]) == ranks.size:
             loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])

@@ -24,7 +24,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import GatheredInput, scatter_output
 from octavo.distributed.fp8_reduce import Fp8Reduction
-from octavo.nn.linear import Linear, divide
+from octavo.nn.linear import Linear, SeparateSplits, separate
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
@@ -67,7 +67,7 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
         return None
     compiling = torch.compiler.is_compiling()
     gather = _gathered if compiling and sending.reduce is not None else gathered_for
-    return gather(readers, input, sending, None if compiling else [])
+    return gather(readers, input, sending)
 
 
 # compiled graphs leave out sums in FP8, and facades for gradients
@@ -115,9 +115,7 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
 
 
 def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
-    """Place a module's output, a DTensor or one for each split, as torch's styles do."""
-    if isinstance(output, tuple):
-        return tuple(_output(layouts, use_local_output, module, split, mesh) for split in output)
+    """Place a module's output, a DTensor, as torch's styles do."""
     if output.placements != layouts:
         # it waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to an input that is still on
         # its way (pytorch#191113), such as an embedding's output, and is compiled for that tensor class alone
@@ -189,12 +187,13 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
 class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
     """torch's ColwiseParallel, but an input of octavo's layers that is sharded by tokens is gathered in FP8.
 
-    If an octavo.nn.Linear has named splits, each split is sharded: its parameters become ``<split>.weight`` and
-    ``<split>.bias``, and the layer's output is a tuple as before.
+    If an octavo.nn.Linear has named splits, each split becomes a Linear of its own (octavo.nn.separate_splits), with
+    ``<split>.weight`` and ``<split>.bias``. They share the gather and the cast of their input; their outputs are a
+    tuple as before.
 
     Args:
-        exact: send an input twice, in as many bytes as bf16, where the recipe scales it in two ways ("rowwise",
-            "blockwise", "mx"), so that grad_weight reads what it would on one rank, and not what was rounded before.
+        exact: gather an input in its own dtype where the recipe scales it in two ways ("rowwise", "blockwise", "mx"),
+            so that grad_weight reads what it would on one rank, and not what was rounded before.
         reduction: an octavo.distributed.Fp8Reduction: if an input is gathered in FP8, the sum of its gradients is sent
             in FP8 too, and rounded once.
         layouts: torch's input_layouts, Replicate() by default, or Shard(d), with d a dimension of tokens, which is
@@ -221,11 +220,11 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         input = inputs[0]
         if isinstance(input, GatheredInput):
             return input
-        if isinstance(mod, RecipeModule):
+        if isinstance(mod, RecipeModule | SeparateSplits):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-            sending = sending_of(mod)
-            if sending is not None and (gathered := _in_fp8([mod], input, device_mesh, sending)) is not None:
+            sending, readers = sending_of(mod), [one for one in mod.modules() if isinstance(one, RecipeModule)]
+            if sending is not None and (gathered := _in_fp8(readers, input, device_mesh, sending)) is not None:
                 return gathered
         layouts = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), device_mesh)
@@ -240,8 +239,19 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, Linear) and module.splits is not None:
-            divide(module, device_mesh.size())
-        return super()._apply(module, device_mesh)
+            separate(module, device_mesh.size())
+        if not isinstance(module, SeparateSplits):
+            return super()._apply(module, device_mesh)
+
+        def prepare(splits: nn.Module, inputs: Any) -> Any:
+            layouts = self.input_layouts, self.desired_input_layouts
+            return self._prepare_input_fn(*layouts, splits, inputs, device_mesh)
+
+        for split in module.children():
+            super()._apply(split, device_mesh)
+        module.__dict__[STYLE] = Style(1, *self._around(), sending=self._sending)
+        module.register_forward_pre_hook(prepare)  # the input is gathered once, for all splits
+        return module
 
 
 class PrepareModuleInput(torch_parallel.PrepareModuleInput):

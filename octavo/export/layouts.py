@@ -32,7 +32,7 @@ from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, MX, Tile
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
-from octavo.nn.linear import Grouped, PartedLinear
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
@@ -238,8 +238,6 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
             )
     elif isinstance(module, Grouped):
         pass  # one tensor, of any recipe
-    elif isinstance(module, PartedLinear):
-        return f"its splits are on several ranks: {GATHER}"
     elif module._parameters.get("weight") is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     elif not isinstance(module, nn.Linear):

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
-from octavo.inspect.rows import Notes, first_here, observe, parameter_of, sizes_of
+from octavo.inspect.rows import Notes, first_here, observe, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
 from octavo.weights.fsdp2 import on_this_rank, whole
+from octavo.weights.plain import weight_of
 from octavo.weights.stored import StoredWeight
 
 BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step
@@ -270,7 +271,7 @@ def _ends(module: RecipeModule) -> list[Tensor]:
 
     For experts [E, N, K] each of the two is [E, K]: one row of each matrix.
     """
-    weight = parameter_of(module)
+    weight = weight_of(module)
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
         return [torch.zeros(1, device=device_of(module), dtype=torch.float32)] * 2

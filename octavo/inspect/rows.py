@@ -20,11 +20,10 @@ from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
 from octavo.nn.candidates import features
-from octavo.nn.linear import Grouped, PartedLinear
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
-from octavo.weights.plain import weight_of
 
 # the products that read a role as it lies, and transposed
 READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
@@ -256,20 +255,6 @@ def first_here(module: RecipeModule) -> int:
 def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
     experts, columns, rows = sizes_of(module)
     return (experts, rows if ROLES[role] == "grad_output" else columns) if experts else (0, 0)
-
-
-def parameter_of(module: RecipeModule) -> nn.Parameter | None:
-    """Return a layer's weight, [E, ., .] for experts; None if it is computed from other parameters.
-
-    It is a parameter, except of a layer whose splits are parameters: then it is this rank's rows of all splits, joined.
-    """
-    return module.weight if isinstance(module, PartedLinear) else weight_of(module)
-
-
-def parameters_of(module: RecipeModule) -> list[nn.Parameter]:
-    """Return the parameters that are a layer's weight or its splits; none if the weight is computed from others."""
-    weights = module.weights if isinstance(module, PartedLinear) else [weight_of(module)]
-    return [weight for weight in weights if weight is not None]
 
 
 def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:

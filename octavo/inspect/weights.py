@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import RecordedLayer, parameter_of
+from octavo.inspect.rows import RecordedLayer
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
@@ -24,6 +24,7 @@ from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
 from octavo.scaling.recipe import Cast
 from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.plain import weight_of
 from octavo.weights.stored import StoredWeight
 
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
@@ -46,7 +47,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
     shared = _shared_scales(layers, ranks)
     for place, (module, layer) in enumerate(layers):
-        weight = parameter_of(module)
+        weight = weight_of(module)
         if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part has ndim 1
             continue
         local = on_this_rank(weight).detach()
@@ -90,7 +91,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
     """Return {place: scale} of per-tensor casts of sharded weights, from the amax of all ranks' rows."""
     shards: dict[int, tuple[Tensor, Cast]] = {}
     for place, (module, _) in enumerate(layers):
-        weight = parameter_of(module)
+        weight = weight_of(module)
         cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
         if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
             continue
@@ -119,7 +120,7 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, module: RecipeModule | nn.Parameter, optimizer: torch.optim.Optimizer | None) -> _Sample:
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
-        param = module if isinstance(module, Tensor) else parameter_of(module)
+        param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
             nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)  # type: ignore[arg-type]
             return cls(nothing, nothing, None, None, {}, (), nothing)
@@ -185,7 +186,7 @@ class Updates:
 
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
-        params = [weight if isinstance(weight, Tensor) else parameter_of(weight) for weight in self._weights]
+        params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
         all_gradients = [
             None if p is None or not p.is_leaf or p.grad is None else on_this_rank(p.grad).detach() for p in params
         ]
@@ -257,7 +258,7 @@ def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Te
 
 def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn.Parameter]:
     """Return {name: parameter} of those that are no recorded layer's weight: norms' weights, biases, embeddings."""
-    recorded = {id(parameter_of(module)) for module, _ in layers}
+    recorded = {id(weight_of(module)) for module, _ in layers}
     others = {name: param for name, param in model.named_parameters() if id(param) not in recorded}
     devices = {device_of(module) for module, _ in layers}
     return {name: param for name, param in others.items() if param.is_floating_point() and param.device in devices}

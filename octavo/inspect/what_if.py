@@ -35,7 +35,7 @@ from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.errors import OctavoError, first_line
-from octavo.inspect.rows import parameter_of, parameters_of, sizes_of
+from octavo.inspect.rows import sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
@@ -43,7 +43,7 @@ from octavo.recipes import COMPARED, as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 from octavo.weights.fsdp2 import whole as full_tensor
-from octavo.weights.plain import check_recipe
+from octavo.weights.plain import check_recipe, weight_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
@@ -329,7 +329,7 @@ def compare(
     twin, layers = _twin(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            check_recipe(recipe_of(recipe, *module.names(layer)), parameter_of(module))
+            check_recipe(recipe_of(recipe, *module.names(layer)), weight_of(module))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
     passes = _Passes(twin, loss, layers, chosen)
@@ -430,7 +430,7 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            of_layer = sum(squares.get(id(parameter), 0.0) for parameter in parameters_of(layer))
+            of_layer = squares.get(id(weight_of(layer)), 0.0)
             self.gradient_share[name] = of_layer / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
@@ -536,16 +536,15 @@ def _per_noise(changes: Sequence[tuple[float, Change]]) -> tuple[float, float]:
 
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
-    weights = parameters_of(layer)
+    weight = weight_of(layer)
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
         output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
-        wanted = [tensor for tensor in (x, *weights) if tensor.requires_grad]
+        wanted = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
-    grad_input, of_weights = gradients.pop(id(x), None), [full_tensor(gradient) for gradient in gradients.values()]
-    grad_input = None if grad_input is None else full_tensor(grad_input)
-    return full_tensor(output.detach()), grad_input, torch.cat(of_weights) if of_weights else None
+    grad_input, grad_weight = (full_tensor(gradients[id(one)]) if id(one) in gradients else None for one in (x, weight))
+    return full_tensor(output.detach()), grad_input, grad_weight
 
 
 def _against(exact: Gradient, changed: Gradient, first: float) -> Change:

@@ -70,6 +70,34 @@ class NormSource(NamedTuple):
         return self.x.shape[0], self.x.shape[1]
 
 
+class RotaryHeads(NamedTuple):
+    """Queries, keys and values [B, S, heads, D], and the angles by which the first two are turned, or turned back.
+
+    As the source of a cast these are gradients that are turned back, beside each other as a matrix.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    inverse: bool
+
+    @property
+    def x(self) -> Tensor:
+        """The first of the tensors, for a device and a dtype."""
+        return self.q
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [B S, all heads x D] of the values that are cast."""
+        batch, positions, heads, width = self.q.shape
+        return batch * positions, (heads + self.k.shape[2] + self.v.shape[2]) * width
+
+
+Castable = CastSource | NormSource | RotaryHeads
+
+
 class Scaling(NamedTuple):
     """The codes' dtype, and how their scale is chosen; a delayed_scale is read at its element ``role``."""
 
@@ -227,6 +255,10 @@ def _cast(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     kind: str = "",
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
@@ -241,9 +273,14 @@ def _cast(
     second_margin: int = 0,
     swizzle: bool = False,
 ) -> tuple[Any, ...]:
-    source: CastSource | NormSource
+    source: Castable
     refused = where = ""
-    if gamma is not None:
+    if k is not None:
+        source = _heads_to_cast(x, k, v, cos, sin)
+        if activation or gamma is not None or offsets is not None:
+            refused = "activation" if activation else "offsets" if gamma is None else "gamma"
+            where = "gradients of heads are cast"
+    elif gamma is not None:
         source = NormSource(x, gamma, beta, kind, eps, zero_centered)
         check_norm(x, gamma, beta, kind)
         if activation or column_sum or offsets is not None:
@@ -301,23 +338,27 @@ def _cast_and_commit(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    if k is not None and activation:
+        raise ValueError("activation is not taken where gradients of heads are cast")
+    source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    if k is not None:
+        source = _heads_to_cast(x, k, v, cos, sin)
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
-class RotaryHeads(NamedTuple):
-    """Queries, keys and values [B, S, heads, D], and the angles by which the first two are turned, or turned back."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    inverse: bool
+def _heads_to_cast(*tensors: Tensor | None) -> RotaryHeads:
+    if any(tensor is None for tensor in tensors):
+        raise ValueError("k is cast with x, v, cos and sin: give all of them")
+    return _rotary(*tensors, True)[0]
 
 
 def _rotary(*flat: Any) -> tuple[RotaryHeads]:
@@ -511,7 +552,7 @@ def new_grouped(
 
 
 def new_cast(
-    source: CastSource | NormSource,
+    source: Castable,
     first: Scaling,
     second: Scaling | None,
     output: Output,
@@ -549,8 +590,7 @@ def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tenso
 
 def new_rotary(heads: RotaryHeads) -> Tensor:
     """Return the result of ``octavo::rotary``, unwritten."""
-    q, k, v, *_ = heads
-    return q.new_empty((*q.shape[:2], (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3]))
+    return heads.q.new_empty((*heads.q.shape[:2], heads.shape[1]))
 
 
 def new_losses(rows: LossRows) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,8 @@ Arguments that mean the same everywhere:
                    and not rounded before; [R, C] of the above is its shape
     preactivation  given, x is the gradient of activation's output, and that of its input, preactivation, is cast
     h_scale_inv    given, the activation's input (x, or preactivation) is codes, and this their scale_inv of ``h_tile``
+    k, v, cos, sin given, x is q, and gradients of heads are cast, turned back and rounded to their dtype: [R, C] is
+                   [B S, all heads x D] of the result of the op ``rotary`` of these, inverse
     kind           "layer_norm" or "rms_norm", computed in float32 over rows of x; reference/norm.py has the formulas.
                    gamma and beta are [C]
     mean, rstd     [R] fp32, a norm's row statistics; mean is [0] for rms_norm
@@ -47,7 +49,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.arguments import (
-    CastSource,
+    Castable,
     Commit,
     GroupedOperands,
     NormGradient,
@@ -73,6 +75,7 @@ _EXTRAS = (
     'int pad=1, bool column_sum=False, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
     "int[2] h_tile=[-1, -1]"
 )
+_HEADS = "Tensor? k=None, Tensor? v=None, Tensor? cos=None, Tensor? sin=None"
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
 _LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
@@ -94,11 +97,12 @@ SCHEMAS = {
     # swizzle: each scaling's scale_inv, E8M0 of 1x32 or 32x1 blocks, has one dimension, as layouts.swizzled makes it of
     # an operand's, contraction last. matmul, dequantize and cast_statistics read either
     "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
-    f"bool transpose=False, {_EXTRAS}, *, {_NORM}, Tensor? offsets=None, bool as_is=True, {_SECOND}) -> Tensor[]",
+    f"bool transpose=False, {_EXTRAS}, *, {_HEADS}, {_NORM}, "
+    f"Tensor? offsets=None, bool as_is=True, {_SECOND}) -> Tensor[]",
     # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,
     # transposed qdata or [0, 0], scale_inv, sums)
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
-    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
+    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}, *, {_HEADS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     # of logits [T, V] of any strides and target [T] int64, the number of the column that is right: (each row's loss,
     # the logarithm of the sum of its exponentials), float32, as reference/cross_entropy.py says; softcap 0: none
@@ -161,7 +165,7 @@ SCHEMAS = {
 }
 
 
-def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
+def _fake_cast_and_commit(source: Castable, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
     q, t, scale_inv, _, sums = new_cast(source, scaling, None, output)
     return q, t, scale_inv, sums
 

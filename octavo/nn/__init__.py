@@ -3,7 +3,7 @@
 from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, RMSNormLinear, RMSNormMLP
-from octavo.nn.linear import GroupedLinear, Linear
+from octavo.nn.linear import GroupedLinear, Linear, separate_splits
 from octavo.nn.loss import CrossEntropyLoss, cross_entropy, linear_cross_entropy
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
@@ -31,4 +31,5 @@ __all__ = [
     "linear_cross_entropy",
     "load_delayed_state_dict",
     "rotary_table",
+    "separate_splits",
 ]

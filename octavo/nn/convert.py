@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch
 from torch import nn
 
-from octavo.granularity import Granularity, PerBlock
+from octavo.granularity import Granularity
 from octavo.nn.candidates import (
     REPLACED,
     SHARDED,
@@ -29,7 +28,7 @@ from octavo.nn.candidates import (
 )
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.known_forwards import KnownForward, fuse_known
-from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
+from octavo.nn.linear import Grouped, Linear
 from octavo.nn.loss import give_back_loss, has_loss
 from octavo.nn.recipe_module import RecipeModule, device_of, readers_of
 from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
@@ -214,8 +213,7 @@ def storages(
         if then[weight] != now[weight]:
             _refuse_sharded(name, module, weight, then[weight])
         if (granularity := then[weight]) is not None:
-            shape = (module.out_features, module.in_features) if isinstance(module, PartedLinear) else weight.shape
-            check_granularity(recipe_of(recipe, *module.names(name)), torch.Size(shape), granularity)
+            check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
     return then
 
 
@@ -226,7 +224,7 @@ def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
-    """Return (name, module, weight) for each weight of modules; for splits on several ranks one for each split."""
+    """Return (name, module, weight) for each weight of modules."""
     weights = [(*named_module, module) for named_module in modules for module in _weights(*named_module)]
     return [(name, module, weight) for name, module, (_, weight) in weights if weight is not None]
 
@@ -252,15 +250,8 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 def _refuse_sharded(name: str, module: nn.Module, weight: nn.Parameter, granularity: Granularity | None) -> None:
     """Raise ValueError if a weight on several ranks can't be stored by this granularity (None: plain).
 
-    Either it is experts that FSDP2 too has sharded, which would go on with its old shard; or a split, whose scale would
-    have to be that of all splits.
+    These are experts that FSDP2 too has sharded, which would go on with its old shard.
     """
-    if isinstance(module, PartedLinear) and granularity not in (None, PerBlock(128, 128)):
-        raise ValueError(
-            f"{name or 'the model'}: named splits that are sharded can be stored in blocks of 128 x 128 alone, by "
-            "blockwise(), since all splits have one scale for all: octavo.convert(..., weight_storage='fp8') before "
-            "ColwiseParallel shards them, or leave them out by select="
-        )
     if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
         raise ValueError(
             f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "
@@ -427,7 +418,7 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        if id(module) not in ours and not isinstance(module, Split)
+        if id(module) not in ours
         for parameter in module.parameters(recurse=False)
     }
 

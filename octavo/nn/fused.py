@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
+from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
+from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.gathered import check_layers_agree
@@ -136,10 +137,12 @@ def run_as_one(
     dtype: torch.dtype,
     returns_norm: bool = False,
     offsets: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> Any:
     """Return the results, of this dtype, of one or two linear layers, behind a norm if there is one, run as one chain.
 
-    ``placed``: their input and parameters; ``offsets``: where each expert's rows end.
+    ``placed``: their input and parameters; ``offsets``: where each expert's rows end; ``positions``: by which the heads
+    of one layer's result are turned.
     """
     x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
     read = [gamma, beta]
@@ -153,7 +156,7 @@ def run_as_one(
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     if placed.wire is not None:
         layers[0] = layers[0]._replace(wire=placed.wire)
-    chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm)
+    chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
     return run_chain(x, placed.norm, parameters, chain, None if placed.shape is None else placed.shape[:-1])
 
 
@@ -168,11 +171,9 @@ class Fused(nn.Module):
         """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
-        if first is None:  # each split has its own weight
-            first = next(linears[0].parameters(), None)
         if is_parallel(first):  # settings are compared before any part runs
             check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
-        if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) not in (Linear, PartedLinear) for part in linears):
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) is not Linear for part in linears):
             return None
         if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
             return None
@@ -210,7 +211,7 @@ class _NormLinear(Fused):
         self.splits = self.linear.splits
 
     def whole(self, input: Tensor) -> tuple[Any, Any]:
-        """Return (the output of all splits side by side, or a tuple of them on several ranks; the norm's)."""
+        """Return (the output of all splits side by side, or a tuple of them if they are separate; the norm's)."""
         fused = self._fused(input, "", self.return_norm_output)
         if fused is not None:
             return fused

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import activated_linear, norm_and_branch
 from octavo.autograd.products import requires_grad
-from octavo.autograd.rotary import Attended, heads_apart, rotary
+from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, run_as_one, runs_alone
@@ -392,9 +392,10 @@ class Attention(KnownForward):
         """Return the further keyword arguments that the class passes to the function of attention."""
         return {}
 
-    def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
-        """Return queries, keys and values for attention from the joined layers' product; see ``rotary``."""
-        return rotary((qkv,), *angles, counts)
+    def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
+        """Return queries, keys and values for attention; ``run`` computes the joined layers' product, as run_as_one."""
+        result: Attended = run(positions=positions)
+        return result
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
@@ -407,9 +408,9 @@ class Attention(KnownForward):
         del kwargs["position_embeddings"]
         tensors = joined.operands()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
-        qkv = run_as_one(FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
+        run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
         heads = [layer.out_features // self.head_dim for layer in layers]
-        query, key, value = self.turned(qkv, angles, (heads[0], heads[1]))
+        query, key, value = self.turned(run, Positions(angles[0], angles[1], (heads[0], heads[1]), x.shape[0]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
@@ -452,10 +453,11 @@ class AttentionOfQwen3(AttentionOfQwen2):
         (_HEADS.format("k"), f"self.k_norm({_HEADS.format('k')})"),
     )
 
-    def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
-        query, key, value = heads_apart(qkv, counts, self.head_dim)
+    def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
+        cos, sin, counts, _ = positions
+        query, key, value = heads_apart(run(), counts, self.head_dim)
         query, key = self.q_norm(query), self.k_norm(key)
-        return rotary((query, key, value.to(query.dtype)), *angles, counts)  # under autocast a norm is in float32
+        return rotary((query, key, value.to(query.dtype)), cos, sin, counts)  # under autocast a norm is in float32
 
 
 QKV = ("q_proj", "k_proj", "v_proj")

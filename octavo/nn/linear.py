@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,18 @@ from octavo import recipes
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
 from octavo.autograd.products import Layer, requires_grad
 from octavo.autograd.shared_casts import read_by
-from octavo.granularity import PerTensor
+from octavo.granularity import ALL
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import is_parallel
+from octavo.scaling.delayed import note_empty, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.pair import Operands
-from octavo.weights.fsdp2 import attach, gather_as_it_is
-from octavo.weights.plain import WeightOwner, widened
-from octavo.weights.stored import BLOCK, StoredWeight, agree_on_scale, local_stored, with_agreed_scale
+from octavo.weights.files import SCALE_INV
+from octavo.weights.plain import widened
+from octavo.weights.stored import StoredWeight
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -57,6 +60,7 @@ class Linear(RecipeModule, nn.Linear):
     """
 
     splits: dict[str, int] | None = None
+    is_split = False  # whether it is one of SeparateSplits
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def forward(self, input: Tensor, loss: LossOfRows | None = None) -> Any:
         """Return the output; or its loss, if octavo.nn.linear_cross_entropy calls the layer as a head."""
-        return self.parted(self._product(input)) if loss is None else self._loss(input, loss)
+        return split_output(self._product(input), self.splits) if loss is None else self._loss(input, loss)
 
     def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
         """Return the loss of logits input [T, K] . weight^T + bias, by this module's recipe and in chunks."""
@@ -93,16 +97,15 @@ class Linear(RecipeModule, nn.Linear):
         layer = self.layer_of(x, tensors, x.requires_grad)
         return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
 
-    def parted(self, y: Tensor) -> Any:
-        """Return the output of all splits as a tuple of each split's, if there are splits."""
-        return split_output(y, self.splits)
-
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load from this layer's or separate layers' keys; the last argument is torch's list of errors."""
-        # under tensor parallelism each split is a module and loads its own keys
-        if self.splits is not None and "weight" in self._parameters:
+        if self.splits is not None:
             args[-1].extend(merge_keys(state_dict, prefix, self.splits))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return the names that a RecipeMap's patterns may match: a split also has that of the layer it was part of."""
+        return (name, name.rpartition(".")[0]) if self.is_split else (name,)
 
     def extra_repr(self) -> str:
         """Return torch's text, the splits, and the recipe's name."""
@@ -151,8 +154,8 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
 
 
 def check_names(layer: Linear, splits: Splits) -> None:
-    """Raise ValueError for splits that can't be modules of their own names under tensor parallelism."""
-    if taken := [name for name in splits if hasattr(layer, name) or hasattr(PartedLinear, name)]:
+    """Raise ValueError for splits that can't be modules of their own names, as separate splits are."""
+    if taken := [name for name in splits if hasattr(layer, name) or hasattr(Linear, name)]:
         raise ValueError(f"out_features={dict(splits)!r}: a Linear has {taken} already; give these splits other names")
 
 
@@ -165,8 +168,10 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
     """Join ``<prefix><split>.weight`` and ``.bias``, as separate layers save them, to one key each; in place.
 
     Keys are joined if all splits have theirs and the joined key is missing. Returns a line for each tensor of another
-    size than its split; if there is one, nothing is joined.
+    size than its split, or for splits in FP8; if there is one, nothing is joined.
     """
+    if in_fp8 := [key for name in splits if (key := f"{prefix}{name}.weight{SCALE_INV}") in state_dict]:
+        return [f"{', '.join(in_fp8)}: splits in FP8 have scales of their own: octavo.nn.separate_splits(model) first"]
     wrong = []
     for parameter in ("weight", "bias"):
         keys = {f"{prefix}{name}.{parameter}": size for name, size in splits.items()}
@@ -270,134 +275,112 @@ class GroupedLinear(Grouped):
         return f"{sizes}, bias={self.bias is not None}, recipe={self.recipe.name}"
 
 
-class Split(WeightOwner):
-    """One split's rows of the weight, and of the bias if there is one."""
+class SeparateSplits(nn.Module):
+    """Named splits of one input, each a Linear under its name; they share the input's cast (autograd/shared_casts.py).
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-        self.__dict__["layer"] = layer  # the Linear whose rows these are; in __dict__, so that it is no child
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight that FSDP2 has just sharded also gets hooks, by which its storage may change."""
-        old, new = (getattr(one, "device_mesh", None) for one in (self._parameters.get("weight"), value))
-        if name == "weight" and old is not None and new is not None:
-            attach(value, new.ndim - 1 - old.ndim)
-            agree_on_scale(value, just_cut=True)
-        super().__setattr__(name, value)
-
-    @property
-    def weight_readers(self) -> dict[str, Any]:
-        return {"weight": self.__dict__["layer"]}
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.__dict__["layer"].agree_on_scale()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """Return what FSDP2's first hook returns for the weight, if it is in FP8: see weights/gathered.py."""
-        if not isinstance(shard, StoredWeight):
-            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-        layer = self.__dict__["layer"]
-        # FSDP2 may pass a copy, on another device, made before the splits agreed on a scale
-        shard.known.alone |= layer.agree_on_scale()
-        return layer.gather.send(layer, with_agreed_scale(shard, self.weight), mesh, outer_size, mp_policy)
-
-
-class PartedLinear(Linear):
-    """A Linear whose named splits are parameters of their own, each sharded over a tensor-parallel mesh by its rows.
-
-    One matrix of several products can't be sharded by rows as it lies: a rank would have all of one split and none of
-    another. So ``divide`` makes each split a parameter ``<split>.weight``, as separate layers have it, of which each
-    rank has some rows; they are joined for the product, which stays one cast and one product.
-
-    They are no single DTensor whose rows are permuted: no placement of torch says so, and full_tensor(), full state
-    dicts and torch.distributed.checkpoint would give that order to weights and to states of optimizers, silently.
+    ``separate_splits`` turns a Linear with splits into it; the output is a tuple as before.
     """
 
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        """Return this rank's rows of all splits, one after the other: a DTensor for products, and for nothing else."""
-        return self._joined("weight")
+    splits: dict[str, int]
 
-    @property
-    def bias(self) -> Any:  # type: ignore[override]
-        """Return this rank's biases of all splits, one after the other, or None."""
-        return self._joined("bias")
+    def forward(self, input: Any) -> tuple[Any, ...]:
+        """Return the output of each split, in their order."""
+        return tuple(split(input) for split in self._modules.values())  # type: ignore[misc]
 
-    @property
-    def weights(self) -> list[Any]:
-        """Return the weight of each split."""
-        return self._of_splits("weight")
+    def reset_parameters(self) -> None:
+        """Initialise each split as a Linear of its own."""
+        for split in self._modules.values():
+            split.reset_parameters()  # type: ignore[union-attr, operator]
 
-    def _of_splits(self, name: str) -> list[Any]:
-        return [getattr(self.get_submodule(split), name) for split in self.splits or ()]
-
-    def _joined(self, name: str) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        if not torch.compiler.is_compiling():
-            self.agree_on_scale()
-        first, *_ = parameters = self._of_splits(name)
-        if first is None:
-            return None
-        if not isinstance(first, DTensor):  # not sharded yet
-            return torch.cat(parameters)
-        return DTensor.from_local(
-            torch.cat([tensor.to_local() for tensor in parameters]),
-            first.device_mesh,
-            first.placements,
-            run_check=False,
-        )
-
-    def agree_on_scale(self) -> bool:
-        """Cast all splits again with one scale if any was written; return whether one was. Collective."""
-        stored = local_stored(self.weights[0])
-        if stored is None or stored.common is None or not stored.common.written:
-            return False
-        agree_on_scale(*self.weights)
-        stored.common.written = False  # the flag is shared by all splits
-        return True
-
-    reset_parameters = _reset_uniformly
-
-    def parted(self, y: Any) -> Any:
-        """Return the output of all splits, a DTensor, as a tuple of each split's, sharded by its features."""
-        from torch.distributed.tensor import DTensor
-
-        sizes = {name: size // y.device_mesh.size() for name, size in (self.splits or {}).items()}
-        outputs, layout = split_output(y.to_local(), sizes), (y.device_mesh, y.placements)
-        return tuple(DTensor.from_local(y_split, *layout, run_check=False) for y_split in outputs)
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load each split's keys, or those of the Linear that they were, whose rows they are."""
+        for name in ("weight", "bias", f"weight{SCALE_INV}"):
+            if (tensor := state_dict.get(f"{prefix}{name}")) is not None:
+                try:
+                    rows = rows_of_splits(tensor, self.splits)
+                except ValueError as error:
+                    args[-1].append(f"{prefix}{name}: {error}")
+                    continue
+                state_dict |= {f"{prefix}{split}.{name}": part for split, part in zip(self.splits, rows, strict=True)}
+                del state_dict[f"{prefix}{name}"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def divide(layer: Linear, ranks: int) -> None:
-    """Turn a Linear with splits into a PartedLinear in place, for sharding over so many ranks, or raise ValueError."""
+def rows_of_splits(tensor: Tensor, splits: Splits) -> Sequence[Tensor]:
+    """Return each split's rows of a tensor of all splits: of a matrix, of the scales of its rows, or one scale for all.
+
+    Raises:
+        ValueError: for blocks of rows that belong to two splits.
+    """
+    size = sum(splits.values())
+    if tensor.ndim == 0 or tensor.shape[0] == 1 < size:
+        return [tensor] * len(splits)
+    rows = [tensor.shape[0] * split for split in splits.values()]
+    if any(count % size for count in rows):
+        raise ValueError(f"{list(tensor.shape)} does not divide into the splits {dict(splits)}")
+    return tensor.split([count // size for count in rows])
+
+
+def separate(layer: Linear, ranks: int = 1) -> None:
+    """Turn a Linear with splits into SeparateSplits in place, for sharding over so many ranks, or raise ValueError."""
     assert layer.splits is not None
     if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
         raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")
     weight, bias = layer.weight, layer.bias
     if type(weight) not in (nn.Parameter, StoredWeight):
         raise ValueError(
-            f"a Linear with splits whose weight is a {type(weight).__name__} can't be sharded by its splits: apply "
-            "ColwiseParallel before it is sharded"
+            f"a Linear with splits whose weight is a {type(weight).__name__} can't be separated into its splits: apply "
+            "ColwiseParallel, or octavo.nn.separate_splits, before it is sharded"
         )
     check_names(layer, layer.splits)  # before anything changes
-    sizes = list(layer.splits.values())
-    if isinstance(weight, StoredWeight):
-        shape = weight.shape
-        if weight.granularity != PerTensor() and (any(size % (BLOCK * ranks) for size in sizes) or shape[1] <= BLOCK):
-            raise ValueError(
-                f"splits {layer.splits} of a weight {tuple(shape)} in blocks of 128 x 128: on {ranks} ranks each "
-                "split needs a multiple of 128 rows a rank, and more than 128 columns; or use a recipe with one scale "
-                "a weight (dynamic, delayed)"
-            )
-        weights: list[Any] = [*weight.alias().splits_of_one_scale(sizes)]
-    else:
-        weights = list(weight.detach().split(sizes))
-    biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
-    del layer._parameters["weight"], layer._parameters["bias"]
-    for name, rows, bias_rows in zip(layer.splits, weights, biases, strict=True):
-        split_weight = nn.Parameter(rows.clone(), weight.requires_grad)
-        split_bias = None if bias is None else nn.Parameter(bias_rows.clone(), bias.requires_grad)
-        layer.add_module(name, Split(split_weight, split_bias, layer))
-    layer.__class__ = PartedLinear
+    step = weight.granularity.tile[0] if isinstance(weight, StoredWeight) else ALL
+    if step != ALL and any(size % (step * ranks) for size in layer.splits.values()):
+        raise ValueError(
+            f"splits {layer.splits} of a weight {tuple(weight.shape)} in blocks of {step} rows: on {ranks} ranks each "
+            f"split needs a multiple of {step} rows a rank; or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    start, state, others = 0, state_of(layer), {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
+    for name, size in layer.splits.items():
+        split, rows = Linear(layer.in_features, size, recipe=layer.recipe, **others), slice(start, start + size)  # type: ignore[arg-type]
+        part = weight.rows(start, start + size) if isinstance(weight, StoredWeight) else weight.detach()[rows].clone()
+        split._parameters["weight"] = nn.Parameter(part, weight.requires_grad)
+        if bias is not None:
+            split._parameters["bias"] = nn.Parameter(bias.detach()[rows].clone(), bias.requires_grad)
+        split.is_split, split.training, split.recipe = True, layer.training, layer.recipe  # its state leaves meta
+        if state is not None and (state_of_split := state_of(split)) is not None:
+            for of_split, of_layer in zip(state_of_split, state, strict=True):
+                of_split.copy_(of_layer)
+            note_empty(state_of_split.scale)  # perhaps
+        layer.add_module(name, split)
+        start += size
+    layer.forget_recipe()
+    layer._parameters.clear()
+    layer.__class__ = SeparateSplits  # type: ignore[assignment]
+
+
+def separate_splits(model: Model) -> Model:
+    """Make each named split of the model's Linears a Linear of its own, in place, as ColwiseParallel does.
+
+    The splits' parameters are ``<split>.weight`` and ``<split>.bias``, so that the model has the parameters and keys of
+    one under ColwiseParallel, and loads its checkpoints. Outputs are tuples as before. What the splits did together is
+    lost: one product, a scale per tensor that is that of all of them, and a norm in front that is fused with the cast.
+
+    Args:
+        model: any module; call it before ``fully_shard`` and before the optimizer is made.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: for a weight that is sharded already, or stored in blocks of 128 x 128 that belong to two splits.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.separate_splits(octavo.nn.Linear(64, {"gate": 32, "up": 32}, bias=False))
+        >>> [name for name, _ in layer.named_parameters()]
+        ['gate.weight', 'up.weight']
+    """
+    for layer in list(model.modules()):
+        if isinstance(layer, Linear) and layer.splits is not None:
+            separate(layer)
+    return model

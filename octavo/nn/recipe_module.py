@@ -140,7 +140,7 @@ class RecipeModule(WeightOwner):
 
     @property
     def weights(self) -> list[nn.Parameter | None]:
-        """The module's weight, as ``weight_of`` returns it; the weight of each split if these are on several ranks."""
+        """The module's weight, as ``weight_of`` returns it, in a list."""
         return [weight_of(self)]
 
     @property

@@ -17,7 +17,6 @@ from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
-from octavo.nn.linear import Split
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
@@ -177,14 +176,14 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
     computed: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
     for name, module in model.named_modules():
-        if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
+        if id(module) in computed or isinstance(module, ExpertsPart):  # whose matrix is another module's
             continue
         parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
         parameters = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
         matrices = {key: tuple(p.shape) for key, p in parameters if p.ndim >= 2 and not key.endswith("bias")}
         if (isinstance(module, RecipeModule) or fp8_class(module) is not None) and weight_of(module) is None:
-            matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig, or of splits on several ranks
+            matrices = {"weight": shape_of(module)}  # in place of weight_v or weight_orig
             if parametrize.is_parametrized(module, "weight"):
                 computed.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():

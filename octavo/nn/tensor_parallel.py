@@ -37,8 +37,9 @@ def is_parallel(weight: Tensor) -> bool:
 
 
 class Sending(NamedTuple):
-    """The settings by which a layer's tokens are sent: ``exact`` as in Wire, sums by ``reduce``.
+    """The settings by which a layer's tokens are sent; sums are made by ``reduce``.
 
+    ``exact``: tokens of a role that the recipe scales in two ways are sent in their dtype.
     ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
     """
 
@@ -47,10 +48,10 @@ class Sending(NamedTuple):
     scatter: Callable[..., Tensor]
     output: Any = None
 
-    def wire(self, mesh: Any, x: Tensor, dim: int, memo: list[Any] | None = None) -> Wire:
+    def wire(self, mesh: Any, x: Tensor, dim: int) -> Wire:
         """Return the Wire of x's tokens along a dimension, over a mesh."""
         runs = math.prod(x.shape[:dim])
-        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
+        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.reduce)
 
 
 STYLE = "_octavo_style"  # on a module: its Style
@@ -147,7 +148,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         dim, sending = placement.dim % x.ndim, sending_of(linears[0])
         assert sending is not None
         reader = GatherReader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
-        if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
+        if not can_gather(reader, INPUT, sending.exact):
             return None
         # counting casts needs tokens in memory; sums in FP8 end a graph
         if _is_counted(linears[0]) or (sending.reduce is not None and torch.compiler.is_compiling()):
@@ -182,7 +183,7 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
     if normed is not None and of_norm is not None:
         normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
-    return of_last.finish(last, last.parted(y), placed.mesh), normed
+    return of_last.finish(last, y, placed.mesh), normed
 
 
 def _is_counted(module: Any) -> bool:
@@ -204,13 +205,13 @@ def _local_bias(bias: Any, rowwise: bool, mesh: Any, grad_placement: Any = None)
     return local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local
 
 
-def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:
+def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> GatheredInput | None:
     """Return an input [..., K] that is sharded by tokens, gathered in FP8; or None if its readers can't take it so.
 
     ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. The
     readers' recipes must cast it alike. Layers that have read such an input before decide the delayed scale; if none
     has (in a first forward, and in compiled ones), it is the scale that all readers have in common, else the input's
-    own. ``memo``: see Wire.
+    own.
     """
     earlier_readers = [reader for reader in readers if getattr(style_of(reader), "reads_gathered", False)]
     reading = earlier_readers or readers
@@ -223,11 +224,10 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     reader = GatherReader(
         recipe, first.state_of_input() if earlier_readers else _state_of_all(readers), trains, tuple(observers)
     )
-    if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
+    if not can_gather(reader, INPUT, sending.exact):
         return None
-    weight = next(one for one in first.parameters() if one.ndim > 1)  # any split's has the dtype and width of all
-    wire = sending.wire(mesh, x, dim, memo)
-    return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
+    wire = sending.wire(mesh, x, dim)
+    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:
@@ -255,7 +255,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     reader = GatherReader(module.recipe, module.state_of_input(), weight.requires_grad)
     # a compiled graph takes no facade for a gradient
     fits = needs_dx and not _is_counted(module) and not torch.compiler.is_compiling()
-    fits = fits and can_gather(reader, GRAD_OUTPUT, 0, sending.exact)
+    fits = fits and can_gather(reader, GRAD_OUTPUT, sending.exact)
     if not fits and sending.reduce is None:
         return None
     rows = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))

@@ -328,7 +328,7 @@ class CompactOptimizer(Optimizer):
         params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-            self._sharded = agreeing(params, numbers)
+            self._sharded = agreeing(params)
             self._placed = dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
         return self._placed
 

@@ -116,38 +116,14 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
     return param.grad
 
 
-def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-    """Return weights' amaxes [n, 1], where those with a common scale all have the largest among them."""
-    owners = [getattr(local_stored(param), "common", None) or param for param in params]  # one for each scale
-    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
-    if len(numbers) == len(owners):
-        return amaxes
-    places = torch.tensor([numbers[owner] for owner in owners], device=amaxes.device)
-    largest_by_scale = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, places, amaxes.view(-1), "amax")
-    return largest_by_scale[places].view(-1, 1)
-
-
-def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
-    """Return an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale.
-
-    ``groups``: the number of each one's group. ValueError if weights with a common scale are in several groups, or not
-    all there, or not all trained.
-    """
-    groups_by_scale: dict[Any, list[int]] = {}
-    for param, group in zip(params, groups, strict=True):
-        if (common := getattr(local_stored(param), "common", None)) is not None:
-            groups_by_scale.setdefault(common, []).append(group if param.requires_grad else -1)
-    if any(len(groups) != common.count or len(set(groups)) > 1 for common, groups in groups_by_scale.items()):
-        raise ValueError(
-            "the named splits of a weight that lives in FP8 have one scale, which an optimizer finds from all of them: "
-            "give it all in one group, and train all or none"
-        )
+def agreeing(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale."""
 
     def needs_agreement(param: nn.Parameter) -> bool:
         shard: Any = local_stored(param)
         if shard is None or shard is param or not shard.has_one_scale:
             return False  # each expert lies whole on one rank
-        return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
+        return any(group.size() > 1 for group in groups_of(param))
 
     return [param for param in params if needs_agreement(param)]
 
@@ -181,7 +157,7 @@ class Agreement:
             device = some[0].device_mesh.device_type  # type: ignore[attr-defined]
             none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
-            largest = _with_common(torch.cat([amax.to(device) for amax in amaxes]), some)
+            largest = torch.cat([amax.to(device) for amax in amaxes])
             for group in outer:  # where the mesh has several dimensions
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)

@@ -6,6 +6,7 @@ another number, or one process, has written. Besides the state of model and opti
     step, rows      steps done, and their log: the numbers of a StepRow each
     identity        the options and the data that decide the loss curve
     weights_in_fp8  whether weights are stored in FP8, which a phase of the schedule may change
+    separate_splits whether named splits are Linears of their own, as tensor parallelism makes them
     schedule        the state of the precision schedule, if there is one
     in_backward     the state of updates in backward, if there are any
 

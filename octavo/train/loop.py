@@ -259,6 +259,8 @@ class _Run:
         config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
         with ranks.together():
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
+            if self.saved.get("separate_splits"):
+                octavo.nn.separate_splits(model)
         with lost_ranks():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
@@ -429,5 +431,7 @@ def trained_model(path: Path) -> GPT:
     if not content["weights_in_fp8"]:  # in another phase than that of its options
         state = replace(state, weight_storage="none")
     model = build_model(build(ModelConfig, identity), recipe, 0, state)
+    if content.get("separate_splits"):
+        octavo.nn.separate_splits(model)
     folder.fill(model, None)
     return model.eval()

@@ -15,6 +15,7 @@ import octavo
 from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
+from octavo.nn.linear import SeparateSplits
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase
@@ -271,6 +272,7 @@ class Trainer:
         }
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
         content["weights_in_fp8"] = any(stored_as(weight) is not None for weight in self.model.parameters())
+        content["separate_splits"] = any(isinstance(module, SeparateSplits) for module in self.model.modules())
         folder.save(self.model, self.optimizer, content)
 
     def load(self, folder: RunFolder, content: Content) -> None:

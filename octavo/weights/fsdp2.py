@@ -32,7 +32,7 @@ from octavo.private import (
     set_local_tensor,
 )
 from octavo.tensor.collectives import all_gather, maximum_over_ranks
-from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves, operands_of
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
 
@@ -173,21 +173,8 @@ def _transposed(func: Any, weight: GatheredWeight, *dims: int) -> Any:
     return weight.moved(shape=(*outer, cols, rows))
 
 
-def _cat(func: Any, splits: list[GatheredWeight], dim: int = 0) -> Any:
-    """The rule of torch.cat of splits by rows, for one product."""
-    first = splits[0]
-    if dim != 0:
-        return NotImplemented
-    q = torch.cat([split.qdata.view(torch.uint8) for split in splits]).view(first.qdata.dtype)
-    scales = first.scale_inv if first.scale_inv.shape == (1, 1) else torch.cat([split.scale_inv for split in splits])
-    rows, columns = sum(split.shape[0] for split in splits), first.shape[1]
-    padded = q.shape[1] != columns or any(split.transposed_qdata.shape[1] != split.shape[0] for split in splits)  # type: ignore[union-attr]
-    operands = operands_of(q[:, :columns], scales, padded)._replace(amax=first.found_amax)
-    return GatheredWeight(operands, (rows, columns), first.dtype, first.casts)
-
-
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | dict.fromkeys((aten.as_strided.default, aten.view.default), moves)
-GatheredWeight.RULES |= {aten.transpose.int: _transposed, aten.cat.default: _cat}
+GatheredWeight.RULES |= {aten.transpose.int: _transposed}
 
 
 def attach(param: Any, at: int, part: str = "") -> bool:

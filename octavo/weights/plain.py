@@ -139,7 +139,7 @@ def fp8_operands(
         if kept_operands is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
-    is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module) or is_under_fsdp(module)
+    is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
@@ -227,24 +227,18 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
         return None
     if training and not torch.compiler.is_compiling():
         weights = (parameter,) if isinstance(parameter, nn.Parameter) else module.weights
-        for place, weight in enumerate(weights):
+        for weight in weights:
             if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
-                notice_writes(module, weight, place)
+                notice_writes(module, weight)
     return module.state_on(device)
 
 
-def is_joined(module: WeightReader) -> bool:
-    """Whether a module's weight is computed by joining the parameters of its splits."""
-    return all(isinstance(weight, nn.Parameter) for weight in module.weights)
-
-
-def notice_writes(module: WeightReader, weight: Tensor, place: int = 0) -> None:
+def notice_writes(module: WeightReader, weight: Tensor) -> None:
     """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
 
-    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``:
-    the index of a split's weight among the module's.
+    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
     """
-    if module.weight_writes.since_last(weight, place):
+    if module.weight_writes.since_last(weight):
         empty_state(state_of(module), WEIGHT)
 
 

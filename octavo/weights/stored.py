@@ -18,9 +18,8 @@ would have. It is cut between experts.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -74,14 +73,6 @@ class Known:
         return Known, (self.low_bits, False, self.is_frozen, self.alone)
 
 
-@dataclass(eq=False)
-class OneScale:
-    """One scale that the splits of a matrix share, as a product reads all its rows with it; an optimizer sets it."""
-
-    count: int  # of the weights
-    written: bool = False  # whether any was written since all had the same scale
-
-
 class StoredWeight(ShardHooks, Pair):
     """A weight [N, K] in E4M3 codes; its scale is a power of two, of the weight or of each block of 128 x 128.
 
@@ -102,7 +93,6 @@ class StoredWeight(ShardHooks, Pair):
     granularity: Granularity
     is_shard: bool
     known: Known
-    common: OneScale | None = None  # with other weights whose scale it has
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
@@ -277,7 +267,7 @@ class StoredWeight(ShardHooks, Pair):
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
         weight.known = replace(self.known, low_bits=low_bits)
-        attribute_names = ("part", "common", "layer_name")
+        attribute_names = ("part", "layer_name")
         vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
         return weight
 
@@ -297,13 +287,11 @@ class StoredWeight(ShardHooks, Pair):
             scale_inv = cut(scale_inv, start // step, -(-stop // step))
         return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
 
-    def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
-        """Return shards of so many rows, which keep one scale per tensor."""
-        ends, common = list(itertools.accumulate(sizes)), OneScale(len(sizes))
-        splits = [self.shard(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        for split in splits:
-            split.common = common if self.granularity == PerTensor() else None
-        return splits
+    def rows(self, start: int, stop: int) -> StoredWeight:
+        """Return a copy of rows start to stop as a weight of its own; its scale per tensor is this one's at first."""
+        part = self.shard(start, stop)  # over this one's memory
+        low_bits = None if part.low_bits is None else part.low_bits.clone()
+        return part._like(part.qdata.clone(), part.scale_inv.clone(), low_bits, is_shard=False)
 
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, as far as they are known."""
@@ -327,8 +315,6 @@ class StoredWeight(ShardHooks, Pair):
         self.known.alone = (
             self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.alone)
         )
-        if self.common is not None:
-            self.common.written = True
         if pair is not None:
             self._take_pair(pair)
         elif isinstance(other, StoredWeight):
@@ -503,18 +489,6 @@ def _plainly(func: Any, *args: Any) -> Tensor:
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
-def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
-    """Join shards of one weight by rows, for a product, which does not read ``low_bits``."""
-    first = shards[0]
-    if any(isinstance(shard, BroadcastBucket) for shard in shards):
-        return join(func, shards, dim)
-    if dim != 0 or any(type(shard) is not type(first) for shard in shards):
-        return NotImplemented
-    codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
-    has_one_scale = first.granularity == PerTensor()
-    return first._like(codes, first.scale_inv if has_one_scale else torch.cat([shard.scale_inv for shard in shards]))
-
-
 def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any]:
     total, dim = weight.shape[dim], dim % weight.ndim
     if weight.ndim == 3 and (dim or total % size):
@@ -598,7 +572,7 @@ StoredWeight.RULES = {
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
+    aten.cat.default: join,
     aten.new_zeros.default: _new_zeros,
     aten.new_empty.default: _new_empty,
     aten.constant_pad_nd.default: _pad,
@@ -610,35 +584,28 @@ if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
-torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
+torch.serialization.add_safe_globals([StoredWeight, Known])
 torch.serialization.add_safe_globals(  # of files of earlier versions
-    [(kind, f"octavo.tensor.stored_weight.{kind.__name__}") for kind in (StoredWeight, Known, OneScale)]
+    [(kind, f"octavo.tensor.stored_weight.{kind.__name__}") for kind in (StoredWeight, Known)]
 )
 
 
-def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
+def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     """Give this rank's shard of a weight the scale of the whole, if its scale is this rank's alone; collective.
 
     Ranks choose their own where FSDP2 has ``just_cut`` it, as they may have begun with other values, and in writes.
-    Several ``params`` are splits that have one scale in common.
     """
-    shards = [shard for param in params if (shard := local_stored(param)) is not None]
-    if not shards or shards[0].is_meta:
+    shard = local_stored(param)
+    if shard is None or shard.is_meta:
         return
-    with_one_scale = [shard for shard in shards if shards[0].has_one_scale]
-    differ = any(not torch.equal(shard.scale_inv, with_one_scale[0].scale_inv) for shard in with_one_scale[1:])
-    if with_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
-        scales = torch.cat([shard.scale_inv for shard in shards])
-        scales = maximum_over_shards(torch.cat([scales, -scales]), params[0])
-        if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ
-            values = [shard.before_cast() for shard in shards]
-            amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
-            amax = maximum_over_shards(amaxes.amax(0, keepdim=True), params[0])
-            for param, shard, value in zip(params, shards, values, strict=True):
-                keep_rest = shard.low_bits is not None or param.requires_grad
-                shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
-    for shard in shards:
-        shard.known.alone = False
+    if shard.has_one_scale and (just_cut or shard.known.alone):
+        largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
+        if largest != -least:
+            value = shard.before_cast()
+            amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
+            keep_rest = shard.low_bits is not None or param.requires_grad
+            shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
+    shard.known.alone = False
 
 
 def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:

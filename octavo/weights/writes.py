@@ -13,22 +13,22 @@ from octavo.step_count import OPTIMIZER_STEPS, version_of
 
 
 class WeightWrites:
-    """Notices writes to a layer's weights by anything but the optimizer that owns them. A copy begins anew."""
+    """Notices writes to a layer's weight by anything but the optimizer that owns it. A copy begins anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, ...]] = {}  # weight's place -> its identity, counters and storage
+        self._seen: tuple[Any, ...] | None = None  # the weight's identity, counters and storage
         self._loaded: dict[int, int] = {}  # id of a weight not seen since its load -> its version then
         self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
-    def since_last(self, weight: Tensor, place: int = 0) -> bool:
+    def since_last(self, weight: Tensor) -> bool:
         """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
         OPTIMIZER_STEPS.watch()
         local = local_tensor(weight)
-        last, replaced, self.replaced = self._seen.get(place), self.replaced, False
+        last, replaced, self.replaced = self._seen, self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
         values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
-        self._seen[place] = identity, values, storage
+        self._seen = identity, values, storage
         if last is None:
             version = version_of(weight)
             return self._loaded.pop(id(weight), version) != version
@@ -37,7 +37,7 @@ class WeightWrites:
 
     def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
         """Note that these weights and their history were loaded together; forget the writes before the load."""
-        self._seen, self.replaced = {}, False
+        self._seen, self.replaced = None, False
         self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ from octavo.autograd.gather_input import (
     arguments_of,
     can_gather,
     gather_input,
-    gathered_transposed,
     scatter_output,
 )
 from octavo.distributed import Fp8Reduction
@@ -39,20 +38,18 @@ def test_what_can_be_sent(recipe):
     reads_all, reads_output = (GatherReader(RECIPES[recipe], None, needs_dw) for needs_dw in (True, False))
     in_fp8 = recipe not in ("gw_hp", "high_precision")
     for role in (INPUT, GRAD_OUTPUT):
-        assert can_gather(reads_all, role, 100, False) == in_fp8
-        assert can_gather(reads_output, role, 100, True) == (recipe != "high_precision")
-        assert not can_gather(GatherReader(SQUARES, None, True), INPUT, 256, False)
-        assert not can_gather(GatherReader(SQUARES, None, True), INPUT, 256, True)
-    assert can_gather(reads_all, INPUT, 256, True) == in_fp8
-    assert can_gather(reads_all, INPUT, 100, True) == (recipe in (*ONCE, "rowwise"))  # no whole blocks of tokens
-    assert can_gather(reads_all, GRAD_OUTPUT, 256, True) == (recipe in ONCE)
+        assert can_gather(reads_all, role, False) == in_fp8
+        assert can_gather(reads_output, role, True) == (recipe != "high_precision")
+        assert can_gather(reads_all, role, True) == (recipe in ONCE)
+    assert not can_gather(GatherReader(SQUARES, None, True), INPUT, False)
+    assert not can_gather(GatherReader(SQUARES, None, True), INPUT, True)
     assert (arguments_of(RECIPES[recipe]) == arguments_of(recipes.dynamic())) == (recipe == "dynamic")
 
 
-def as_cast_alone(x, recipe, role, exact):
-    """The pairs of a whole tensor [..., K] on one rank: the second of values, where they are not exact."""
+def as_cast_alone(x, recipe, role):
+    """Return the pairs of a whole tensor [..., K] on one rank, the second cast from the values of the first's codes."""
     whole, casts = cast_role(x.reshape(-1, x.shape[-1]), recipe, role, True, True, None), recipe.casts[role]
-    if exact or casts.once:
+    if casts.once:
         return whole
     values = kernels.dequantize(*whole.as_is, casts.as_is.tile, torch.float32)
     return whole._replace(transposed=cast_role(values, recipe, role, False, True, None).transposed)
@@ -64,41 +61,32 @@ def same(found, expected):
     return [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
 
 
-def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
+def gathered_as_cast_alone(mesh, recipe, shape, dim):
     """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
     x, rank, reader = torch.randn(shape), mesh.get_local_rank(), GatherReader(RECIPES[recipe], None, True)
-    wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]), exact, None, [])
+    wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]))
     own = x.chunk(2, dim)[rank].contiguous()
     found = gather_input(own, dim, reader, wire)
-    operands = found.operands
-    if found.shard is not None:
-        transposed = gathered_transposed(found.shard, reader.recipe, wire)
-        assert gathered_transposed(found.shard, reader.recipe, wire) is transposed  # once
-        operands = operands._replace(transposed=transposed)
-    answers = same(operands, as_cast_alone(x, reader.recipe, INPUT, exact))
-    if exact:
-        return found.shape == x.shape, answers
+    answers = same(found.operands, as_cast_alone(x, reader.recipe, INPUT))
     y, seen = torch.zeros(shape, requires_grad=True), []
     y.register_hook(lambda grad: seen.append(grad.read()) or torch.zeros(shape))
     scatter_output(y, dim, reader, wire, True).backward(own)
-    expected = as_cast_alone(x, reader.recipe, GRAD_OUTPUT, exact)
-    answers += same(seen[0], expected)
+    answers += same(seen[0], as_cast_alone(x, reader.recipe, GRAD_OUTPUT))
     sums = x.reshape(-1, shape[-1]).sum(0)
     return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
-def test_pairs_are_those_of_the_whole(pool, recipe, exact, shape, dim):
-    for same_shape, answers in pool.run(gathered_as_cast_alone, (2,), recipe, shape, dim, exact):
-        assert same_shape and answers == [True] * (4 if exact else 9)
+def test_pairs_are_those_of_the_whole(pool, recipe, shape, dim):
+    for same_shape, answers in pool.run(gathered_as_cast_alone, (2,), recipe, shape, dim):
+        assert same_shape and answers == [True] * 9
 
 
 def test_blocks_may_reach_over_ranks(pool):
-    """Unless they are exact: 50 tokens a rank, in blocks of 128 and of 32."""
+    """50 tokens a rank, in blocks of 128 and of 32."""
     for recipe in ("blockwise", "mx"):
-        for _, answers in pool.run(gathered_as_cast_alone, (2,), recipe, (3, 100, 40), 1, False):
+        for _, answers in pool.run(gathered_as_cast_alone, (2,), recipe, (3, 100, 40), 1):
             assert answers == [True] * 9
 
 
@@ -156,7 +144,7 @@ PAIR = torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(1, 1)
 @pytest.fixture
 def gathered():
     carrier = torch.zeros((), dtype=torch.bfloat16).expand(2, 2, 8).requires_grad_()
-    return GatheredInput(carrier, Operands(PAIR, PAIR), None, ("casts",), Wire("group", 2, 1))
+    return GatheredInput(carrier, Operands(PAIR, PAIR), ("casts",), Wire("group", 2, 1))
 
 
 def test_it_says_what_modules_ask_of_an_input(gathered):

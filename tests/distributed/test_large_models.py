@@ -30,7 +30,7 @@ ANY_SCALES = recipes.blockwise(power_of_two=False)
 def shard(net: Any, mesh: Any) -> Any:
     """Under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
     if mesh.ndim == 2:
-        plan = {name: ours.ColwiseParallel() for name in ("0", "splits") if name in net._modules}
+        plan = {name: ours.ColwiseParallel() for name in ("0",) if name in net._modules}
         parallelize_module(net, mesh["shard"], plan | ({"1": ours.RowwiseParallel()} if "1" in net._modules else {}))
         mesh = mesh["replicate"]
     for layer in net.children():
@@ -143,73 +143,6 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
 def test_shards_hold_what_loading_the_whole_and_sharding_gives(pool, tmp_path, parallel):
     written(tmp_path)
     assert pool.run(wrong_loads, (1, 2) if parallel else (2,), tmp_path, parallel) == [[], []]
-
-
-# --- splits of one scale ----------------------------------------------------------------------------------------------
-
-
-class Splits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.splits = octavo.nn.Linear(64, {"a": 64, "b": 32}, **BF16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.splits(x), -1)
-
-
-def of_splits(state: dict[str, Any]) -> dict[str, Any]:
-    """The names that a layer has under tensor parallelism."""
-    found = {}
-    for name, rows in (("a", slice(0, 64)), ("b", slice(64, 96))):
-        for key, value in state.items():
-            of_all = key.endswith("scale_inv")
-            found[key.replace("splits.", f"splits.{name}.")] = value if of_all else value[rows].clone()
-    return found
-
-
-def wrong_splits(mesh: Any) -> list[str]:
-    """The ways to give a layer with splits values by which it differs from the whole one's shards."""
-
-    def made(device: str) -> Any:
-        torch.manual_seed(1)
-        with torch.device(device):
-            return Splits()
-
-    def on_meta() -> Any:
-        net = octavo.convert(made("meta"), recipes.dynamic(), every_layer, "fp8")
-        return shard(net, mesh).to_empty(device="cpu")
-
-    found, x = [], torch.randn(8, 64, **BF16)
-    for way in ("values", "codes"):
-        whole = made("cpu")
-        with torch.no_grad():
-            whole.splits.weight[0] *= 20  # the scale of all is that of one split of one rank
-        values = whole.state_dict()
-        octavo.convert(whole, recipes.dynamic(), every_layer, "fp8")
-        if way == "codes":
-            values = whole.state_dict()
-            whole.splits.weight.low_bits = None  # of which files have none
-        whole, net = shard(whole, mesh), on_meta()
-        set_model_state_dict(net, of_splits(values) if dist.get_rank() == 0 else {}, options=SENT)
-        if not torch.equal(net(x), whole(x)) or not equal(net, whole):
-            found.append(way)
-    ways = {"reset_parameters": lambda net: net.splits.reset_parameters()}
-    if torch.__version__ >= "2.13":  # the steps of others are refused, see docs/weights.md
-        ways["trunc_normal_"] = lambda net: [nn.init.trunc_normal_(p, 0, 0.05, -0.125, 0.125) for p in net.parameters()]
-    for way, initialize in ways.items():
-        net = on_meta()
-        initialize(net)
-        net(x)
-        stored = [local_stored(net.splits.get_submodule(name).weight) for name in "ab"]
-        values = torch.cat([one.dequantize() for one in stored]).float()
-        same = torch.equal(stored[0].scale_inv, stored[1].scale_inv)
-        if not (same and values.abs().max() <= 0.125 and 0.04 < values.std() < 0.08):
-            found.append(way)
-    return found
-
-
-def test_splits_that_are_written_one_by_one_agree_on_a_scale(pool):
-    assert pool.run(wrong_splits, (1, 2), whole=True) == [[], []]
 
 
 def codes_of_columns(mesh: Any) -> str:

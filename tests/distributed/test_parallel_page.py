@@ -42,8 +42,8 @@ def test_no_recipe_is_left_out():
     }  # two of them, a head's
     for call, (gathered, _, _, _, *others) in found.items():
         reader = GatherReader(tasks.RECIPES[CALLS[call]], None, True)
-        sent = can_gather(reader, INPUT, 256, False)
-        assert sent == can_gather(reader, GRAD_OUTPUT, 256, False)
+        sent = can_gather(reader, INPUT, False)
+        assert sent == can_gather(reader, GRAD_OUTPUT, False)
         assert gathered == ("in FP8" if sent else "in their dtype")
         stored = why_not_stored(tasks.RECIPES[CALLS[call]]) is None
         assert others == ["yes", "yes", "yes" if stored else "never"]

@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
-from octavo.nn.linear import PartedLinear
 from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.plain import fp8_pair
@@ -173,6 +172,7 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
     torch.manual_seed(0)
     alone = store(Splits(recipe), recipe)
     model, other = copy.deepcopy(alone), copy.deepcopy(alone)
+    octavo.nn.separate_splits(alone)
     for net in (model, other):
         shard(net, mesh)
     data = mesh["replicate"].get_local_rank() if mesh.ndim == 2 else 0
@@ -189,11 +189,7 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
             of_splits(net, number)
             optimizer.step()
             optimizer.zero_grad()
-    one_scale, phases = recipe != "blockwise", [Phase(RECIPES[recipe], weight_storage=None)]
-    if one_scale:
-        with pytest.raises(ValueError, match="one scale for all"):
-            PrecisionSchedule(model, runs[1][1], [*phases, Phase(RECIPES[recipe], weight_storage="fp8", from_step=1)])
-    for storage in () if one_scale else (None, "fp8"):  # in the weights' dtype, and in blocks again
+    for storage in (None, "fp8"):  # in the weights' dtype, and in FP8 again
         for net, optimizer in runs:
             PrecisionSchedule(net, optimizer, [Phase(RECIPES[recipe], weight_storage=storage)])
             of_splits(net, 3)
@@ -213,28 +209,20 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
 
 
 def of_layer(layer: Any) -> list[Tensor]:
-    """Codes and scales of a layer, of its splits together."""
-    parts = [getattr(layer, name) for name in SPLITS] if isinstance(layer, PartedLinear) else [layer]
-    states = [{name: whole(value) for name, value in part.state_dict().items()} for part in parts]
-    scales = [state["weight_scale_inv"] for state in states]
-    assert scales[0].shape != (1, 1) or all(torch.equal(scales[0], scale) for scale in scales)
-    together = scales[0] if scales[0].shape == (1, 1) else torch.cat(scales)
-    return [torch.cat([state["weight"] for state in states]), together]
+    """Return codes and scales of a layer, or of all its splits."""
+    return [whole(value) for name, value in layer.state_dict().items() if "weight" in name]
 
 
 def of_splits(net: Any, number: int) -> None:
-    """The same gradients of a model with splits, in parts or not."""
+    """Give a model's weights gradients that are the same on any layout."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     torch.manual_seed(number)
-    for layer, names in ((net.up, list(SPLITS)), (net.down, [])):
-        rows = torch.randn(layer.out_features, layer.in_features) * 10.0 ** (2 - number)
-        parts = [getattr(layer, name) for name in names] if isinstance(layer, PartedLinear) else [layer]
-        for part, grad in zip(parts, rows.split([part.weight.shape[0] for part in parts]), strict=True):
-            weight = part.weight
-            if isinstance(weight, DTensor):
-                grad = distribute_tensor(grad, weight.device_mesh, weight.placements, src_data_rank=None)
-            weight.grad = grad
+    for layer in (net.up.a, net.up.b, net.down):
+        weight, grad = layer.weight, torch.randn(layer.out_features, layer.in_features) * 10.0 ** (2 - number)
+        if isinstance(weight, DTensor):
+            grad = distribute_tensor(grad, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.grad = grad
 
 
 ALL = ["dynamic", "power of two", "delayed", "blockwise"]
@@ -279,5 +267,5 @@ def test_steps_equal_those_of_one_rank(pool, recipe, master, shape):
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_named_splits(pool, recipe, tmp_path):
-    """Forward and after set_recipe; steps, whose scale is of all splits on all ranks; another storage; a checkpoint."""
+    """Forward and after set_recipe; steps, whose scales are those of whole splits; another storage; a checkpoint."""
     assert pool.run(splits, (2, 2), recipe, str(tmp_path)) == [([], 0.0)] * 4

@@ -7,13 +7,10 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
-from octavo import distributed as ours
 from octavo import recipes
 from octavo.inspect.what_if import WhatIfError, check, compare
-from octavo.nn.linear import PartedLinear
 from octavo.train import GPT, ModelConfig, next_byte_loss
 from tests.support.expert_models import TOKENS, Mixture, batch
 from tests.support.helpers import every_layer, to_fp8
@@ -217,31 +214,6 @@ def test_weights_that_live_in_fp8():
     assert all(0 < 1 - effect.cosine < 0.01 for effect in found(model).effects)
     with pytest.raises(WhatIfError, match=r"can't read weights that are stored in FP8.*leave rowwise out"):
         found(model, "rowwise")
-
-
-class Parted(nn.Module):
-    """A layer of two splits before another."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.both, self.out = octavo.nn.Linear(32, {"q": 16, "k": 32}), octavo.nn.Linear(WIDTH, 8)
-
-    def forward(self, x):
-        return self.out(torch.cat(self.both(x), -1))
-
-
-def parted_rank(mesh):
-    """Effects of the layer whole, and of it parted by tensor parallelism; one run, so that gradients' shares count."""
-    whole, parted = Parted(), Parted()
-    parallelize_module(parted, mesh, {"both": ours.ColwiseParallel()})
-    assert type(parted.both) is PartedLinear
-    return [str(found(model, given=batches(), runs=1)) for model in (whole, parted)]
-
-
-def test_a_layer_parted_by_its_splits_is_one_layer(pool):
-    ((whole, parted),) = pool.run(parted_rank, (1,))
-    assert whole == parted and "~" in whole
 
 
 def test_a_map_is_measured_as_a_whole():

@@ -1,4 +1,4 @@
-"""Rotary positions against float64, by the reference and Triton, which has the reference's bits."""
+"""Rotary positions against float64, by the reference and Triton, which has the reference's bits; casts of gradients."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from tests.kernels.conftest import Ops
-from tests.support.casts import DTYPES, poisoned_memory
+from tests.support.casts import ALL, DTYPES, E4M3, E5M2, poisoned_memory, second, update_args
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 
@@ -69,6 +69,65 @@ def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
     check(ops, case)
 
 
+HOW = {
+    "tensor": ((ALL, False, 0, True, 16, True), {}),
+    "rows": (((1, -1), False, 1, False, 1, False), {}),
+    "columns": (((-1, 1), True, 0, True, 16, True), {}),
+    "rows and columns": (((1, -1), False, 0, True, 16, False), second(E4M3, (-1, 1), False, 0)),
+    "blocks": (((1, 32), True, 0, True, 16, True), second(E4M3, (32, 1), True, 0)),
+    "squares": (((64, 64), True, 0, True, 1, False), {}),
+    "no kernel's": (((1, 24), False, 0, False, 1, False), {}),
+}
+
+
+def check_casts(ops: Ops, case: dict[str, Any], how: str) -> None:
+    """Casts of heads' gradients have the bits of casts of the matrix that the op rotary makes of them."""
+    batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
+    queries, keys = case["heads"]
+    q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
+    angles = torch.randn(1 if case["shared"] else batch, positions, width // 2 if case["half"] else width) * 3
+    heads = {"k": k, "v": v, "cos": angles.cos().to(case["of_angles"]), "sin": angles.sin().to(case["of_angles"])}
+    whole = reference.KERNELS["rotary"](q, *heads.values(), True).view(batch * positions, (queries + 2 * keys) * width)
+    (tile, *others), named = HOW[how]
+    calls = [("cast", (None, 2, E5M2, tile, *others))]
+    if how == "tensor":
+        calls.append(("cast", (torch.tensor([3.0, 5.0, 7.0]), 2, E5M2, tile, *others)))
+        state = torch.tensor([3.0, 5.0, 7.0]), torch.rand(3, 4), torch.zeros(3, 3, dtype=torch.int32)
+        amaxes = torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)
+        calls.append(("cast_and_commit", (*state, *amaxes, E5M2, False, 1, *update_args("max"), True, 16, True)))
+    for op, arguments in calls:
+        copies = [[one.clone() if isinstance(one, Tensor) else one for one in arguments] for _ in range(2)]
+        with poisoned_memory():
+            results = ops.of(op)(q, *copies[0], **named, **heads)
+        expected = reference.KERNELS[op](whole, *copies[1], **named)
+        # of delayed_before the scales: the other rows are numbers of passes
+        tensors = [
+            [one if one.dtype != torch.int32 else one[1] for one in copy if isinstance(one, Tensor)] for copy in copies
+        ]
+        for result, truth in zip((*results, *tensors[0]), (*expected, *tensors[1]), strict=True):
+            is_sum = result.dtype == dtype and result.shape == whole.shape[1:]
+            if is_sum:  # in any order
+                torch.testing.assert_close(result, truth, atol=1e-4 * positions, rtol=2 * torch.finfo(dtype).eps)
+            else:
+                assert result.stride() == truth.stride() and same_bits(result, truth), op
+
+
+@each_pair(
+    batch=[1, 2],
+    positions=[0, 1, 37],
+    heads=[(1, 1), (4, 1), (9, 3)],
+    width=[2, 16, 34, 64],
+    dtype=DTYPES,
+    of_angles=DTYPES,
+    layout=["slice", "attention's", "columns"],
+    shared=[False, True],
+    half=[False, True],
+    how=[*HOW],
+)
+def test_casts_of_gradients(case: dict[str, Any], ops: Ops) -> None:
+    check_casts(ops, case, case["how"])
+
+
 def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     q, angles = torch.ones(2, 5, 4, 8), torch.ones(1, 5, 8)
     for change, said in (
@@ -84,3 +143,20 @@ def test_what_does_not_fit_is_refused(ops: Ops) -> None:
         arguments = {"q": q, "k": q, "v": q, "cos": angles, "sin": angles, "inverse": False} | change
         with pytest.raises(ValueError, match=said):
             ops.of("rotary")(*arguments.values())
+    heads = {"k": q, "v": q, "cos": angles, "sin": angles}
+    for change, said in (
+        ({"sin": None}, "k is cast with x, v, cos and sin: give all"),
+        ({"v": q.half()}, "v .* of torch.float16 needs q's sizes"),
+        ({"activation": "gelu"}, "activation is not taken where gradients of heads are cast"),
+    ):
+        for op, how in (
+            ("cast", (None, 2, E5M2, ALL, False, 0)),
+            (
+                "cast_and_commit",
+                (*torch.ones(2, 3, 1).unbind(), angles, None, None, E5M2, False, 0, *update_args("max"), 0),
+            ),
+        ):
+            with pytest.raises(ValueError, match=said):
+                ops.of(op)(q, *how, **heads | change)
+    with pytest.raises(ValueError, match="gamma is not taken where gradients of heads are cast"):
+        ops.of("cast")(q, None, 2, E5M2, ALL, False, 0, **heads, gamma=angles, kind="rms_norm")

@@ -72,6 +72,10 @@ def others(shape: tuple[int, int]) -> list[Call]:
         found.append(Call("cross_entropy_codes", (*how, torch.rand(rows), *laid, 16)))
     heads, angles = torch.randn(1, rows, 3, 4), torch.randn(1, rows, 4).cos()
     found.append(Call("rotary", (heads[:, :, :2], heads[:, :, :0], heads[:, :, 2:], angles, angles, True)))
+    named = {"k": heads[:, :, :0], "v": heads[:, :, 2:], "cos": angles, "sin": angles}
+    found.append(Call("cast", (heads[:, :, :2], None, 2, E4M3, (1, -1), False, 0, True, 16), named))
+    commit = *state(), torch.ones(1, 1), None, E4M3, False, 0, *update_args("max"), True, 16, True
+    found.append(Call("cast_and_commit", (heads[:, :, :2], *commit), named))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
         found.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
         found.append(

@@ -378,10 +378,10 @@ class Traffic(TorchDispatchMode):
 
 
 BLOCKS = [
-    ("llama", 8, "delayed", 5.0, 21),
-    ("llama", 16, "delayed", 5.2, 21),
-    ("llama", 8, "dynamic", 5.0, 21),
-    ("llama", 8, "blockwise", 5.01, 21),
+    ("llama", 8, "delayed", 4.77, 20),
+    ("llama", 16, "delayed", 4.92, 20),
+    ("llama", 16, "dynamic", 4.92, 20),
+    ("llama", 16, "blockwise", 4.96, 20),
     ("qwen3", 8, "delayed", 5.93, 30),
 ]
 

@@ -230,9 +230,9 @@ def test_a_number_and_a_mapping():
     assert splits is not SPLITS  # the caller's may change
 
 
-@pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "agree_on_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "weight_scale_inv"])
 def test_no_split_is_called_like_an_attribute(name):
-    """Under tensor parallelism each is a module of its own name."""
+    """Separate splits, as under tensor parallelism, are modules of their names."""
     with pytest.raises(ValueError, match=rf"a Linear has \['{name}'\] already"):
         octavo.nn.Linear(8, {"gate": 4, name: 4})
 

@@ -8,7 +8,6 @@ from torch.nn.utils import parametrizations, parametrize
 
 import octavo
 from octavo import recipes
-from octavo.nn.linear import divide
 from tests.nn.test_convert import Block, Special, Twice, foreign, legacy_weight_norm, with_own_forward
 from tests.support.helpers import to_fp8
 
@@ -52,11 +51,13 @@ def test_what_is_left_alone_has_its_reason(kind):
     assert all(row.reason in str(found) for row in found.left_alone)
 
 
-def test_splits_on_several_ranks_are_one_matrix():
-    net = nn.Sequential(octavo.nn.Linear(8, {"query": 8, "key": 4}, recipe=recipes.mx()))
-    divide(net[0], 2)
-    (row,) = octavo.summary(net).modules
-    assert (row.name, row.shape, row.recipe) == ("0", (12, 8), recipes.mx())
+def test_separate_splits_are_a_matrix_each():
+    net = octavo.nn.separate_splits(nn.Sequential(octavo.nn.Linear(8, {"query": 8, "key": 4}, recipe=recipes.mx())))
+    rows = octavo.summary(net).modules
+    assert [(row.name, row.shape, row.recipe.name) for row in rows] == [
+        ("0.query", (8, 8), "mx"),
+        ("0.key", (4, 8), "mx"),
+    ]
 
 
 def test_experts():

@@ -10,7 +10,6 @@ from torch.nn.utils import parametrizations, prune
 import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.errors import UnsupportedOpError
-from octavo.nn.linear import divide
 from octavo.weights.plain import why_not_stored
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
@@ -269,19 +268,6 @@ def test_a_weight_that_is_not_what_its_history_is_of_takes_its_own_amax(how):
     torch.autograd.grad(y.sum(), x)
     if how == "functional_call":
         assert torch.equal(layer.delayed_amax_history[1], history[1])
-
-
-def test_a_split_that_is_written_by_hand_empties_the_history_of_the_whole():
-    layer = octavo.nn.Linear(16, {"a": 8, "b": 8}, bias=False, recipe=recipes.delayed())
-    divide(layer, 1)
-    layer.delayed_scale.fill_(1.0)
-    layer.state_of_input()
-    layer.state_of_input()
-    assert layer.delayed_scale.all()
-    with torch.no_grad():
-        layer.b.weight.mul_(50)
-    layer.state_of_input()
-    assert (layer.delayed_scale == 0).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from octavo.weights.stored import (
     GRANULARITIES,
     OF_FROZEN,
     Known,
-    OneScale,
     StoredWeight,
     add_adapter,
     local_stored,
@@ -256,8 +255,6 @@ def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
     for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
         part.known.alone = False
         assert part.copy_(values).known.alone
-    part.common = OneScale(2)
-    assert part.copy_(other).common.written  # the other splits may have been given another
     blocks = stored(PerBlock(128, 128), shape=(512, K)).chunk(2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
@@ -585,9 +582,8 @@ def test_truncated_normals_of_torch_are_the_plain_weights_then_cast(granularity)
 
 def test_files_of_earlier_versions_are_read(monkeypatch):
     """Whose classes were in octavo.tensor."""
-    whole = parameter()
-    weights = [whole, *whole.detach().splits_of_one_scale([N // 2, N // 2])]
-    for kind in (StoredWeight, Known, OneScale):
+    weights = [parameter(), parameter().detach().shard(0, N // 2)]
+    for kind in (StoredWeight, Known):
         monkeypatch.setattr(kind, "__module__", "octavo.tensor.stored_weight")
     file, pickled = io.BytesIO(), pickle.dumps(weights)
     torch.save(weights, file)
@@ -595,4 +591,4 @@ def test_files_of_earlier_versions_are_read(monkeypatch):
     assert b"octavo.tensor.stored_weight" in pickled and b"octavo.weights" not in pickled
     file.seek(0)
     for loaded in (torch.load(file, weights_only=True), pickle.loads(pickled)):
-        assert all(map(same, loaded, weights)) and loaded[1].common is loaded[2].common
+        assert all(map(same, loaded, weights)) and loaded[1].is_shard

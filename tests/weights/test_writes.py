@@ -18,7 +18,7 @@ def test_all_but_steps_of_its_optimizer_and_loads_are_writes():
     assert not writes.since_last(weight)
     weight.data = weight.data.clone()
     assert writes.since_last(weight)
-    assert writes.since_last(other) and not writes.since_last(other, place=1)
+    assert writes.since_last(other) and not writes.since_last(other) and writes.since_last(weight)
     with torch.no_grad():
         weight.mul_(2)
     writes.were_loaded([weight, None])

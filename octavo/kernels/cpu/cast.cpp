@@ -61,6 +61,7 @@ struct E5M2 {
 constexpr int32_t NAN_CODE = 0x7F;
 
 template <class X> struct Matrix {
+    using Kind = X;
     typename X::Bits *data;  // where row 0 is, though it may hold others alone
     int64_t stride;
     typename X::Bits *row(int64_t i) const { return data + i * stride; }
@@ -344,6 +345,24 @@ template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m
     found[ELEMENTS] = double(s.rows * s.cols), found[NONFINITE] = found[COUNTED + EXPONENTS - 1];
 }
 
+// Write a row of a gated activation of h = (gate | up) or, given its gradient dy, h's, by one rounding for each operation
+// of reference/activation.py. ``value`` and ``slope``: the gate's; silu: ``value`` is its sigmoid, ``slope`` nothing.
+// Without dy ``out`` may be ``value``.
+template <bool silu, class X, class Y>
+INLINE void multiply_gate(float *out, const float *value, const float *slope, const typename X::Bits *h, const typename Y::Bits *dy, int64_t cols) {
+    if (!dy) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < cols; j++) out[j] = (silu ? value[j] * X::value(h[j]) : value[j]) * X::value(h[cols + j]);
+        return;
+    }
+#pragma GCC ivdep
+    for (int64_t j = 0; j < cols; j++) {
+        float s = value[j], gate = X::value(h[j]), gradient = Y::value(dy[j]);
+        out[j] = (silu ? gate * (1.0f - s) * s + s : slope[j]) * (X::value(h[cols + j]) * gradient);
+        out[cols + j] = (silu ? s * gate : s) * gradient;
+    }
+}
+
 template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
     if (kind == 0) return work(Matrix<Float32>{(uint32_t *)x, stride});
     if (kind == 1) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
@@ -375,4 +394,25 @@ extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t thr
 // Add to ``found`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
 extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *found) {
     on_kind(kind, x, stride, [&](auto m) { s->is_e5m2 ? count_rows<E5M2>(*s, m, threads, found) : count_rows<E4M3>(*s, m, threads, found); });
+}
+
+// Write reference/activation.py's ``gated`` to dense rows of float32 from h [rows, 2 cols] and dy [rows, cols], or null;
+// ``value`` and ``slope`` are dense, see multiply_gate.
+extern "C" void octavo_gated(
+    float *out, const float *value, const float *slope, int silu, void *h, int64_t h_stride, int h_kind,
+    void *dy, int64_t dy_stride, int dy_kind, int64_t rows, int64_t cols, int64_t threads) {
+    on_kind(h_kind, h, h_stride, [&](auto hs) {
+        on_kind(dy_kind, dy, dy_stride, [&](auto dys) {
+            using X = typename decltype(hs)::Kind;
+            using Y = typename decltype(dys)::Kind;
+            auto multiply = silu ? multiply_gate<true, X, Y> : multiply_gate<false, X, Y>;
+            in_threads(threads, 0, rows, 1, [&](int64_t, int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; i++) {
+                    const float *slopes = slope ? slope + i * cols : nullptr;
+                    const typename Y::Bits *gradient = dy ? dys.row(i) : nullptr;
+                    multiply(out + i * cols * (dy ? 2 : 1), value + i * cols, slopes, hs.row(i), gradient, cols);
+                }
+            });
+        });
+    });
 }

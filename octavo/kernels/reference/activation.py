@@ -18,6 +18,16 @@ _SQRT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
+def gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
+    """Return f(gate) . up of h = (gate | up), or, given the gradient dy of that, h's, float32 [R, C]."""
+    gate, up = h.to(torch.float32).contiguous().chunk(2, dim=1)
+    if dy is None:
+        return value(gate, function).mul_(up)
+    dy = dy.to(torch.float32)
+    of_gate, slopes = value_and_slope(gate, function)
+    return torch.cat((slopes.mul_(up * dy), of_gate.mul_(dy)), 1)
+
+
 def produced(
     x: Tensor,
     activation: str = "",
@@ -25,38 +35,20 @@ def produced(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     decode: Callable[..., Tensor] = decode,
+    gated: Callable[[Tensor, Tensor | None, str], Tensor] = gated,
 ) -> Tensor:
     """Return the values that a cast rounds: x, or an activation or its gradient, float32 [R, C]; see signatures.py."""
     cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None)
     if not activation:
         return x
-    h = x if preactivation is None else preactivation
-    if h_scale_inv is None:
-        h = h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    else:
-        h = decode(h, torch.float32, h_scale_inv, h_tile).contiguous()
-    return _activated(h, activation) if preactivation is None else _gradient(h, x.to(torch.float32), activation)
-
-
-def _activated(h: Tensor, activation: str) -> Tensor:
-    function, gated = activation_of(activation)
-    if not gated:
-        return value(h, function)
-    gate, up = h.chunk(2, dim=1)
-    return value(gate, function).mul_(up)
-
-
-def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """Return the gradient of h, written over h."""
-    function, gated = activation_of(activation)
-    if not gated:
-        return slope(h, function).mul_(dy)
-    gate, up = h.chunk(2, dim=1)
-    of_gate, slopes = value_and_slope(gate, function)
-    # not by out=, which torch's compiler refuses for some columns, and which takes a CPU 1.4 times as long
-    gate.copy_(slopes.mul_(up.mul_(dy)))
-    up.copy_(of_gate.mul_(dy))
-    return h
+    h, dy = (x, None) if preactivation is None else (preactivation, x)
+    if h_scale_inv is not None:
+        h = decode(h, torch.float32, h_scale_inv, h_tile)
+    function, is_gated = activation_of(activation)
+    if is_gated:
+        return gated(h, dy, function)
+    h = h.to(torch.float32).contiguous()
+    return value(h, function) if dy is None else slope(h, function).mul_(dy)
 
 
 class Formulas(NamedTuple):

@@ -14,11 +14,13 @@ from torch.nn import functional as F
 from octavo.formats import format_of
 from octavo.granularity import ALL, MX, scale_shape
 from octavo.kernels.arguments import (
+    Castable,
     CastSource,
     CastTarget,
     Commit,
     NormSource,
     Output,
+    RotaryHeads,
     Scaling,
     new_cast,
     new_scales,
@@ -31,9 +33,10 @@ from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.rotary import rotary
 from octavo.numerics import scale_from_amax, scale_inv_dtype, scale_inv_from_scale
 
-Write = Callable[[CastSource | NormSource, Sequence[CastTarget], Sequence[Tensor]], None]
+Write = Callable[[Castable, Sequence[CastTarget], Sequence[Tensor]], None]
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -50,13 +53,13 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     return new_scales(x, x.shape, (tile[0], tile[1])).copy_(amax_of(x, tile))
 
 
-def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
+def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y."""
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
     else:
-        values = produced(*source)
+        values = rotary(source).view(source.shape) if isinstance(source, RotaryHeads) else produced(*source)
         extras = [values.sum(0) for sums in besides if sums.numel()]  # torch adds in float32 and rounds once
     for out, result in zip(besides, extras, strict=False):
         if out.numel():
@@ -78,7 +81,7 @@ _ONE = Output()
 
 
 def cast(
-    source: CastSource | NormSource,
+    source: Castable,
     first: Scaling,
     second: Scaling | None = None,
     output: Output = _ONE,
@@ -136,7 +139,7 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
 
 
 def cast_and_commit(
-    source: CastSource, scaling: Scaling, commit: Commit, output: Output, write: Write = write
+    source: Castable, scaling: Scaling, commit: Commit, output: Output, write: Write = write
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)

@@ -26,24 +26,24 @@ WHOLE = (slice(None),)
 
 def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tensor, Tensor]:
     """``octavo::cross_entropy``, in chunks of rows."""
-    logits, target, _, smoothing, softcap = rows
-    (losses, lse), counts = new_losses(rows), _counts(rows)
+    logits, _, _, smoothing, softcap = rows
+    (losses, lse), (counts, places) = new_losses(rows), _targets(rows)
     for chunk in chunks:
         z, _ = _capped(logits[chunk], softcap)
         lse[chunk] = torch.logsumexp(z, 1)
-        place = torch.where(counts[chunk], target[chunk], 0)[:, None]
-        likely = z.gather(1, place)[:, 0] if z.shape[1] else lse[chunk]
-        losses[chunk] = lse[chunk] - (1 - smoothing) * likely
         if smoothing:
-            losses[chunk] -= smoothing * z.mean(1)
-    return losses.masked_fill_(~counts, 0.0), lse
+            losses[chunk] = z.mean(1)
+    likely = _capped(logits.gather(1, places), softcap)[0][:, 0] if logits.shape[1] else lse
+    spread = smoothing * losses if smoothing else 0.0
+    return losses.copy_(lse - (1 - smoothing) * likely - spread).masked_fill_(~counts, 0.0), lse
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Sequence[slice] = WHOLE) -> Tensor:
     """``octavo::cross_entropy_backward``, in chunks of rows."""
-    out, counts = rows.logits.new_empty(rows.logits.shape), _counts(rows)
+    out, targets = rows.logits.new_empty(rows.logits.shape), _targets(rows)
     for chunk in chunks:
-        out[chunk] = _gradient(rows, counts, lse, grad, chunk)
+        out_of_chunk = out[chunk]
+        out_of_chunk.copy_(_gradient(rows, targets, lse, grad, chunk, out_of_chunk))  # a copy to itself costs nothing
     return out
 
 
@@ -51,47 +51,58 @@ def cross_entropy_codes(
     rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int, chunks: Sequence[slice] = WHOLE
 ) -> None:
     """``octavo::cross_entropy_codes``, in chunks of rows."""
-    (count, columns), counts, dtype = rows.logits.shape, _counts(rows), codes.dtype
+    (count, columns), targets, dtype = rows.logits.shape, _targets(rows), codes.dtype
     ones = lse.new_ones(1).expand(count)
     scale = lse.new_full((1, 1), scale_of_unit(format_of(dtype).max))
     here = transposed[:, first : first + padded(count, CONTRACTION)].view(torch.uint8)
     for padding in (codes[:, columns:].view(torch.uint8), here[:, count:]):
         padding.zero_()
     for chunk in chunks:
-        q = encode(_gradient(rows, counts, lse, ones, chunk), scale, (ALL, ALL), dtype).view(torch.uint8)
+        q = encode(_gradient(rows, targets, lse, ones, chunk), scale, (ALL, ALL), dtype).view(torch.uint8)
         if codes.numel():
             codes[chunk, :columns].view(torch.uint8).copy_(q)
         if transposed.numel():
             here[:, :count][:, chunk] = q.t()
 
 
-def _gradient(rows: LossRows, counts: Tensor, lse: Tensor, grad: Tensor, chunk: slice) -> Tensor:
-    """Return the gradient of a chunk of rows of logits, float32; ``counts``: whether each row counts."""
-    logits, target, _, smoothing, softcap = rows
+def _gradient(
+    rows: LossRows, targets: Sequence[Tensor], lse: Tensor, grad: Tensor, chunk: slice, out: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of a chunk of rows of logits, float32, written to ``out`` if that is float32.
+
+    ``targets``: see _targets.
+    """
+    (logits, _, _, smoothing, softcap), (counts, places) = rows, targets
     z, slope = _capped(logits[chunk], softcap)
-    gradient = z.sub_(lse[chunk, None]).exp_()
-    place = torch.where(counts[chunk], target[chunk], 0)[:, None]
-    gradient.scatter_add_(1, place, gradient.new_full((1, 1), smoothing - 1).expand(len(place), 1))
-    gradient.sub_(smoothing / max(logits.shape[1], 1)).mul_(grad[chunk, None].to(torch.float32))
+    into = out if out is not None and out.dtype == torch.float32 else None
+    gradient = torch.sub(z, lse[chunk, None], out=into).exp_()
+    gradient.scatter_add_(1, places[chunk], gradient.new_full((1, 1), smoothing - 1).expand(len(z), 1))
+    if smoothing:
+        gradient.sub_(smoothing / max(logits.shape[1], 1))
+    gradient.mul_(grad[chunk, None].to(torch.float32))
     if slope is not None:
         gradient.mul_(slope)
-    return gradient.masked_fill_(~counts[chunk, None], 0.0)
+    # not by masked_fill_, which takes a CPU longer than all the above
+    return gradient.index_fill_(0, (~counts[chunk]).nonzero()[:, 0], 0.0)
 
 
-def _counts(rows: LossRows) -> Tensor:
-    """Return whether each row counts, [T]; raise IndexError for a target that is neither a column nor ignore_index."""
+def _targets(rows: LossRows) -> tuple[Tensor, Tensor]:
+    """Return (whether each row counts [T], the column of its target, or 0 [T, 1]).
+
+    Raise IndexError for a target that is neither a column nor ignore_index.
+    """
     target, columns = rows.target, rows.logits.shape[1]
     counts = target != rows.ignore_index
     outside = counts & ((target < 0) | (target >= columns))
     if not outside.is_meta and bool(outside.any()):
         raise IndexError(f"target {int(target[outside][0])} is none of the {columns} columns of logits")
-    return counts
+    return counts, torch.where(counts, target, 0)[:, None]
 
 
 def _capped(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Return z, a new tensor, and its slope, None where that is 1; float32."""
-    wide = x.to(torch.float32, copy=True)
+    """Return z, which is x where that is float32 and uncapped, and z's slope, None where that is 1; float32."""
+    wide = x.to(torch.float32)
     if not softcap:
         return wide, None
-    bent = wide.div_(softcap).tanh_()
+    bent = (wide / softcap).tanh_()
     return bent * softcap, 1 - bent.square()

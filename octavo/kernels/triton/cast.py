@@ -31,10 +31,12 @@ from torch import Tensor
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import (
+    Castable,
     CastSource,
     Commit,
     NormSource,
     Output,
+    RotaryHeads,
     Scaling,
     new_cast,
     new_norm,
@@ -65,18 +67,18 @@ _MOST_ROWS = 32  # of a block, for one launch: with blocks of 128, 4096 rows wou
 
 
 def cast(
-    source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
+    source: Castable, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
 ) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
     if offsets is not None:
         assert isinstance(source, CastSource)
         return grouped_cast(source, first, output, offsets)
-    if isinstance(source, NormSource) and source.x.numel() == 0:
+    if not isinstance(source, CastSource) and source.x.numel() == 0:
         return reference_cast(source, first, second, output)
     results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output)
     casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line
     sums = besides[0] if output.column_sum else None
-    if isinstance(source, CastSource):
+    if not isinstance(source, NormSource):
         inputs = cast_input(source)
     else:
         inputs = norm_input(source, *besides[:2])
@@ -102,11 +104,9 @@ def cast(
     return results
 
 
-def _by_torch(
-    source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output
-) -> tuple[Tensor, ...]:
+def _by_torch(source: Castable, first: Scaling, second: Scaling | None, output: Output) -> tuple[Tensor, ...]:
     """Cast what no kernel casts: of an activation torch computes that first; all else is the reference's."""
-    if isinstance(source, NormSource) or not source.activation:
+    if not isinstance(source, CastSource) or not source.activation:
         return reference_cast(source, first, second, output)
     *results, sums = cast(CastSource(produced(*source)), first, second, output, None)
     return *results, sums.to(sums_dtype(source.x.dtype))
@@ -121,10 +121,14 @@ def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
     return results
 
 
-def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
+def cast_and_commit(
+    source: CastSource | RotaryHeads, scaling: Scaling, commit: Commit, output: Output
+) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
+    if isinstance(source, RotaryHeads) and source.x.numel() == 0:
+        source = CastSource(source.x.new_empty(source.shape))
     inputs = cast_input(source)
-    if not inputs.fits(scaling.tile):
+    if isinstance(source, CastSource) and not inputs.fits(scaling.tile):
         *results, sums = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
         return *results, sums.to(sums_dtype(source.x.dtype))
     q, t, scale_inv, amax, sums = new_cast(source, scaling, None, output)

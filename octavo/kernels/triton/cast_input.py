@@ -12,10 +12,10 @@ from torch import Tensor
 from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, CONTRACTION, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Scaling
+from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
 from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
-from octavo.kernels.triton.prologue import Function, Input, NormFactors
+from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
 
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
@@ -72,7 +72,7 @@ class CastInput(NamedTuple):
     x: Tensor
     rows: int
     cols: int
-    h: Input | NormFactors | None = None
+    h: Input | NormFactors | HeadGradients | None = None
     function: Function = Function()
     halves: int = 1
 
@@ -95,9 +95,9 @@ class CastInput(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name of what is computed: "" for x itself, else norm, activation, gradient or gated_gradient."""
+        """The name of what is computed: "" for x itself, else norm, rotary, activation, gradient or gated_gradient."""
         function = self.function
-        if function.name in ("", "norm"):
+        if function.name in ("", "norm", "rotary"):
             return function.name
         return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
 
@@ -137,13 +137,15 @@ class CastInput(NamedTuple):
         self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]
     ) -> None:
         """Launch a kernel that reads this, with these other arguments and constants of it."""
-        # a function may fuse multiply-adds; in a plain cast there is nothing to gain
-        fuses = self.function.name != ""
+        # a function may fuse multiply-adds, but not one that is rounded as the op rotary rounds; a plain cast has none
+        fuses = self.function.name not in ("", "rotary")
         launch(kernel, programs, (self.source, self.h, *arguments, self.function, *constants), num_warps, fuses)
 
 
-def cast_input(source: CastSource) -> CastInput:
+def cast_input(source: CastSource | RotaryHeads) -> CastInput:
     """Return what the kernels of a cast read for this source."""
+    if isinstance(source, RotaryHeads):
+        return _heads_input(source)
     x, activation, preactivation, h_scale_inv, h_tile = source
     if not activation:
         return CastInput(x, *x.shape)
@@ -169,6 +171,24 @@ def cast_input(source: CastSource) -> CastInput:
         Function(name, gated, preactivation is not None, tile_r, tile_c),
         halves,
     )
+
+
+def _heads_input(heads: RotaryHeads) -> CastInput:
+    (q, k, v), (rows, cols) = map(_rows_of_heads, heads[:3]), heads.shape
+    cos, sin, positions, half = heads.cos.contiguous(), heads.sin.contiguous(), heads.q.shape[1], heads.q.shape[3] // 2
+    first_columns = q.shape[1], q.shape[1] + k.shape[1]
+    angles = cos, sin, 0 if len(cos) == 1 else cos.stride(0), positions
+    strides = k.stride(0) - q.stride(0), v.stride(0) - k.stride(0)
+    h = HeadGradients(k, v, *first_columns, *strides, *angles)
+    return CastInput(q, rows, cols, h, Function("rotary", half=half, shift=cos.shape[2] - half))
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """Return x [B, S, heads, D] as [B S, heads x D], whose rows' elements lie beside each other; a copy if need be."""
+    batch, positions, heads, width = x.shape
+    if not (x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == positions * x.stride(1)):
+        x = x.contiguous()
+    return x.as_strided((batch * positions, heads * width), (x.stride(1), 1))
 
 
 def norm_input(

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.tiles import decode, load_scale_inv, load_tile
+from octavo.kernels.triton.tiles import decode, load_scale_inv, load_tile, narrow
 
 
 class Function(NamedTuple):
-    """The function of x that is cast: none, an activation or its gradient, or the "norm" whose statistics are known."""
+    """The function of x that is cast: none, an activation or its gradient, or one of two more.
+
+    "norm": a norm whose statistics are known; "rotary": gradients of heads, turned back and rounded to x's dtype.
+    """
 
     name: str = ""
     gated: bool = False
@@ -23,6 +26,8 @@ class Function(NamedTuple):
     tile_r: int = 0  # of an activation's input that is codes: (rows, columns) that share a scale_inv
     tile_c: int = 0
     zero_centered: bool = False
+    half: int = 0  # of a head's elements
+    shift: int = 0  # from the angles of a head's first half to those of its second: half, or 0
 
 
 class Input(NamedTuple):
@@ -52,13 +57,30 @@ class NormFactors(NamedTuple):
     total: Any = None
 
 
+class HeadGradients(NamedTuple):
+    """The gradients of keys and values, which lie to the right of x, those of queries, and the angles of positions."""
+
+    k: Any
+    v: Any
+    k_first: Any  # the first column of k's, and of v's
+    v_first: Any
+    added_stride_k: (
+        Any  # the stride of k's rows less that of x's, of v's less that of k's; a row's elements lie in order
+    )
+    added_stride_v: Any
+    cos: Any  # [1 or B, S, half + shift]
+    sin: Any
+    angles_stride_b: Any
+    positions: Any  # S
+
+
 @triton.jit
 def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
     """Return the tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
     x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. h is
-    Input, NormFactors or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a row has, if
-    not by its number.
+    Input, NormFactors, HeadGradients or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a
+    row has, if not by its number.
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
@@ -67,6 +89,9 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_
         ZERO_CENTERED: tl.constexpr = function.zero_centered
         first = load_tile(x, rows, cols, EVEN)
         first = normalise(first, x, h, rows, cols, ZERO_CENTERED, EVEN)
+        second = first
+    elif function.name == "rotary":
+        first = turned_back(x, h, rows, cols, function)
         second = first
     else:
         NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
@@ -134,6 +159,39 @@ def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.c
     if not EVEN:
         tile = tl.where(inside_r[:, None] & inside_c[None, :], tile, 0.0)
     return tile
+
+
+@triton.jit
+def turned_back(x, h, rows, cols, function: tl.constexpr):
+    """Return a tile of heads' gradients, turned back by their positions and rounded, float32.
+
+    reference/rotary.py has the formula. The other half of a head's element lies in the same lines of a cache.
+    """
+    HALF: tl.constexpr = function.half
+    SHIFT: tl.constexpr = function.shift
+    inside = (rows < x.R)[:, None] & (cols < x.C)[None, :]
+    turns = inside & (cols < h.v_first)[None, :]
+    of_q = x.ptr + cols
+    of_k = h.k + (cols - h.k_first)
+    of_v = h.v + (cols - h.v_first)
+    ptr = tl.where(cols < h.k_first, of_q, tl.where(cols < h.v_first, of_k, of_v))
+    # by differences: LLVM makes a choice between arguments a choice between their addresses
+    stride = x.stride_r + tl.where(cols < h.k_first, 0, h.added_stride_k)
+    stride += tl.where(cols < h.v_first, 0, h.added_stride_v)
+    places = ptr[None, :] + rows.to(tl.int64)[:, None] * stride[None, :]
+    own = tl.load(places, mask=inside, other=0.0)
+    at = cols % (2 * HALF)
+    is_first = at < HALF
+    other = tl.load(places + tl.where(is_first, HALF, -HALF)[None, :], mask=turns, other=0.0).to(tl.float32)
+    sequence, position = rows // h.positions, rows % h.positions  # of 32 bits: a division of 64 is a function's call
+    angles = (sequence.to(tl.int64) * h.angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None]
+    of_cos = tl.where(is_first, at, at - HALF + SHIFT)[None, :]
+    of_sin = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
+    cos = tl.load(h.cos + angles + of_cos, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.load(h.sin + angles + of_sin, mask=turns, other=0.0).to(tl.float32)
+    turned = own.to(tl.float32) * cos + other * tl.where(is_first[None, :], sin, -sin)
+    turned = narrow(turned, x.ptr.dtype.element_ty).to(tl.float32)
+    return tl.where((cols < h.v_first)[None, :], turned, own.to(tl.float32))
 
 
 @triton.jit

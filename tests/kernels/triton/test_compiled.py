@@ -91,6 +91,11 @@ def _sgd(kernels: TritonKernels) -> None:
     both.step(measures=True)
 
 
+def _gradients_of_heads(kernels: TritonKernels) -> None:
+    case = HEADS | {"positions": 9, "layout": "slice", "shared": False, "half": True}
+    test_rotary.check_casts(ops_of(kernels), case, "tensor")
+
+
 DELAYED: dict[str, Any] = test_delayed_update.test_update.pytestmark[0].args[1][0].values[0]  # type: ignore[attr-defined]
 LONG = {"length": 100, "reduce": "most_recent"}
 STATISTICS, OF_GROUPS = (
@@ -125,6 +130,7 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "rotary": lambda kernels: test_rotary.check(
         ops_of(kernels), HEADS | {"layout": "attention's", "shared": True, "inverse": True, "half": False}
     ),
+    "gradients of heads": _gradients_of_heads,
     "cross entropy": lambda kernels: test_cross_entropy.check(
         ops_of(kernels), ROWS | {"layout": "rows", "expanded": True}
     ),
@@ -145,7 +151,7 @@ ALL_CASES = [
     *(
         (capability, name)
         for capability in (89, 100, 120)
-        for name in ("extreme scales", "codes of its gradient", *WITHOUT_CODES)
+        for name in ("extreme scales", "codes of its gradient", "gradients of heads", *WITHOUT_CODES)
     ),
 ]
 QUICK = {89: PRODUCTS[1:], 100: SCALED[1:], 120: SCALED[:1]}  # tensor cores of each kind
