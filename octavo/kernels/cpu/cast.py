@@ -19,8 +19,7 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels import reference
 from octavo.kernels.arguments import CastSource, CastTarget, NormSource, Scaling, new_scales, no_codes
-from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
-from octavo.kernels.cpu.library import threads_for
+from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices, threads_for
 from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import write as reference_write
@@ -33,7 +32,8 @@ KEPT = 1 << 20
 
 def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """``reference.cast.write``."""
-    x, shape = source.x, source.shape
+    x = source.x
+    shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
     functions = compiled(x)
     if functions is None:
         return reference_write(source, targets, besides)
