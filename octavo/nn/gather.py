@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
@@ -269,7 +269,8 @@ class Gather:
                 state = delayed_state._replace(scale=scale, before=torch.zeros_like(delayed_state.before)).on(
                     wide.device
                 )
-            return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
+            weight_NK = wide.mT if module.stores_transposed else wide
+            return cast_role(weight_NK, CastRequest(recipe, WEIGHT, True, True), state)
 
         return _reading(read, [], recipe, shape)
 

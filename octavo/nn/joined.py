@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.products import Layer, is_recorded
-from octavo.autograd.shared_scales import Parts
+from octavo.autograd.rows import DENSE, Rows
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
@@ -96,8 +96,7 @@ class Joined(NamedTuple):
         input: Tensor,
         tensors: LayerTensors,
         needs_input_grad: bool,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Layer:
         """Return the Layer of the layers' joint product with ``input``, as RecipeModule.layer_of returns it for one."""
         first, *others = self.linears
@@ -106,7 +105,7 @@ class Joined(NamedTuple):
             for linear in others:
                 state_for(linear, linear.weight, True, input.device)  # empties the history of a weight written by hand
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
-        layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, parts, offsets)
+        layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
 

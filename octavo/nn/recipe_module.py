@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
+from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
-from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.gather import Gather, check_layers_agree
-from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
+from octavo.nn.inputs import finds_shapes, grouped_dtype, is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.tensor_parallel import LayerTensors, parallel_product
 from octavo.nn.weight import (
     WeightOwner,
     WeightWrites,
@@ -243,7 +243,7 @@ class RecipeModule(WeightOwner):
         x = input if input.dtype == dtype else input.to(dtype)
         if parallel:
             return parallel_product(self, x, weight, bias)
-        return self.local_product(x, tensors, read_by(input, self), offsets=offsets)
+        return self.local_product(x, tensors, read_by(input, self), DENSE if offsets is None else Rows(offsets))
 
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
@@ -254,8 +254,7 @@ class RecipeModule(WeightOwner):
         input: Tensor,
         tensors: LayerTensors,
         read: ReadTensor | None,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Tensor:
         """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
@@ -263,7 +262,7 @@ class RecipeModule(WeightOwner):
         """
         weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
-        layer = self.layer_of(input, tensors, input.requires_grad, parts, offsets)
+        layer = self.layer_of(input, tensors, input.requires_grad, rows)
         return linear(input, weight_NK, bias, layer, read)
 
     def layer_of(
@@ -271,19 +270,19 @@ class RecipeModule(WeightOwner):
         input: Tensor,
         tensors: LayerTensors,
         needs_input_grad: bool,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
-            parts = Parts(self.exchange.group, (False,) * 3)
+            rows = Rows(rows.offsets, Parts(self.exchange.group, (False,) * 3))
         state = state_for(self, parameter, self.training, input.device)
-        if parts is not None:  # after state_for, which empties the history of a weight that was written
-            parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
+        if rows.parts is not None:  # after state_for, which empties the history of a weight that was written
+            begins = state is not None and may_be_empty(state.scale)
+            rows = rows._replace(parts=rows.parts._replace(begins=begins))
         transposed = grad_enabled and needs_input_grad
-        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, parts)
+        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, rows)
         training = self.training and grad_enabled
         if training and state is not None and finds_shapes():
             if torch.compiler.is_compiling():
@@ -292,7 +291,7 @@ class RecipeModule(WeightOwner):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        return Layer(weight, recipe, state, training, self.observer if training else None, offsets, parts)
+        return Layer(weight, recipe, state, training, self.observer if training else None, rows)
 
     @property
     def observing(self) -> Any:

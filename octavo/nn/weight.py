@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
-from octavo.autograd.shared_scales import Parts
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
+from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
@@ -115,14 +115,14 @@ def fp8_operands(
     transposed: bool,
     state: State | None,
     training: bool,
-    parts: Parts | None = None,
+    rows: Rows = DENSE,
 ) -> Operands:
     """Return a weight's operands for a forward's products.
 
     ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
-    the weight; ``parts``: the roles that lie in shards on several ranks.
+    the weight; ``rows``: how the rows that it is multiplied by lie.
     """
-    local: Any = parameter if parts is None else weight_NK
+    local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
     operands_method = getattr(type(local), "operands", None)
@@ -134,7 +134,7 @@ def fp8_operands(
         return operands_method(local, module, transposed)
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
-    elif parts is None and module.kept_operands is not None:
+    elif rows.parts is None and module.kept_operands is not None:
         kept_operands = module.kept_operands.of(parameter, state)
         if kept_operands is not None:
             return kept_operands
@@ -143,8 +143,8 @@ def fp8_operands(
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    arguments = module.recipe, WEIGHT, True, transposed and not is_freed, state
-    operands = cast_role(weight_NK.detach(), *arguments, parts=parts, only_products=True)
+    request = CastRequest(module.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
+    operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands

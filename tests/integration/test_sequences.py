@@ -272,7 +272,8 @@ class Subject:
         for one, gradient in reversed(list(zip(here, gradients, strict=True))):
             if (delayed := self.layer.recipe.delayed) is not None:
                 one.twin.__dict__["delayed_state"] = state = before.clone()
-                one.twin_y.grad_fn.plan = one.twin_y.grad_fn.plan._replace(state=state)  # type: ignore[union-attr]
+                plan = one.twin_y.grad_fn.plan  # type: ignore[union-attr]
+                one.twin_y.grad_fn.plan = plan._replace(layer=plan.layer._replace(state=state))  # type: ignore[union-attr]
             one.twin_y.backward(gradient)
             if delayed is not None:
                 amaxes.append(state.amax_history[:, 0])

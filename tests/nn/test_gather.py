@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
-from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.granularity import CONTRACTION
 from octavo.nn import gather
 from octavo.nn.gather import ShardCast
@@ -273,7 +273,7 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
     if rows > 100:
         whole[5, 3], whole[rows - 1, 0] = float("inf"), -float("inf")
     found, _ = gathered_from(whole, SENT_BY[recipe], ranks)
-    expected = cast_role(whole, SENT_BY[recipe], WEIGHT, True, True, None)
+    expected = cast_role(whole, CastRequest(SENT_BY[recipe], WEIGHT, True, True), None)
     for pair, other in zip(found[:2], expected[:2], strict=True):
         assert all(map(same, pair, other))
         assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape
