@@ -566,9 +566,11 @@ def new_cast(
     # sizes of a tensor that is traced may be symbols, which have no hash
     results_of = _results_of if type(x) in (Tensor, Parameter) else _results_of.__wrapped__
     scalings = [None if one is None else (*one[:3], one.swizzles) for one in (first, second)]
-    return allocated(
-        x, results_of(x.shape, x.dtype, read, *scalings, output, None if offsets is None else len(offsets))
+    shape, groups = (
+        source.shape if isinstance(source, RotaryHeads) else x.shape,
+        None if offsets is None else len(offsets),
     )
+    return allocated(x, results_of(shape, x.dtype, read, *scalings, output, groups))
 
 
 _Written = tuple[torch.dtype, Tile, bool, bool]  # dtype, tile, power_of_two and swizzles of a Scaling
