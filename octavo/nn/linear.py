@@ -301,7 +301,7 @@ class Split(WeightOwner):
         layer = self.__dict__["layer"]
         # FSDP2 may pass a copy, on another device, made before the splits agreed on a scale
         shard.known.alone |= layer.agree_on_scale()
-        return layer.gather.send(layer, with_agreed_scale(shard, self.weight), mesh, outer_size, mp_policy)
+        return layer.fp8.gather.send(layer, with_agreed_scale(shard, self.weight), mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):
