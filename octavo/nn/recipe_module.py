@@ -34,7 +34,7 @@ from octavo.nn.weight import (
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
-from octavo.scaling.delayed import State, empty_state, may_be_empty, notes_of, state_under
+from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.stored_weight import local_stored
@@ -46,7 +46,7 @@ class LayerFP8:
     field          who writes it                          how long it holds
     recipe         ``module.recipe = ...``                until it is written again
     state          backward commits; loads, resets        while recipes are delayed; what is known of it without reading
-                                                          it, and for how long: Notes in scaling/delayed.py
+                                                          it, and for how long: StateFacts in scaling/delayed.py
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
                                                           while ``KeptOperands.of`` finds the weight unwritten
@@ -259,12 +259,12 @@ class RecipeModule(WeightOwner):
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
         fp8 = self.fp8
-        if fp8.state is None or not notes_of(fp8.state.scale).is_of(load):
+        if fp8.state is None or not facts_of(fp8.state.scale).is_of(load):
             self.reset_delayed_state()
         else:
             fp8.weight_writes.were_loaded(self.weights)
         if fp8.state is not None:
-            notes_of(fp8.state.scale).weights_from = load
+            facts_of(fp8.state.scale).weights_from = load
         fp8.kept_operands = None
         fp8.gather.generation += 1
 

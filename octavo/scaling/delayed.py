@@ -34,14 +34,14 @@ from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
 NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
-NOTES = "_octavo_notes"  # on a scale: its Notes
+FACTS = "_octavo_facts"  # on a scale: its StateFacts
 UNKNOWN = object()  # in place of the load that a state's weights are from
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
 
 
-class Notes:
+class StateFacts:
     """What this process knows of a state, without reading its tensors, as long as the scale has this version.
 
     They hang on the scale, as an op in a compiled graph is given no more of a state. A copied scale has an empty set in
@@ -63,14 +63,14 @@ class Notes:
         return set, ()
 
 
-def notes_of(scale: Tensor) -> Notes:
-    """Return the Notes of a delayed scale as it is now; after a write nothing is known but that roles have a scale."""
-    notes, version = scale.__dict__.get(NOTES), version_of(scale)
-    if type(notes) is not Notes:  # a new scale; or a copy, whose versions are its own
-        notes = scale.__dict__[NOTES] = Notes(version, notes is not None or version <= 0)
-    elif notes.version != version:
-        notes = scale.__dict__[NOTES] = Notes(version, False)
-    return notes
+def facts_of(scale: Tensor) -> StateFacts:
+    """Return what is known of a delayed scale as it is now: after a write, only that its roles have scales."""
+    facts, version = scale.__dict__.get(FACTS), version_of(scale)
+    if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
+        facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
+    elif facts.version != version:
+        facts = scale.__dict__[FACTS] = StateFacts(version, False)
+    return facts
 
 
 class State(NamedTuple):
@@ -139,28 +139,28 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
-    history_id = None if role in (None, ROLES.index("input")) else notes_of(state.scale).history_id
+    history_id = None if role in (None, ROLES.index("input")) else facts_of(state.scale).history_id
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
-    notes_of(state.scale).history_id = history_id
+    facts_of(state.scale).history_id = history_id
 
 
 def note_empty(scale: Tensor) -> None:
     """Note that a role may have no scale; nothing is noted in a compiled graph, where may_be_empty is always True."""
     if not torch.compiler.is_compiling():
-        notes_of(scale).maybe_empty = True
+        facts_of(scale).maybe_empty = True
 
 
 def may_be_empty(scale: Tensor) -> bool:
     """Whether a role may have no scale: no backward has committed one since the state was created or emptied.
 
     Decided by this process's history, never by values, so that all ranks decide alike. In compiled code: always True,
-    and the graph may look at the notes when it runs.
+    and the graph may look at the facts when it runs.
     """
-    return torch.compiler.is_compiling() or notes_of(scale).maybe_empty
+    return torch.compiler.is_compiling() or facts_of(scale).maybe_empty
 
 
 _NEVER = 0  # the history of a layer in a captured CUDA graph, whose replays enter more
@@ -173,7 +173,7 @@ def have_same_inputs(a: State, b: State) -> bool:
     They stay the same for as long as the layers share each input. Where something unknown wrote one (new or loaded
     states, a compiled graph's) their values are compared, once, for which the host waits.
     """
-    of_a, of_b = notes_of(a.scale).history_id, notes_of(b.scale).history_id
+    of_a, of_b = facts_of(a.scale).history_id, facts_of(b.scale).history_id
     if of_a is not None and of_b is not None:
         return of_a == of_b != _NEVER
     if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -192,7 +192,7 @@ def have_same_inputs(a: State, b: State) -> bool:
         )
     for state, history in ((a, of_a), (b, of_b)):
         if history is None:
-            notes_of(state.scale).history_id = shared_history if same else next(_fresh_histories)
+            facts_of(state.scale).history_id = shared_history if same else next(_fresh_histories)
     return same
 
 
@@ -202,13 +202,13 @@ def entering_input(state: State, number: int) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    history = notes_of(state.scale).history_id
+    history = facts_of(state.scale).history_id
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         history = _NEVER
     elif history and number:
         history = hash((history, current_graph_task_id(), number))
-    notes_of(state.scale).history_id = history
+    facts_of(state.scale).history_id = history
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -267,14 +267,14 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
     states = {module: module_state for module in model.modules() if (module_state := state_of(module)) is not None}
-    loads = {module: notes_of(module_state.scale).weights_from for module, module_state in states.items()}
+    loads = {module: facts_of(module_state.scale).weights_from for module, module_state in states.items()}
     for name, tensor in tensors_of_model.items():
         tensor.copy_(state[name])
         if not bool(state[name].all()):
             note_empty(tensor)
     for module, module_state in states.items():
         module_state.before.zero_()
-        notes_of(module_state.scale).weights_from = None if loads[module] is UNKNOWN else loads[module]
+        facts_of(module_state.scale).weights_from = None if loads[module] is UNKNOWN else loads[module]
         module.fp8.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
 
 
