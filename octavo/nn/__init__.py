@@ -6,8 +6,8 @@ from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, R
 from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import GroupedLinear, Linear, separate_splits
 from octavo.nn.loss import CrossEntropyLoss, cross_entropy, linear_cross_entropy
+from octavo.nn.recipe_module import invalidate
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
-from octavo.nn.weight import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [

@@ -126,7 +126,7 @@ def runs_alone(module: nn.Module) -> bool:
 
 def run_alone(linears: Sequence[Any]) -> bool:
     """Whether all linear layers' forwards may be bypassed, and their ``output`` products are in FP8."""
-    return all(runs_alone(linear) and linear.recipe.output is not None for linear in linears)
+    return all(runs_alone(linear) and linear.fp8.recipe.output is not None for linear in linears)
 
 
 def run_as_one(

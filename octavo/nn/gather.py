@@ -44,7 +44,6 @@ from octavo.kernels.layouts import contraction_multiple, is_small_block, with_pa
 from octavo.nn.tensor_parallel import sending_of
 from octavo.nn.weight import notice_writes
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import bytes_of, check_ranks_agree, maximum_over_ranks, scales_from
@@ -150,7 +149,7 @@ class Gather:
         return self._way
 
     def _choose_way(self, module: Any) -> Way:
-        casts, parameter = module.recipe.weight_casts, self.parameter
+        casts, parameter = module.fp8.recipe.weight_casts, self.parameter
         ranks = parameter.device_mesh.size(self.at)
         if local_stored(parameter) is not None:
             return Way(AS_STORED)
@@ -192,18 +191,18 @@ class Gather:
         assert self.group is not None
         parameter = self.parameter
         writes = OPTIMIZER_STEPS.of(parameter), parameter._version, on_this_rank(parameter)._version, self.generation
-        return self.group.backwards, module.training, *writes, id(module.recipe)
+        return self.group.backwards, module.training, *writes, id(module.fp8.recipe)
 
     def begin(self, module: Any) -> None:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
-        if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
+        if module.training and (state := module.fp8.state) is not None:  # evaluation takes the weight's own amax
             notice_writes(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
     def read(self, weight: GatheredWeight, module: Any) -> None:
         """Note that the module computes with its gathered weight; raise RuntimeError if other casts gathered it."""
-        if weight.casts != module.recipe.weight_key:
+        if weight.casts != module.fp8.recipe.weight_key:
             raise RuntimeError(
                 "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need "
                 "one recipe, and octavo.set_recipe waits until no forward is under way"
@@ -219,7 +218,7 @@ class Gather:
         if not self.settings_agree:
             whole = mesh if self.parameter is None else self.parameter.device_mesh
             check_layers_agree((self.group and self.group.modules_on(whole)) or [module], whole)
-        casts = module.recipe.weight_casts
+        casts = module.fp8.recipe.weight_casts
         kind = AS_STORED if isinstance(shard, StoredWeight) else self.way(module).kind
         if self.used is not None and self.used != (kind, casts):
             raise RuntimeError(
@@ -255,16 +254,16 @@ class Gather:
             [tensor.to(shard.device, non_blocking=True) for tensor in tensors]
             for tensors in (self.sent, self.shared_scales)
         )
-        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.recipe.pads)
-        return tuple(sent), _reading(read, shared_scales, module.recipe, outer_size, module.stores_transposed)
+        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.fp8.recipe.pads)
+        return tuple(sent), _reading(read, shared_scales, module.fp8.recipe, outer_size, module.stores_transposed)
 
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
         """Return FSDP2's second hook for a weight that every rank casts whole."""
-        recipe = module.recipe
+        recipe = module.fp8.recipe
 
         def read(outputs: Sequence[Tensor]) -> Operands:
             wide, state = gathered_whole(outputs[0], shape), None
-            if (delayed_state := state_of(module)) is not None:
+            if (delayed_state := module.fp8.state) is not None:
                 scale = torch.zeros_like(delayed_state.scale) if self.delayed_scale is None else self.delayed_scale
                 state = delayed_state._replace(scale=scale, before=torch.zeros_like(delayed_state.before)).on(
                     wide.device
@@ -280,7 +279,7 @@ class Gather:
 
 def _send_stored(shard: StoredWeight, module: Any, mesh: Any, shape: torch.Size) -> tuple[tuple[Tensor, ...], After]:
     """Return (the tensors sent of a weight of this shape that lives in FP8, FSDP2's second hook)."""
-    codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.recipe
+    codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.fp8.recipe
     scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
     if shard.ndim == 3:
         scale_inv = padded_rows(
@@ -346,10 +345,10 @@ def settings_of(module: Any, name: str) -> dict[str, object]:
 
     They are its recipe, how its weight is stored, and how it sends tokens.
     """
-    recipe, sending, exchange = module.recipe, sending_of(module), module.exchange
+    recipe, sending, exchange = module.fp8.recipe, sending_of(module), module.exchange
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weight = next(
-        (parameter for parameter in (module.gather.parameter, *module.weights) if parameter is not None), None
+        (parameter for parameter in (module.fp8.gather.parameter, *module.weights) if parameter is not None), None
     )
     if weight is not None:
         granularity = stored_as(weight)
@@ -367,13 +366,13 @@ def check_layers_agree(modules: Sequence[Any], mesh: Any, **settings: object) ->
     Once after each change of any of them. All ranks call it with the same modules; ``settings``: others that must be
     equal. A compiled graph compares nothing.
     """
-    if torch.compiler.is_compiling() or all(module.gather.settings_agree for module in modules):
+    if torch.compiler.is_compiling() or all(module.fp8.gather.settings_agree for module in modules):
         return
     for number, module in enumerate(modules):
-        settings |= settings_of(module, module.gather.name or f"{type(module).__name__} {number}")
+        settings |= settings_of(module, module.fp8.gather.name or f"{type(module).__name__} {number}")
     check_ranks_agree(settings, mesh.get_all_groups())
     for module in modules:
-        module.gather.settings_agree = True
+        module.fp8.gather.settings_agree = True
 
 
 class GatherGroup:
@@ -400,22 +399,22 @@ class GatherGroup:
 
     def modules_on(self, mesh: Any) -> list[Any]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks."""
-        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "gather")]
-        return [
-            member for member in modules if member.gather.group is self and member.gather.parameter.device_mesh == mesh
-        ]
+        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
+        gathers = [(module, module.fp8.gather) for module in modules]
+        return [module for module, gather in gathers if gather.group is self and gather.parameter.device_mesh == mesh]
 
     def refresh(self, gather: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on this gather's mesh; ``mesh``: the one it sends over."""
         together: dict[Any, list[Gather]] = {}
         for module in self.modules_on(gather.parameter.device_mesh):
-            other = module.gather
+            other = module.fp8.gather
             if other.way(module).kind != IN_FP8:
                 continue
             other.begin(module)
             other.cast_key = other.codes_key(module)
             shard = on_this_rank(other.parameter)
-            key = (module.recipe.weight_casts.as_is, shard.dtype, shard.device) if other.shard_cast.together else other
+            as_is = module.fp8.recipe.weight_casts.as_is
+            key = (as_is, shard.dtype, shard.device) if other.shard_cast.together else other
             together.setdefault(key, []).append(other)
         _cast_shards(list(together.values()), mesh)
         self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None

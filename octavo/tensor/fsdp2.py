@@ -147,7 +147,7 @@ class GatheredWeight(ForProducts):
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Return both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
-        reader.gather.read(self, reader)
+        reader.fp8.gather.read(self, reader)
         return self.read()
 
     def pair(self) -> ScaledTensor:
