@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, WEIGHT, Norm, as_rows, cast_norm, cast_role
+from octavo.autograd.casts import INPUT, WEIGHT, CastRequest, Norm, as_rows, cast_norm, cast_role
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
+    BackwardPlan,
     Layer,
     Saved,
     cast_gradient,
@@ -87,21 +88,22 @@ def _forward(
     """
     x, gamma, beta, weight, bias, second_weight, second_bias = tensors
     first, *later_layers = chain.layers
+    offsets, _, wire = first.rows
     needs_dx, needs_dw, needs_dh = any(needs[:3]), needs[3], any(needs[:5])  # dh: any gradient behind h
     y = mean = rstd = None
     if chain.norm is None:
-        y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state, offsets=first.offsets)
+        y, operands = x, cast_role(x, CastRequest(first.recipe, INPUT, True, needs_dw), first.state, first.rows)
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
         norm_args = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
-        operands, y, mean, rstd = cast_norm(*norm_args) if first.wire is None else gather_norm(*norm_args, first.wire)
+        operands, y, mean, rstd = cast_norm(*norm_args) if wire is None else gather_norm(*norm_args, wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
-    if first.observer is not None and first.wire is None:
+    if first.observer is not None and wire is None:
         norm_tensors: Any = chain.norm and (mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)
         source = (lambda: x) if norm_tensors is None else functools.partial(kernels.normalised, x, *norm_tensors)
-        first.observer.cast(first.recipe, INPUT, source, operands, first.offsets)
+        first.observer.cast(first.recipe, INPUT, source, operands, offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     saved_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
@@ -119,13 +121,11 @@ def _behind_activation(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight))."""
     needs_dh, needs_dw = needs
-    input_options = False, layer.offsets, layer.parts
-    a = cast_role(
-        CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *input_options, only_products=True
-    )
+    request = CastRequest(layer.recipe, INPUT, True, needs_dw, only_products=True)
+    a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     if layer.observer is not None:
         produced = functools.partial(kernels.produced, h, activation, None)
-        layer.observer.cast(layer.recipe, INPUT, produced, a, layer.offsets)
+        layer.observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
     cast = layer.recipe.saved
@@ -133,7 +133,7 @@ def _behind_activation(
     if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
         saved_h = h, None
         if cast is not None:
-            q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.offsets)
+            q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.rows.offsets)
             saved_h = q, scale_inv
     return result, (*saved_h, *saved)
 
@@ -202,18 +202,19 @@ class _ChainFunction(torch.autograd.Function):
         return dx, dgamma, dbeta if has_beta else None, dw, db, dw2, db2, None
 
 
-def _whole(dx_TK: Tensor | None, plan: Layer) -> Tensor | None:
+def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
     """Return dx, summed over ranks where each has some rows of the weight; of this rank's tokens if x was gathered."""
-    if dx_TK is None or plan.parts is None or not plan.parts.roles[WEIGHT]:  # experts on other ranks are whole there
+    _, parts, wire = plan.layer.rows
+    if dx_TK is None or parts is None or not parts.roles[WEIGHT]:  # experts on other ranks are whole there
         return dx_TK
-    return summed(dx_TK, plan.parts.group) if plan.wire is None else scattered(dx_TK, plan.wire)
+    return summed(dx_TK, parts.group) if wire is None else scattered(dx_TK, wire)
 
 
 def _activation_of(
     ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *tensors_of_layer: Tensor | None, needs_dw: bool
 ) -> tuple[tuple[Any, ...], Saved]:
     """Return (the activation, as casts of its gradient take it; the second layer's Saved, with its input if read)."""
-    saved, recipe = Saved(*tensors_of_layer), ctx.plans[1].recipe
+    saved, recipe = Saved(*tensors_of_layer), ctx.plans[1].layer.recipe
     scale_and_tile = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
@@ -300,15 +301,16 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         plan, (h, h_scale_inv, *tensors_of_layer) = ctx.plan, ctx.saved_tensors
+        recipe = plan.layer.recipe
         needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(
             ctx, ctx.needs_input_grad[:4], ctx.are_tensors
         )
         ctx.plan = plan_for_next_pass(plan)
         saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtypes[0]
         if h_scale_inv is not None:
-            tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
+            tile = (ALL, ALL) if recipe.saved is None else recipe.saved.tile
             h = kernels.dequantize(h, h_scale_inv, tile, dtype)
-        if needs_dw and plan.recipe.grad_weight is None:
+        if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)
         dgate, dup = (None, None) if da is None else _gradients_of_h(da, h, ctx.activation)

@@ -19,7 +19,7 @@ Legend: x [..., s, K] this rank's tokens, of S. T all tokens, R rows of this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
@@ -40,20 +41,6 @@ _REMEDY = (
     "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
     "others do too, gather it by torch's own PrepareModuleInput"
 )
-
-
-class Wire(NamedTuple):
-    """The process group that gathers and scatters tokens, and how; ``group`` is its name, ``ranks`` its size.
-
-    ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
-    ``reduce``: (addends, group) -> this rank's part of their sum, whose parts are along dimension 0; None: torch's
-    reduce-scatter, in the tensor's dtype.
-    """
-
-    group: str
-    ranks: int
-    runs: int
-    reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
 class GatheredInput:

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
+    BackwardPlan,
     Layer,
     Saved,
     commit_forward,
@@ -119,7 +120,8 @@ class _Chunks:
             (q, scale_inv), cast = x.as_is, recipe.output[0]
             x = x._replace(as_is=(q, plain_scales(scale_inv, q.shape, cast.tile)))
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
-        self.layer = layer._replace(observer=None, dtypes=(self.dtype, weight_NK.dtype))
+        self.layer = layer._replace(observer=None)
+        self.plan = BackwardPlan(self.layer, (self.dtype, weight_NK.dtype))
         self.pad = contraction_multiple(x_TK.device) if recipe.pads else 1
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
@@ -146,7 +148,7 @@ class _Chunks:
                 continue
             pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
             if needs[0]:
-                (dx, *_) = gradients((Operands(pair), g), saved, self.layer, (True, False, False))
+                (dx, *_) = gradients((Operands(pair), g), saved, self.plan, (True, False, False))
                 assert dx is not None
                 dxs.append(dx)
             if dw is not None and g is not None:
@@ -210,7 +212,7 @@ class _Chunks:
             g = kernels.cross_entropy_backward(logits, *loss_arguments, lse.new_ones(1).expand(len(lse)))
         has_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
         if any(has_amax) and g is not None:
-            cast = cast_role(g, recipe, GRAD_OUTPUT, *has_amax, None)
+            cast = cast_role(g, CastRequest(recipe, GRAD_OUTPUT, *has_amax), None)
             pair = cast.as_is if has_amax[0] else pair
             if cast.transposed is not None and codes is not None:
                 q, scale_inv = cast.transposed
@@ -286,9 +288,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _grad_weight(of_sum: _Gradients, saved: Saved, plan: Layer, factor: Tensor) -> Tensor:
+def _grad_weight(of_sum: _Gradients, saved: Saved, plan: BackwardPlan, factor: Tensor) -> Tensor:
     """Return dW by one product; the factor multiplies G's scale where all of G has one, else the result."""
-    recipe, codes, scale_inv = plan.recipe, of_sum.codes, of_sum.scale_inv
+    recipe, codes, scale_inv = plan.layer.recipe, of_sum.codes, of_sum.scale_inv
     assert codes is not None and recipe.grad_weight is not None
     cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
     if scale_inv is None:

@@ -28,6 +28,7 @@ from octavo.autograd.casts import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
+    CastRequest,
     CodesAndScale,
     State,
     as_rows,
@@ -35,10 +36,10 @@ from octavo.autograd.casts import (
     cast_role,
     commit,
 )
-from octavo.autograd.gather_input import GatheredInput, Wire
+from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
+from octavo.autograd.rows import DENSE, Rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
-from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
 from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
@@ -53,10 +54,7 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
     the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
-    inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
-    tensor-parallel group; ``wire``: how they gather an input; ``dtypes``: of results, weight and bias, in backward;
-    ``first_state``: the state by which the first backward pass cast grad_output, if it kept the graph;
-    ``weight_is_swapped``: whether the weight is saved [..., K, N].
+    inspect/rows.py; ``rows``: how the rows of its input and output lie.
     """
 
     weight: Operands
@@ -64,10 +62,19 @@ class Layer(NamedTuple):
     state: State | None
     commits: int
     observer: Any = None
-    offsets: Tensor | None = None
-    parts: Parts | None = None
-    wire: Wire | None = None
-    dtypes: tuple[torch.dtype, ...] = ()
+    rows: Rows = DENSE
+
+
+class BackwardPlan(NamedTuple):
+    """What backward computes a layer's gradients by, besides the tensors that are saved.
+
+    ``layer`` has no tensors but the delayed state; ``dtypes``: of results, weight and bias; ``first_state``: the state
+    by which the first backward pass cast grad_output, if it kept the graph; ``weight_is_swapped``: whether the weight
+    is saved [..., K, N].
+    """
+
+    layer: Layer
+    dtypes: tuple[torch.dtype, ...]
     first_state: State | None = None
     weight_is_swapped: bool = False
 
@@ -75,36 +82,38 @@ class Layer(NamedTuple):
 _SAVED = Operands()  # stands for the weight's operands, whose tensors autograd keeps
 
 
-def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN) -> Layer:
-    """Return a layer as backward needs it, with results of this dtype; without the tensors, which are saved.
+def plan_of(
+    layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN
+) -> BackwardPlan:
+    """Return the plan of a layer's backward, with results of this dtype.
 
     ``number``: of the input's cast.
     """
     dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
-    commits, source = layer.commits and number, layer.weight.source
-    is_swapped = source is not None and source.is_swapped
+    (_, recipe, state, commits, observer, rows), source = layer, layer.weight.source
+    rows = rows if rows.offsets is None else Rows(None, rows.parts, rows.wire)
     # field by field, as every forward calls this: _replace takes twice as long
-    of_ranks = layer.parts, layer.wire
-    return Layer(_SAVED, layer.recipe, layer.state, commits, layer.observer, None, *of_ranks, dtypes, None, is_swapped)
+    saved_layer = Layer(_SAVED, recipe, state, commits and number, observer, rows)
+    return BackwardPlan(saved_layer, dtypes, None, source is not None and source.is_swapped)
 
 
 def output(
     x_TK: Tensor | None, x: Operands, weight_NK: Tensor, bias: Tensor | None, layer: Layer, dtype: torch.dtype
 ) -> Tensor:
     """Return the output product [T, N] in this dtype; ``x_TK`` is read where it stays in high precision."""
-    recipe = layer.recipe
+    recipe, offsets = layer.recipe, layer.rows.offsets
     if recipe.output is None:
         assert x_TK is not None
         weight, bias = weight_NK.to(dtype), None if bias is None else bias.to(dtype)
-        if layer.offsets is None:
+        if offsets is None:
             y_TN = F.linear(x_TK, weight, bias)
         else:
-            y_TN = grouped_linear(x_TK, weight, bias, layer.offsets)
+            y_TN = grouped_linear(x_TK, weight, bias, offsets)
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
-        y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, layer.offsets)
+        y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, offsets)
     if layer.observer is not None:
-        layer.observer.product(layer, "output", y_TN, x.as_is or (x_TK, None), layer.offsets, x.amax)
+        layer.observer.product(layer, "output", y_TN, x.as_is or (x_TK, None), offsets, x.amax)
     return y_TN
 
 
@@ -138,20 +147,20 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
         *x_pair,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
         *weight_pair,
-        layer.offsets,
+        layer.rows.offsets,
         x.amax,
         weight.amax,
         source.delayed_scale if needs_dx and source is not None else None,
     )
 
 
-def plan_for_next_pass(plan: Layer) -> Layer:
+def plan_for_next_pass(plan: BackwardPlan) -> BackwardPlan:
     """Return the plan of another backward pass over the same graph (retain_graph).
 
     It casts grad_output by the scales that this one does, and commits its amax alone. What is compiled commits all of
     the forward's again, by the scales that are in force then.
     """
-    state = plan.state if plan.commits and plan.first_state is None else None
+    state = plan.layer.state if plan.layer.commits and plan.first_state is None else None
     if state is None or torch.compiler.is_compiling() or not keeps_graph():
         return plan
     scale = state.in_force(GRAD_OUTPUT)
@@ -187,7 +196,7 @@ GradOutput = tuple[Operands, Tensor | None]
 def cast_gradient(
     grad_TN: Tensor | RotaryHeads,
     saved: Saved,
-    plan: Layer,
+    plan: BackwardPlan,
     needs: tuple[bool, bool, bool],
     activation: Sequence[Any] = (),
 ) -> GradOutput:
@@ -197,35 +206,37 @@ def cast_gradient(
     output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource; or gradients of
     heads that rotary positions turned.
     """
-    recipe = plan.recipe
+    _, recipe, state, commits, observer, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
-    amax = (saved.x_amax, saved.weight_amax) if plan.commits and plan.first_state is None else None
     source: Any = CastSource(grad_TN, *activation) if activation else grad_TN  # type: ignore[arg-type]
-    arguments = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
-    if plan.state is not None and plan.first_state is not None:
-        g = cast_grad_output(*arguments)
+    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True)
+    amax = (saved.x_amax, saved.weight_amax) if commits else None
+    rows = rows if offsets is None else Rows(offsets, rows.parts, rows.wire)
+    if state is not None and plan.first_state is not None:
+        g = cast_grad_output(source, request, plan.first_state, rows)
         if g.amax is not None:
-            with entering_input(plan.state, 0):
-                commit(plan.state, recipe, (None, None, g.amax), plan.parts)
-    elif plan.state is None or saved.x_amax is None or not plan.commits:
-        g = cast_grad_output(*arguments)
+            with entering_input(state, 0):
+                commit(state, recipe, (None, None, g.amax), rows.parts)
+    elif state is None or saved.x_amax is None or not commits:
+        g = cast_grad_output(source, request, state, rows, amax)
     else:
-        with entering_input(plan.state, plan.commits):
-            g = cast_grad_output(*arguments)
-    if plan.observer is not None:
-        plan.observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
+        with entering_input(state, commits):
+            g = cast_grad_output(source, request, state, rows, amax)
+    if observer is not None:
+        observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
         return g, None
     return g, source if isinstance(source, Tensor) else unrounded(source, offsets).to(plan.dtypes[0])
 
 
-def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
+def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
     """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
-    if plan.state is not None and plan.commits and plan.first_state is None:
-        with entering_input(plan.state, 0 if x_amax is None else plan.commits):
-            commit(plan.state, plan.recipe, (x_amax, weight_amax, None), plan.parts)
+    _, recipe, state, commits, _, rows = plan.layer
+    if state is not None and commits and plan.first_state is None:
+        with entering_input(state, 0 if x_amax is None else commits):
+            commit(state, recipe, (x_amax, weight_amax, None), rows.parts)
 
 
 def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
@@ -244,13 +255,14 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 
 
 def gradients(
-    g: GradOutput, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool]
+    g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale = saved
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
-    recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
+    layer, (dtype, weight_dtype, *of_bias) = plan.layer, plan.dtypes
+    recipe, observer = layer.recipe, layer.observer
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # frees tensors that are read no more, before the next product
@@ -261,11 +273,11 @@ def gradients(
             dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
             if w_q is None and weight_NK is not None:
-                w_q, w_scale_inv = weight_cast_again(weight_NK, plan, delayed_scale)
+                w_q, w_scale_inv = weight_cast_again(weight_NK, layer, delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
-        if plan.observer is not None:
-            plan.observer.product(plan, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
+        if observer is not None:
+            observer.product(layer, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -276,9 +288,9 @@ def gradients(
             dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
                 weight_dtype
             )
-        if plan.observer is not None and not needs_dx:
+        if observer is not None and not needs_dx:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
-            plan.observer.product(plan, "grad_weight", dw_NK, operand, offsets)
+            observer.product(layer, "grad_weight", dw_NK, operand, offsets)
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
@@ -287,7 +299,7 @@ def gradients(
     return dx_TK, dw_NK, db_N
 
 
-def weight_cast_again(weight_NK: Tensor, plan: Layer, delayed_scale: Tensor | None) -> CodesAndScale:
+def weight_cast_again(weight_NK: Tensor, layer: Layer, delayed_scale: Tensor | None) -> CodesAndScale:
     """Return the transposed pair of a weight that was freed since forward, with the bits that forward would have cast.
 
     Raises RuntimeError where nobody has gathered the weight again.
@@ -297,11 +309,11 @@ def weight_cast_again(weight_NK: Tensor, plan: Layer, delayed_scale: Tensor | No
             f"a weight {tuple(weight_NK.shape)} that is sharded was not gathered for its layer's backward: FSDP and "
             "ZeRO-3 do so in hooks of the module that they wrap, whose outputs have to be used"
         )
-    state = plan.state
+    state = layer.state
     if state is not None:
         state = None if delayed_scale is None else state._replace(scale=delayed_scale, before=state.before * 0)
-    arguments = plan.recipe, WEIGHT, False, True, state
-    pair = cast_role(weight_NK.detach(), *arguments, parts=plan.parts, only_products=True).transposed
+    request = CastRequest(layer.recipe, WEIGHT, False, True, only_products=True)
+    pair = cast_role(weight_NK.detach(), request, state, layer.rows).transposed
     assert pair is not None
     return pair
 
@@ -350,11 +362,11 @@ def input_operands(
     """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
     if gathered is not None:
         return None, gathered.operands, UNKNOWN
-    reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.offsets)
+    reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
     if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
-    options = layer.state, False, layer.offsets, layer.parts
-    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *options, only_products=True)
+    request = CastRequest(layer.recipe, INPUT, True, needs_dw, only_products=True)
+    x = cast_role(x_TK, request, layer.state, layer.rows)
     return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
 
 
@@ -374,7 +386,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
-            layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.offsets)
+            layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))

@@ -10,29 +10,19 @@ compiled graph looks for a history each time it runs, in an op, and sends nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.autograd.rows import Parts
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Castable, RotaryHeads
 from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import Cast
 from octavo.tensor.collectives import maximum_over_ranks
-
-
-class Parts(NamedTuple):
-    """The name of the process group whose ranks hold a layer's roles, and which roles are in parts, not whole on each.
-
-    ``begins``: whether delayed scales may be missing yet; the same on all of these ranks.
-    """
-
-    group: str
-    roles: tuple[bool, bool, bool]
-    begins: bool = False
 
 
 def scale_for(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, State, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, CastRequest, State, cast_role
 from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
@@ -355,7 +355,7 @@ def _product(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Cal
         return lambda: F.linear(x, weight)
     operands: list[Any] = []
     for tensor, which in ((x, INPUT), (weight, role)):
-        cast, pair = recipe.casts[which].as_is, cast_role(tensor, recipe, which, True, False, None).as_is
+        cast, pair = recipe.casts[which].as_is, cast_role(tensor, CastRequest(recipe, which, True, False), None).as_is
         assert cast is not None and pair is not None
         operands += [*pair, cast.tile]
     return lambda: kernels.matmul(*operands, None, x.dtype, True)
@@ -367,4 +367,4 @@ def _cast(x: Tensor, recipe: Recipe) -> Callable[[], Any]:
     if (rule := recipe.delayed) is not None:
         state = State.empty(rule.history_length, x.device)
         state.scale.fill_(1.0)
-    return lambda: cast_role(x, recipe, GRAD_OUTPUT, True, True, state)
+    return lambda: cast_role(x, CastRequest(recipe, GRAD_OUTPUT, True, True), state)

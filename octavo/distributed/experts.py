@@ -14,7 +14,6 @@ from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
-from octavo.scaling.delayed import state_of
 from octavo.weights.gathered import check_layers_agree
 from octavo.weights.stored import StoredWeight
 
@@ -81,7 +80,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
                     sharded[parameter] = _sharded_experts(parameter, mesh)
                 owner._parameters[key] = sharded[parameter]
         layer.exchange, layer.elsewhere = exchange, _feed_forward_on_ranks
-        layer.kept_operands = None
+        layer.fp8.kept_operands = None
     return model
 
 
@@ -105,7 +104,7 @@ def _feed_forward_on_ranks(
 
 def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
     observers = () if layer.observing is None else ((layer.recipe, layer.observing),)
-    return GatherReader(layer.recipe, state_of(layer), needs_dw, observers)
+    return GatherReader(layer.recipe, layer.fp8.state, needs_dw, observers)
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:

@@ -138,9 +138,9 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
 
 def observe(module: RecipeModule, **fields: Any) -> None:
     """Set fields of a module's Observer; a module with no field set has no Observer."""
-    observer = (module.__dict__.pop("observer", None) or Observer())._replace(**fields)
-    if observer != (None, None):
-        module.observer = observer
+    if (fp8 := module.__dict__.get("fp8")) is not None:  # else octavo.restore has made it torch's meanwhile
+        observer = (fp8.observer or Observer())._replace(**fields)
+        fp8.observer = None if observer == (None, None) else observer
 
 
 @dataclass(frozen=True)

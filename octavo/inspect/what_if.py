@@ -40,7 +40,7 @@ from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import COMPARED, as_recipe, high_precision
-from octavo.scaling.delayed import STATE, State, state_of
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.plain import check_recipe, weight_of
@@ -469,7 +469,7 @@ class _Passes:
     def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
         self.layers[name].recipe = recipe
         if state is not None:
-            self.layers[name].__dict__[STATE] = state.clone()
+            self.layers[name].fp8.state = state.clone()
 
     def _watch(self, name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Compute a layer's products under each recipe when its backward begins: input and grad_output exist then."""
@@ -499,7 +499,7 @@ class _Passes:
             key = name, recipe
             self._put(name, self.of(value, [name])[name], self.states.get(key))
             products = _products(layer, x, grad, offsets)
-            if (state := state_of(layer)) is not None:
+            if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
             self._put(name, high_precision())
             squares = torch.zeros(2, len(PRODUCTS), dtype=torch.float64, device=x.device)

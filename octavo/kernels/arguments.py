@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from octavo.formats import HIGH_PRECISION
 from octavo.granularity import ALL, MX, Tile, scale_shape, tiles_along
@@ -174,6 +175,8 @@ class OperandPair(NamedTuple):
 
     def plain(self) -> OperandPair:
         """Return the pair with scales that are not swizzled."""
+        if self.scale_inv.ndim != 1:
+            return self
         return OperandPair(self.codes, plain_scales(self.scale_inv, self.codes.shape, self.tile), self.tile)
 
 
@@ -194,6 +197,8 @@ class ProductArguments(NamedTuple):
 
     def plain(self) -> ProductArguments:
         """Return the arguments with scales that are not swizzled."""
+        if self.a.scale_inv.ndim != 1 and self.b.scale_inv.ndim != 1:
+            return self
         return ProductArguments(self.a.plain(), self.b.plain(), self.bias)
 
     @property
@@ -273,40 +278,32 @@ def _cast(
     second_margin: int = 0,
     swizzle: bool = False,
 ) -> tuple[Any, ...]:
-    source: Castable
-    refused = where = ""
-    if k is not None:
-        source = _heads_to_cast(x, k, v, cos, sin)
-        if activation or gamma is not None or offsets is not None:
-            refused = "activation" if activation else "offsets" if gamma is None else "gamma"
-            where = "gradients of heads are cast"
-    elif gamma is not None:
-        source = NormSource(x, gamma, beta, kind, eps, zero_centered)
-        check_norm(x, gamma, beta, kind)
-        if activation or column_sum or offsets is not None:
-            refused = "activation" if activation else "column_sum" if column_sum else "offsets"
-            where = "a norm is cast"
-    else:
-        source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-        if kind or keep:
-            refused, where = "kind" if kind else "keep", "no gamma is given"
-    first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle), None
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
+    second, is_norm, in_groups, of_heads = None, gamma is not None, offsets is not None, k is not None
     if second_dtype is not None:
-        scaling_fields = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
-        second = Scaling(*scaling_fields, swizzles=swizzle)
-        if delayed_scale is not None or offsets is not None:
-            refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
+        scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
+        second = Scaling(*scaling, swizzles=swizzle)
+    for where, applies, refused in (
+        ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": is_norm, "offsets": in_groups}),
+        ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": in_groups}),
+        ("no gamma is given", not is_norm, {"kind": kind, "keep": keep}),
+        ("there are two scalings", second, {"delayed_scale": delayed_scale is not None, "offsets": in_groups}),
+        ("rows are in groups", in_groups, {"column_sum": column_sum}),
+        ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
+    ):
+        if applies and (names := [name for name, is_given in refused.items() if is_given]):
+            raise ValueError(f"{names[0]} is not taken where {where}")
+    if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
+        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
+    output = Output(transpose, pad, column_sum, keep, as_is)
+    if k is not None:
+        return _heads_to_cast(x, k, v, cos, sin), first, second, output, None
+    if gamma is not None:
+        check_norm(x, gamma, beta, kind)
+        return NormSource(x, gamma, beta, kind, eps, zero_centered), first, second, output, None
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
-        if column_sum:
-            refused, where = "column_sum", "rows are in groups"
-    elif not as_is:
-        refused, where = "as_is=False", "rows are in no groups: cast x.t()"
-    if swizzle and (offsets is not None or not have_e8m0_blocks(first, second or first)):
-        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
-    if refused:
-        raise ValueError(f"{refused} is not taken where {where}")
-    return source, first, second, Output(transpose, pad, column_sum, keep, as_is), offsets
+    return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
 
 
 def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
@@ -526,29 +523,31 @@ def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[...,
     return {name: with_flat_arguments(k, UNPACK[name]) if name in UNPACK else k for name, k in kernels.items()}
 
 
-def new_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
-    """Return memory for the codes of a tensor of this shape, unwritten."""
-    rows, cols = shape[::-1] if transpose else shape
-    return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
+class NewTensor(NamedTuple):
+    """A tensor to allocate: its shape and dtype, whether it lies by columns, and whether it begins as zeros."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    by_columns: bool = False
+    zeroed: bool = False
+
+
+def allocated(x: Tensor, results: Sequence[NewTensor]) -> tuple[Tensor, ...]:
+    """Return these tensors on the device of x, unwritten but for those that begin as zeros."""
+    tensors = []
+    for shape, dtype, by_columns, zeroed in results:
+        if zeroed:
+            tensors.append(x.new_zeros(shape, dtype=torch.uint8).view(dtype))
+        elif by_columns:
+            tensors.append(x.new_empty(shape[::-1], dtype=dtype).t())
+        else:
+            tensors.append(x.new_empty(shape, dtype=dtype))
+    return tuple(tensors)
 
 
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the empty tensor that an op returns for codes that were not asked for."""
     return x.new_empty((0, 0), dtype=dtype)
-
-
-def new_grouped(
-    source: CastSource, scaling: Scaling, output: Output, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes, transposed codes, scale_inv and amax of rows in groups, unwritten."""
-    x, shape, count = source.x, source.shape, offsets.shape[0]
-    codes = new_codes(x, shape, scaling.dtype, output.pad) if output.as_is else no_codes(x, scaling.dtype)
-    transposed_codes = no_codes(x, scaling.dtype)
-    if output.transpose:
-        transposed_codes = transposed_codes.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
-    grid = grouped_scale_shape(shape, count, scaling.tile)
-    scale_inv = laid_scales(x, grid, scaling.tile, dtype=scaling.scale_inv_dtype)
-    return codes, transposed_codes, scale_inv, laid_scales(x, grid, scaling.tile)
 
 
 def new_cast(
@@ -558,34 +557,103 @@ def new_cast(
     output: Output,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the results of ``octavo::cast``, unwritten."""
-    x, shape = source.x, source.shape
-    if offsets is not None:
-        assert isinstance(source, CastSource)
-        return new_grouped(source, first, output, offsets)
-    codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
-    scale_inv = _new_scale_inv(x, shape, first, False)
+    """Return the results of ``octavo::cast``, unwritten but for the padding of swizzled scales."""
+    x = source.x
+    read: tuple[Any, ...] = (source.kind,) if isinstance(source, NormSource) else ()
+    if isinstance(source, CastSource):
+        _, activation, h, h_scale_inv, _ = source
+        read = activation, None if h is None else h.shape, h_scale_inv is not None
+    # sizes of a tensor that is traced may be symbols, which have no hash
+    results_of = _results_of if type(x) in (Tensor, Parameter) else _results_of.__wrapped__
+    scalings = [None if one is None else (*one[:3], one.swizzles) for one in (first, second)]
+    shape, groups = (
+        source.shape if isinstance(source, RotaryHeads) else x.shape,
+        None if offsets is None else len(offsets),
+    )
+    return allocated(x, results_of(shape, x.dtype, read, *scalings, output, groups))
+
+
+_Written = tuple[torch.dtype, Tile, bool, bool]  # dtype, tile, power_of_two and swizzles of a Scaling
+
+
+@functools.lru_cache(maxsize=4096)
+def _results_of(
+    x_shape: Sequence[int],
+    x_dtype: torch.dtype,
+    read: tuple[Any, ...],
+    first: _Written,
+    second: _Written | None,
+    output: Output,
+    groups: int | None,
+) -> tuple[NewTensor, ...]:
+    """Return the results of ``octavo::cast``.
+
+    ``read``: (a norm's kind,), or what cast_shape takes beside the shape of x. ``groups``: of rows in groups, how many.
+    """
+    is_norm = len(read) == 1
+    rows, cols = x_shape if is_norm else cast_shape(x_shape, *read)
+    dtype, tile, power_of_two, _ = first
+    shape, transposed_shape = (rows, cols), (cols, padded(rows, output.pad))
+    codes, no_codes = NewTensor((rows, padded(cols, output.pad)), dtype), NewTensor((0, 0), dtype)
+    if groups is not None:
+        transposed = (
+            NewTensor((cols, padded_columns(rows, groups, output.pad)), dtype) if output.transpose else no_codes
+        )
+        grid = grouped_scale_shape(shape, groups, tile)
+        scales = _scales(grid, tile, scale_inv_dtype(tile, power_of_two)), _scales(grid, tile)
+        return codes if output.as_is else no_codes, transposed, *scales
     if second is not None:
-        other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        results = codes, other, scale_inv, _new_scale_inv(x, shape, second, output.transpose)
+        second_codes = NewTensor(transposed_shape if output.transpose else codes.shape, second[0])
+        pairs = codes, second_codes, _written_scales(shape, first), _written_scales(shape, second, output.transpose)
     else:
-        other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        results = codes, other, scale_inv, laid_scales(x, grid, first.tile)
-    if isinstance(source, NormSource):
-        return *results, *new_statistics(source), x.new_empty(shape if output.keep else (0, 0))
-    return *results, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
+        transposed = NewTensor(transposed_shape, dtype) if output.transpose else no_codes
+        pairs = codes, transposed, _written_scales(shape, first), _scales(scale_shape(shape, tile), tile)
+    if is_norm:
+        return *pairs, *_statistics(rows, read[0]), NewTensor(shape if output.keep else (0, 0), x_dtype)
+    return *pairs, NewTensor((cols if output.column_sum else 0,), sums_dtype(x_dtype))
 
 
-def new_statistics(source: NormSource) -> tuple[Tensor, Tensor]:
-    """Return a norm's mean and rstd, unwritten."""
-    rstd = source.x.new_empty(source.shape[0], dtype=torch.float32)
-    return torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0), rstd
+def _written_scales(shape: tuple[int, int], scaling: _Written, transpose: bool = False) -> NewTensor:
+    """Return a scaling's scale_inv, of zeros if it is swizzled and padded."""
+    _, tile, power_of_two, swizzles = scaling
+    grid = scale_shape(shape, tile)
+    if swizzles:
+        rows, cols = grid if tile == MX else grid[::-1]
+        size = -(-rows // 128) * 128 * -(-cols // 4) * 4
+        return NewTensor((size,), E8M0, zeroed=size != rows * cols)
+    grid, tile = (grid[::-1], tile[::-1]) if transpose else (grid, tile)
+    return _scales(grid, tile, scale_inv_dtype(tile, power_of_two))
 
 
-def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _scales(grid: Sequence[int], tile: Tile, dtype: torch.dtype = torch.float32) -> NewTensor:
+    return NewTensor(grid, dtype, by_columns=lie_by_columns(tile))
+
+
+def _statistics(rows: int, kind: str) -> tuple[NewTensor, NewTensor]:
+    """Return a norm's mean and rstd."""
+    return NewTensor((rows if kind == "layer_norm" else 0,), torch.float32), NewTensor((rows,), torch.float32)
+
+
+def new_scales(x: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
+    """Return float32 scales of a tensor of this shape, one a tile, unwritten."""
+    return allocated(x, [_scales(scale_shape(shape, tile), tile)])[0]
+
+
+def lie_by_columns(tile: Tile) -> bool:
+    """Whether scales of this tile are column-major: products read a column of them where tiles are parts of rows."""
+    return tile[0] == 1 and tile[1] > 1
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of column sums: that of the tensor that is cast, float32 where that is codes."""
+    return torch.float32 if dtype.itemsize == 1 else dtype
+
+
+def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
     """Return the results of ``octavo::norm``, unwritten."""
     x, shape = source.x, source.shape
-    return x.new_empty(shape), *new_statistics(source), x.new_empty((0, 0) if residual is None else shape)
+    y, total = NewTensor(shape, x.dtype), NewTensor((0, 0) if residual is None else shape, x.dtype)
+    return allocated(x, (y, *_statistics(shape[0], source.kind), total))
 
 
 def new_rotary(heads: RotaryHeads) -> Tensor:
@@ -597,39 +665,3 @@ def new_losses(rows: LossRows) -> tuple[Tensor, Tensor]:
     """Return the results of ``octavo::cross_entropy``, unwritten."""
     losses = rows.logits.new_empty(len(rows.logits), dtype=torch.float32)
     return losses, torch.empty_like(losses)
-
-
-def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:
-    """Return a scaling's scale_inv, unwritten but for the padding of a swizzled one."""
-    grid = scale_shape(shape, scaling.tile)
-    if not scaling.swizzles:
-        return laid_scales(x, grid, scaling.tile, transpose, scaling.scale_inv_dtype)
-    rows, cols = grid if scaling.tile == MX else grid[::-1]
-    size = -(-rows // 128) * 128 * -(-cols // 4) * 4
-    return x.new_empty(size, dtype=E8M0) if size == rows * cols else x.new_zeros(size, dtype=torch.uint8).view(E8M0)
-
-
-def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
-    """Return float32 scales, one a tile, unwritten."""
-    return laid_scales(x, scale_shape(shape, tile), tile, transpose)
-
-
-def laid_scales(
-    x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return unwritten scales of this shape, or of its transpose; column-major if a tile is part of a row."""
-    if transpose:
-        shape, tile = shape[::-1], tile[::-1]
-    if lie_by_columns(tile):
-        return x.new_empty(shape[::-1], dtype=dtype).t()
-    return x.new_empty(shape, dtype=dtype)
-
-
-def lie_by_columns(tile: Tile) -> bool:
-    """Whether scales of this tile are column-major: products read a column of them where tiles are parts of rows."""
-    return tile[0] == 1 and tile[1] > 1
-
-
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of column sums: that of the tensor that is cast, float32 where that is codes."""
-    return torch.float32 if dtype.itemsize == 1 else dtype

@@ -5,10 +5,10 @@ from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, RMSNormLinear, RMSNormMLP
 from octavo.nn.linear import GroupedLinear, Linear, separate_splits
 from octavo.nn.loss import CrossEntropyLoss, cross_entropy, linear_cross_entropy
+from octavo.nn.recipe_module import invalidate
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.weights.kept import KeptWeights
-from octavo.weights.plain import invalidate
 
 __all__ = [
     "CrossEntropyLoss",

@@ -32,7 +32,6 @@ from octavo.nn.linear import Grouped, Linear
 from octavo.nn.loss import give_back_loss, has_loss
 from octavo.nn.recipe_module import RecipeModule, device_of, readers_of
 from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
-from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.weights.fsdp2 import forget_gathered, groups_of
 from octavo.weights.gathered import GatherGroup, settings_of
@@ -126,7 +125,7 @@ def convert(
         for module in readers_of(holder):
             module_name = f"{name}.{module.part_name}".strip(".")
             module.recipe = recipe_of(recipe, *module.names(module_name))
-            module.gather.join(group, module, module_name)
+            module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)
             if (stored_one := local_stored(weight_of(module))) is not None:
                 stored_one.layer_name = module_name
@@ -139,7 +138,8 @@ def convert(
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})
     for _, module in converted:
-        module.gather.share(id(weight_of(module)) in others)  # with an embedding, say, which needs it in high precision
+        # with an embedding, say, which needs it in high precision
+        module.fp8.gather.share(id(weight_of(module)) in others)
     gather_anew(model)
     return model
 
@@ -240,7 +240,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
         if weight is None or stored_as(weight) is None:
             continue
         _refuse_sharded(name, module, weight, None)
-        if module.gather.parameter is not None:
+        if module.fp8.gather.parameter is not None:
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
                 "and load: octavo.distributed.checkpoint, or state_dict"
@@ -336,28 +336,16 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _put_aside(module: RecipeModule) -> Iterator[None]:
-    """Put a module's recipe and states back at the end: the very objects, which graphs built before may write."""
-    recipe, loaded, state = module.recipe, module.__dict__.get(LOADED), state_of(module)
-    writes, kept_operands = module.weight_writes, module.kept_operands
-    module.__dict__.setdefault(ASIDE, []).append(state)
-    if state is not None:
-        module.__dict__[STATE] = state.clone()
+    """Put a module's recipe and states back at the end of a block."""
+    outer = module.fp8.put_aside()
     try:
         yield
     finally:
-        aside = module.__dict__[ASIDE]
-        aside.pop()
-        if not aside:
-            del module.__dict__[ASIDE]
         if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
-            writes.replaced |= module.weight_writes.replaced
-            module.recipe = recipe
-            # the old objects know the weight from before the block, and so notice writes in it
-            module.weight_writes, module.kept_operands = writes, kept_operands
-            if state is not None:
-                module.__dict__[STATE] = state.on(device_of(module))
-            if loaded is not None:
-                module.__dict__[LOADED] = loaded
+            outer.weight_writes.replaced |= module.fp8.weight_writes.replaced
+            module.fp8.outer = outer.outer
+            module.recipe = outer.recipe
+            module.fp8.take_back(outer, device_of(module))
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -410,7 +398,7 @@ def gather_anew(model: nn.Module) -> None:
         return
     for held in forget_gathered(model):
         for reader in readers_of(held) if isinstance(held, WeightOwner) else ():
-            reader.gather.used, reader.gather.settings_agree = None, False
+            reader.fp8.gather.used, reader.fp8.gather.settings_agree = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
+from octavo.autograd.rows import Rows
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
@@ -36,7 +37,7 @@ from octavo.weights.files import SCALE_INV
 from octavo.weights.plain import WeightOwner
 
 
-class _Rows(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     """Returns rows[i] = x[index[i] // k]; the gradient is a gather by ``index``'s inverse, where torch scatters."""
 
     @staticmethod
@@ -57,7 +58,7 @@ class _Rows(torch.autograd.Function):
 
 def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
     records = torch.is_grad_enabled() and tracing_state() is None
-    return _Rows.apply(x, index, inverse, k) if records else x[index // k]
+    return _GatheredRows.apply(x, index, inverse, k) if records else x[index // k]
 
 
 def mix(
@@ -115,9 +116,8 @@ def feed_forward(
             return down(between(gate_up(rows, offsets)), offsets)
         tensors = [linear.operands() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
-        return run_as_one(
-            FusedParts(rows.to(dtype), (None, None), tensors), None, linears, activation, dtype, offsets=offsets
-        )
+        placed = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
+        return run_as_one(placed, None, linears, activation, dtype)
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)

@@ -25,9 +25,9 @@ from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
-from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
+from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.gathered import check_layers_agree
 
@@ -126,7 +126,7 @@ def runs_alone(module: nn.Module) -> bool:
 
 def run_alone(linears: Sequence[Any]) -> bool:
     """Whether all linear layers' forwards may be bypassed, and their ``output`` products are in FP8."""
-    return all(runs_alone(linear) and linear.recipe.output is not None for linear in linears)
+    return all(runs_alone(linear) and linear.fp8.recipe.output is not None for linear in linears)
 
 
 def run_as_one(
@@ -136,13 +136,11 @@ def run_as_one(
     activation: str,
     dtype: torch.dtype,
     returns_norm: bool = False,
-    offsets: Tensor | None = None,
     positions: Positions | None = None,
 ) -> Any:
     """Return the results, of this dtype, of one or two linear layers, behind a norm if there is one, run as one chain.
 
-    ``placed``: their input and parameters; ``offsets``: where each expert's rows end; ``positions``: by which the heads
-    of one layer's result are turned.
+    ``placed``: their input and parameters; ``positions``: by which the heads of one layer's result are turned.
     """
     x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
     read = [gamma, beta]
@@ -151,11 +149,9 @@ def run_as_one(
         read += [parameter, bias]
     refuse_for_fp8(x, *read)
     needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
-    for linear, tensors, parts in zip(linears, placed.linears, placed.parts, strict=False):
-        layers.append(linear.layer_of(x, tensors, needs_grad, parts, offsets))
+    for linear, tensors, rows in zip(linears, placed.linears, placed.rows, strict=False):
+        layers.append(linear.layer_of(x, tensors, needs_grad, rows))
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
-    if placed.wire is not None:
-        layers[0] = layers[0]._replace(wire=placed.wire)
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
     return run_chain(x, placed.norm, parameters, chain, None if placed.shape is None else placed.shape[:-1])
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.products import Layer, is_recorded
-from octavo.autograd.shared_scales import Parts
+from octavo.autograd.rows import DENSE, Rows
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.private import FakeTensor, no_modes
-from octavo.scaling.delayed import STATE, note_empty
+from octavo.scaling.delayed import note_empty
 from octavo.weights.plain import is_freed_after_forward, state_for
 
 
@@ -77,10 +77,10 @@ class Joined(NamedTuple):
             and type(weight) in (nn.Parameter, FakeTensor)  # not sharded, not stored in FP8
             and not is_freed_after_forward(linear, weight)
             and weight.dtype == first.weight.dtype
-            and linear.recipe is first.recipe
+            and linear.fp8.recipe is first.fp8.recipe
             and linear.training == first.training
             and (linear.bias is None) == (first.bias is None)
-            and linear.splits is linear.kept_operands is linear.gather.parameter is None
+            and linear.splits is linear.fp8.kept_operands is linear.fp8.gather.parameter is None
         )
 
     def operands(self) -> LayerTensors:
@@ -96,8 +96,7 @@ class Joined(NamedTuple):
         input: Tensor,
         tensors: LayerTensors,
         needs_input_grad: bool,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Layer:
         """Return the Layer of the layers' joint product with ``input``, as RecipeModule.layer_of returns it for one."""
         first, *others = self.linears
@@ -106,8 +105,8 @@ class Joined(NamedTuple):
             for linear in others:
                 state_for(linear, linear.weight, True, input.device)  # empties the history of a weight written by hand
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
-        layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, parts, offsets)
-        observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
+        layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
+        observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
 
     def _share_state(self) -> None:
@@ -117,13 +116,13 @@ class Joined(NamedTuple):
         """
         first, *others = self.linears
         device = first.weight.device
-        if (state := first.state_on(device)) is None:
+        if (state := first.fp8.state_on(device)) is None:
             return
         for linear in others:
-            if (other := linear.state_on(device)) is not state and other is not None:
+            if (other := linear.fp8.state_on(device)) is not state and other is not None:
                 # no_modes: a mode must see the same ops in a recomputed forward. A scale that is not set yet is 0
                 with no_modes(), torch.no_grad():
                     state.scale.copy_(torch.minimum(state.scale, other.scale))
                     state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))
                 note_empty(state.scale)
-                linear.__dict__[STATE] = state
+                linear.fp8.state = state

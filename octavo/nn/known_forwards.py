@@ -33,12 +33,12 @@ from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, run_as_one, runs_alone
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
 from octavo.nn.loss import take_loss
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import FusedParts, is_parallel
+from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import functorch_is_active, in_forward_mode
 
 if TYPE_CHECKING:  # Python compiles a call of a method of what a module imports to other instructions

@@ -13,9 +13,8 @@ from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entrop
 from octavo.autograd.products import Layer, requires_grad
 from octavo.autograd.shared_casts import read_by
 from octavo.granularity import ALL
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.delayed import note_empty, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.pair import Operands

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, as_rows, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, as_rows, cast_role
 from octavo.autograd.cross_entropy import cross_entropy_of_rows
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
 from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, refuse_sharded
-from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 
@@ -177,7 +176,8 @@ def _of_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfR
         return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), recipe, None, False))
     refuse_for_fp8(x, weight, bias)
     transposed = torch.is_grad_enabled() and x.requires_grad
-    operands = cast_role(weight.detach(), recipe, WEIGHT, True, transposed, None, only_products=True)
+    request = CastRequest(recipe, WEIGHT, True, transposed, only_products=True)
+    operands = cast_role(weight.detach(), request, None)
     return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(operands, recipe, None, False))
 
 

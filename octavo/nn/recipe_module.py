@@ -1,43 +1,33 @@
-"""RecipeModule, the base of all FP8 modules: a recipe, and delayed state if the recipe is delayed."""
+"""RecipeModule, the base of all FP8 modules; LayerFP8, which holds all that such a module keeps beside parameters."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from octavo.autograd.casts import WEIGHT
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
+from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
-from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product, sending_of
+from octavo.nn.inputs import finds_shapes, grouped_dtype, is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.tensor_parallel import LayerTensors, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
-from octavo.scaling.delayed import (
-    ASIDE,
-    LOADED,
-    STATE,
-    State,
-    empty_state,
-    loaded_state,
-    may_be_empty,
-    note_loaded,
-    register_delayed_state,
-    state_of,
-)
+from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import Recipe
 from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.plain import (
     WeightOwner,
-    WeightWrites,
     as_NK,
     check_recipe,
     fp8_operands,
@@ -47,23 +37,83 @@ from octavo.weights.plain import (
     widened,
 )
 from octavo.weights.stored import local_stored
+from octavo.weights.writes import WeightWrites
+
+
+class LayerFP8:
+    """What a RecipeModule keeps for FP8 beside its parameters: its attribute ``fp8``, the only one that is added to it.
+
+    field          who writes it                          how long it holds
+    recipe         ``module.recipe = ...``                until it is written again
+    state          backward commits; loads, resets        while recipes are delayed; what is known of it without reading
+                                                          it, and for how long: StateFacts in scaling/delayed.py
+    weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
+    kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
+                                                          while ``KeptOperands.of`` finds the weight unwritten
+    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes until ``codes_key`` changes
+    observer       octavo.inspect                         until it is removed; it sees casts and products
+    outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
+                   from outside its block                 kept_operands are taken back
+    """
+
+    recipe: Recipe
+    weight_writes: WeightWrites
+
+    def __init__(self) -> None:
+        self.state: State | None = None
+        self.kept_operands: Any = None
+        self.gather = Gather()
+        self.observer: Any = None
+        self.outer: LayerFP8 | None = None
+
+    def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
+        """Cast by this recipe from the next forward on; a delayed state stays if the recipe can go on with it."""
+        self.recipe, self.state = recipe, state_under(recipe.delayed, self.state, device)
+        self.weight_writes, self.kept_operands = WeightWrites(), None
+        self.gather.forget()
+
+    def state_on(self, device: torch.device) -> State | None:
+        """Return the delayed state, moved to this device: it is no parameter or buffer that torch would move."""
+        state = self.state
+        if state is not None and state.scale.device != device and device.type != "meta":
+            state = self.state = state.on(device)
+        return state
+
+    def forget_weight(self) -> None:
+        """Forget codes of the weight and the weight's history, as after a write that no counter shows."""
+        self.kept_operands = None
+        empty_state(self.state, WEIGHT)
+        self.gather.generation += 1
+
+    def put_aside(self) -> LayerFP8:
+        """Put recipe and states aside for a block, which goes on with a copy of the delayed state; return them."""
+        outer = self.outer = copy.copy(self)
+        self.state = None if self.state is None else self.state.clone()
+        return outer
+
+    def take_back(self, outer: LayerFP8, device: torch.device) -> None:
+        """Take back the states that were put aside: the very objects, which graphs built before the block may write."""
+        # they know the weight from before the block, and so notice writes in it
+        self.weight_writes, self.kept_operands = outer.weight_writes, outer.kept_operands
+        self.state = None if outer.state is None else outer.state.on(device)
 
 
 class RecipeModule(WeightOwner):
     """Base of octavo's modules; mixed in before the torch class that has the parameters."""
 
-    recipe: Recipe
-    delayed_state: State  # where the recipe is delayed
-    weight_writes: WeightWrites
-    kept_operands: Any  # the KeptOperands of KeptWeights, or None
-    observer: Any = None  # octavo.inspect's, which sees the casts and products of forward and backward
+    fp8: LayerFP8
     exchange: Exchange | None = None  # between the ranks that hold the experts, whose parameters are then DTensors
     weight_key = "weight"  # the weight's name in the module that owns it
     part_name = ""  # this part's name in the module that owns the weight, if that is another
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
-    def _set_recipe(self, setting: Recipe | str) -> None:
-        """Set ``module.recipe`` from the next forward on; graphs already built keep the recipe they were built with."""
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the next forward; graphs already built keep the recipe they were built with."""
+        return self.fp8.recipe
+
+    @recipe.setter
+    def recipe(self, setting: Recipe | str) -> None:
         recipe = as_recipe(setting)
         if not isinstance(recipe, Recipe):
             raise TypeError(
@@ -72,16 +122,15 @@ class RecipeModule(WeightOwner):
         for weight in self.weights:
             check_recipe(recipe, weight)
         device = device_of(self)
-        self.__dict__["recipe"] = recipe
-        self.weight_writes, self.kept_operands = WeightWrites(), None
-        self.gather.forget()
-        register_delayed_state(self, recipe.delayed, device)
+        if not isinstance(self.__dict__.get("fp8"), LayerFP8):
+            self.__dict__["fp8"] = LayerFP8()
+        self.fp8.set_recipe(recipe, device)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
             warn_once_if_slower(recipe, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; check a recipe first, and let weights/ know of a weight that FSDP2 has sharded."""
+        """Set an attribute; let weights/gathered.py gather a weight that FSDP2 has sharded."""
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight":
@@ -89,13 +138,11 @@ class RecipeModule(WeightOwner):
             if not parameter_registration_hooks:
                 parameters[name] = value  # as torch does after checks; FSDP2 sets weights four times a step
                 return
-        elif name == "recipe":
-            return self._set_recipe(value)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, but refuse a weight that the recipe can't read."""
-        if name == "weight" and "recipe" in self.__dict__:
+        if name == "weight" and "fp8" in self.__dict__:
             check_recipe(self.recipe, param)
         super().register_parameter(name, param)
 
@@ -112,11 +159,11 @@ class RecipeModule(WeightOwner):
             if self.part_name and (stored := local_stored(weight)) is not None:
                 stored.part = self.part_name
         elif type(weight) not in (nn.Parameter, GatheredWeight):
-            if weight is not self.gather.parameter:
-                self.gather.adopt(weight, whole, self)
+            if weight is not self.fp8.gather.parameter:
+                self.fp8.gather.adopt(weight, whole, self)
                 check_recipe(self.recipe, weight)
-        elif weight is not whole and self.gather.parameter is None:
-            self.weight_writes.replaced = True
+        elif weight is not whole and self.fp8.gather.parameter is None:
+            self.fp8.weight_writes.replaced = True
 
     @property
     def delayed_scale(self) -> Tensor:
@@ -129,9 +176,12 @@ class RecipeModule(WeightOwner):
         return self._state_off_meta().amax_history
 
     def _state_off_meta(self) -> State:
-        if self.delayed_state.scale.is_meta:  # made on the meta device; the weights may be loaded by now
-            self.state_on(device_of(self))
-        return self.delayed_state
+        state = self.fp8.state
+        if state is not None and state.scale.is_meta:  # made on the meta device; the weights may be loaded by now
+            state = self.fp8.state_on(device_of(self))
+        if state is None:
+            raise AttributeError(f"the recipe {self.recipe.name!r} has no delayed state")
+        return state
 
     @property
     def holder(self) -> nn.Module:
@@ -183,29 +233,18 @@ class RecipeModule(WeightOwner):
             settings |= {"exact": exchange.exact, "average": exchange.average}
         return settings
 
-    @property
-    def gather(self) -> Gather:
-        """The state that the module keeps for gathers of its weight; created when first read."""
-        gather: Gather | None = self.__dict__.get("_gather")
-        if gather is None:
-            gather = self.__dict__["_gather"] = Gather()
-        return gather
-
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """Return what FSDP2's first hook returns for the weight; see weights/gathered.py."""
-        return self.gather.send(self, shard, mesh, outer_size, mp_policy)
+        return self.fp8.gather.send(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also those that octavo.using has put aside: the next cast takes its own amax."""
-        for state in (self.state_on(device_of(self)), *self.__dict__.get(ASIDE, ())):
-            empty_state(state)
-
-    def state_on(self, device: torch.device) -> State | None:
-        """Return the delayed state, moved to this device: it is no parameter or buffer that torch would move."""
-        state = state_of(self)
-        if state is not None and state.scale.device != device and device.type != "meta":
-            state = self.__dict__[STATE] = state.on(device)
-        return state
+        fp8: LayerFP8 | None = self.__dict__.get("fp8")  # torch's constructor initialises before there is a recipe
+        if fp8 is not None:
+            fp8.state_on(device_of(self))
+        while fp8 is not None:
+            empty_state(fp8.state)
+            fp8 = fp8.outer
 
     def reset_parameters(self) -> None:
         """Initialise as the torch class does, a weight stored in FP8 too, and empty the delayed state."""
@@ -215,12 +254,13 @@ class RecipeModule(WeightOwner):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and the delayed state after them."""
         super()._apply(fn, recurse)
+        fp8 = self.fp8
         # the state of experts' parts moves in the next forward
-        if self.holder is self and (state := state_of(self)) is not None:
-            self.__dict__[STATE] = state.on(device_of(self))
-        self.kept_operands = None
+        if self.holder is self and fp8.state is not None:
+            fp8.state = fp8.state.on(device_of(self))
+        fp8.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
-            warn_once_if_slower(self.recipe, weight.device)
+            warn_once_if_slower(fp8.recipe, weight.device)
         return self
 
     def weight_was_loaded(self, load: object) -> None:
@@ -228,14 +268,15 @@ class RecipeModule(WeightOwner):
 
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
-        noted = loaded_state(self)
-        if noted is None or (noted.load is not None and noted.load is not load):
+        fp8 = self.fp8
+        if fp8.state is None or not facts_of(fp8.state.scale).is_of(load):
             self.reset_delayed_state()
         else:
-            self.weight_writes.were_loaded(self.weights)
-        note_loaded(self, load)
-        self.kept_operands = None
-        self.gather.generation += 1
+            fp8.weight_writes.were_loaded(self.weights)
+        if fp8.state is not None:
+            facts_of(fp8.state.scale).weights_from = load
+        fp8.kept_operands = None
+        fp8.gather.generation += 1
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
@@ -244,7 +285,7 @@ class RecipeModule(WeightOwner):
         if parallel:
             check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)
-        if self.recipe.is_high_precision:
+        if self.fp8.recipe.is_high_precision:
             weight = widened(weight)
             if offsets is None:
                 return nn.functional.linear(input, weight, bias)
@@ -253,7 +294,7 @@ class RecipeModule(WeightOwner):
         x = input if input.dtype == dtype else input.to(dtype)
         if parallel:
             return parallel_product(self, x, weight, bias)
-        return self.local_product(x, tensors, read_by(input, self), offsets=offsets)
+        return self.local_product(x, tensors, read_by(input, self), DENSE if offsets is None else Rows(offsets))
 
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
@@ -264,8 +305,7 @@ class RecipeModule(WeightOwner):
         input: Tensor,
         tensors: LayerTensors,
         read: ReadTensor | None,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Tensor:
         """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
@@ -273,7 +313,7 @@ class RecipeModule(WeightOwner):
         """
         weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
-        layer = self.layer_of(input, tensors, input.requires_grad, parts, offsets)
+        layer = self.layer_of(input, tensors, input.requires_grad, rows)
         return linear(input, weight_NK, bias, layer, read)
 
     def layer_of(
@@ -281,19 +321,19 @@ class RecipeModule(WeightOwner):
         input: Tensor,
         tensors: LayerTensors,
         needs_input_grad: bool,
-        parts: Parts | None = None,
-        offsets: Tensor | None = None,
+        rows: Rows = DENSE,
     ) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
-        recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
+        fp8, grad_enabled = self.fp8, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
-            parts = Parts(self.exchange.group, (False,) * 3)
+            rows = Rows(rows.offsets, Parts(self.exchange.group, (False,) * 3))
         state = state_for(self, parameter, self.training, input.device)
-        if parts is not None:  # after state_for, which empties the history of a weight that was written
-            parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
+        if rows.parts is not None:  # after state_for, which empties the history of a weight that was written
+            begins = state is not None and may_be_empty(state.scale)
+            rows = rows._replace(parts=rows.parts._replace(begins=begins))
         transposed = grad_enabled and needs_input_grad
-        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, parts)
+        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, rows)
         training = self.training and grad_enabled
         if training and state is not None and finds_shapes():
             if torch.compiler.is_compiling():
@@ -302,17 +342,16 @@ class RecipeModule(WeightOwner):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        return Layer(weight, recipe, state, training, self.observer if training else None, offsets, parts)
+        return Layer(weight, fp8.recipe, state, training, fp8.observer if training else None, rows)
 
     @property
     def observing(self) -> Any:
         """The observer of a forward that runs now; None in evaluation."""
-        return self.observer if self.training and torch.is_grad_enabled() else None
+        return self.fp8.observer if self.training and torch.is_grad_enabled() else None
 
     def forget_recipe(self) -> None:
-        """Delete the attributes that setting a recipe added."""
-        for name in (STATE, LOADED, "recipe", "weight_writes", "kept_operands", "_gather"):
-            self.__dict__.pop(name, None)
+        """Delete what setting a recipe has added."""
+        self.__dict__.pop("fp8", None)
 
 
 def readers_of(owner: WeightOwner) -> list[RecipeModule]:
@@ -323,3 +362,24 @@ def readers_of(owner: WeightOwner) -> list[RecipeModule]:
 def device_of(module: RecipeModule) -> torch.device:
     """Return the device of a module's parameters; its weight need not be one of them (weight_norm)."""
     return next(module.holder.parameters()).device
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget scales and codes of weights that your code wrote through ``.data`` outside any torch.optim.Optimizer.
+
+    These are a weight's history under a delayed recipe, by whose scale much larger values would saturate, and the codes
+    of KeptWeights, until their next ``cast()``. Octavo keeps nothing else of a weight from one forward to the next.
+    Under FSDP2 call it on all ranks.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
+        >>> _ = layer.weight.data.mul_(20)
+        >>> octavo.nn.invalidate(layer)
+    """
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.fp8.forget_weight()

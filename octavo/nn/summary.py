@@ -201,7 +201,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             else:
                 reason = "" if recipe is not None else why_not(module, taken) or "not selected"
             gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
-            gathered = str(reader.gather.way(reader)) if gathers and reader.gather.parameter is not None else ""
+            gathered = str(reader.fp8.gather.way(reader)) if gathers and reader.fp8.gather.parameter is not None else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     fused = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
     kinds = {name: class_of(module).__name__ for name, module in fused if module.why_bypassed() is None}

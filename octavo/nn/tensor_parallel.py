@@ -23,17 +23,11 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
-from octavo.autograd.gather_input import GatheredInput, GatherReader, Wire, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
+from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import read_by
-from octavo.autograd.shared_scales import Parts
-from octavo.nn.inputs import product_dtype
-
-
-def is_parallel(weight: Tensor) -> bool:
-    """Whether a layer's weight, as forward reads it, is a DTensor."""
-    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
-    return getattr(type(weight), "redistribute", None) is not None
+from octavo.nn.inputs import is_parallel, product_dtype
 
 
 class Sending(NamedTuple):
@@ -100,8 +94,7 @@ class FusedParts(NamedTuple):
     linears: Sequence[LayerTensors]
     mesh: Any = None
     shape: Sequence[int] | None = None  # of the whole input, if there is a mesh
-    parts: Sequence[Parts | None] = (None, None)  # for each layer
-    wire: Wire | None = None  # gathers the input; None: it is whole
+    rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
 
 
 def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
@@ -163,8 +156,8 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     for weight, bias in zip(weights, biases, strict=True):
         local = weight.to_local(grad_placements=weight.placements)
         local_linears.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
-    parts = Parts(group, (False, True, True)), Parts(group, (True, True, False))
-    return FusedParts(x, (gamma, beta), local_linears, mesh, shape, parts, wire)
+    rows = Rows(None, Parts(group, (False, True, True)), wire), Rows(None, Parts(group, (True, True, False)))
+    return FusedParts(x, (gamma, beta), local_linears, mesh, shape, rows)
 
 
 def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
@@ -303,7 +296,7 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     parts = Parts(mesh.get_group().group_name, roles)
     # ranks that share scales cast together, and then layers share no casts
     read = None if roles[INPUT] else read_by(x, module, is_view=True)
-    y = module.local_product(x, (local, b, weight), read, parts)
+    y = module.local_product(x, (local, b, weight), read, Rows(parts=parts))
     if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return scattered
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
@@ -333,5 +326,5 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
         module.__dict__[STYLE] = replace(style, reads_gathered=True)
     parts = Parts(input.wire.group, (False, True, True))
     local = None if bias is None else bias.to_local()
-    y = module.local_product(input, (weight.to_local(), local, weight), None, parts)
+    y = module.local_product(input, (weight.to_local(), local, weight), None, Rows(parts=parts))
     return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import rotary as turned
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, runs_alone
-from octavo.nn.inputs import no_tensor
+from octavo.nn.inputs import is_parallel, no_tensor
 from octavo.nn.linear import Linear, split_output
-from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]

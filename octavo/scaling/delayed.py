@@ -1,4 +1,4 @@
-"""The state of delayed scaling: tensors of the module that owns it, which are no buffers.
+"""The state of delayed scaling: tensors in a module's attribute ``fp8`` (nn/recipe_module.py), which are no buffers.
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,44 @@ from octavo.private import FakeTensor, current_graph_task_id, no_modes
 from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
-STATE = "delayed_state"  # on a module: its State
 NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
-ASIDE = "_delayed_state_aside"  # on a module: the states to return to, one for each octavo.using around
-INPUTS = "_delayed_inputs_entered"  # on a scale: its id, its version, and a number for its history of the input
-EMPTIED = "_delayed_state_emptied"  # on a tensor: its id, and its version when some of it was empty
-LOADED = "_delayed_state_loaded"  # on a module: a LoadedState
+FACTS = "_octavo_facts"  # on a scale: its StateFacts
+UNKNOWN = object()  # in place of the load that a state's weights are from
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
+
+
+class StateFacts:
+    """What this process knows of a state, without reading its tensors, as long as the scale has this version.
+
+    They hang on the scale, as an op in a compiled graph is given no more of a state. A copied scale has an empty set in
+    their place, which ``torch.load(weights_only=True)`` reads.
+    """
+
+    def __init__(self, version: int, maybe_empty: bool) -> None:
+        self.version = version
+        self.maybe_empty = maybe_empty  # whether a role may have no scale
+        self.history_id: int | None = None  # equal ids mean equal histories of the input, on the same device
+        # an object that all calls of the load_state_dict of its weights share; None: the weights are loaded next
+        self.weights_from: object = UNKNOWN
+
+    def is_of(self, load: object) -> bool:
+        """Whether the state belongs to the weights that this ``load_state_dict`` loads."""
+        return self.weights_from is None or self.weights_from is load
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()
+
+
+def facts_of(scale: Tensor) -> StateFacts:
+    """Return what is known of a delayed scale as it is now: after a write, only that its roles have scales."""
+    facts, version = scale.__dict__.get(FACTS), version_of(scale)
+    if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
+        facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
+    elif facts.version != version:
+        facts = scale.__dict__[FACTS] = StateFacts(version, False)
+    return facts
 
 
 class State(NamedTuple):
@@ -57,7 +86,7 @@ class State(NamedTuple):
         scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
         history = torch.zeros(len(ROLES), history_length, dtype=torch.float32, device=device)
         state = cls(scale, history, torch.zeros(3, len(ROLES), dtype=torch.int32, device=device))
-        note_empty(scale)  # for copies of it
+        note_empty(scale)
         return state
 
     def on(self, device: torch.device) -> State:
@@ -82,83 +111,60 @@ class State(NamedTuple):
         return State(*(tensor.clone() for tensor in self))
 
 
-def state_of(module: object) -> State | None:
-    """Return a module's delayed state, None if it has none."""
-    return module.__dict__.get(STATE)
+def state_of(module: nn.Module) -> State | None:
+    """Return the delayed state in a module's attribute ``fp8``; None if it has none."""
+    state = getattr(module.__dict__.get("fp8"), "state", None)
+    return state if type(state) is State else None  # another library's module may have such an attribute
 
 
-def register_delayed_state(module: nn.Module, rule: Delayed | None, device: torch.device) -> None:
-    """Give ``module`` a delayed state for ``rule``; None takes it away, as nothing would keep it up to date.
+def state_under(rule: Delayed | None, old: State | None, device: torch.device) -> State | None:
+    """Return a layer's state under a rule, None without one, as nothing would keep it up to date.
 
-    A state of the same length stays, unless it is on meta; from one of another length the scales and newest amaxes are
-    copied. Otherwise the new state is empty.
+    It is the ``old`` state if that has the rule's length and is not on meta; from one of another length the scales and
+    newest amaxes are copied. Otherwise it is empty.
     """
     if rule is None:
-        for name in (STATE, LOADED):
-            module.__dict__.pop(name, None)
-        return
-    old = state_of(module)
+        return None
     if old is not None and old.amax_history.shape[1] == rule.history_length and not old.scale.is_meta:
-        return
+        return old
     new = State.empty(rule.history_length, device)
     if old is not None and not old.scale.is_meta:
         new.scale.copy_(old.scale)
         new.amax_history[:, 0] = old.amax_history[:, 0]
         note_empty(new.scale)
-    module.__dict__[STATE] = new
+    return new
 
 
 def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
-    inputs = None if role in (None, ROLES.index("input")) else _input_history(state)
+    history_id = None if role in (None, ROLES.index("input")) else facts_of(state.scale).history_id
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
-    if inputs is not None:
-        _note_input_history(state, inputs)
+    facts_of(state.scale).history_id = history_id
 
 
 def note_empty(scale: Tensor) -> None:
     """Note that a role may have no scale; nothing is noted in a compiled graph, where may_be_empty is always True."""
     if not torch.compiler.is_compiling():
-        scale.__dict__[EMPTIED] = id(scale), version_of(scale)
+        facts_of(scale).maybe_empty = True
 
 
 def may_be_empty(scale: Tensor) -> bool:
     """Whether a role may have no scale: no backward has committed one since the state was created or emptied.
 
     Decided by this process's history, never by values, so that all ranks decide alike. In compiled code: always True,
-    and the graph may look at the values when it runs.
+    and the graph may look at the facts when it runs.
     """
-    if torch.compiler.is_compiling():
-        return True
-    noted, version = scale.__dict__.get(EMPTIED, (id(scale), 0))
-    if noted != id(scale):  # noted on the tensor that this is a copy of, whose versions are others
-        note_empty(scale)
-        return True
-    return version_of(scale) <= version
+    return torch.compiler.is_compiling() or facts_of(scale).maybe_empty
 
 
 _NEVER = 0  # the history of a layer in a captured CUDA graph, whose replays enter more
 _fresh_histories = itertools.count(1)
-
-
-def _input_history(state: State) -> int | None:
-    """Return a number for a layer's history of its input: equal numbers mean equal histories, on the same device.
-
-    None: something unknown wrote it last.
-    """
-    scale = state.scale
-    noted = scale.__dict__.get(INPUTS)
-    return noted[2] if noted is not None and noted[:2] == (id(scale), version_of(scale)) else None
-
-
-def _note_input_history(state: State, history: int) -> None:
-    state.scale.__dict__[INPUTS] = id(state.scale), version_of(state.scale), history
 
 
 def have_same_inputs(a: State, b: State) -> bool:
@@ -167,7 +173,7 @@ def have_same_inputs(a: State, b: State) -> bool:
     They stay the same for as long as the layers share each input. Where something unknown wrote one (new or loaded
     states, a compiled graph's) their values are compared, once, for which the host waits.
     """
-    of_a, of_b = _input_history(a), _input_history(b)
+    of_a, of_b = facts_of(a.scale).history_id, facts_of(b.scale).history_id
     if of_a is not None and of_b is not None:
         return of_a == of_b != _NEVER
     if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -186,7 +192,7 @@ def have_same_inputs(a: State, b: State) -> bool:
         )
     for state, history in ((a, of_a), (b, of_b)):
         if history is None:
-            _note_input_history(state, shared_history if same else next(_fresh_histories))
+            facts_of(state.scale).history_id = shared_history if same else next(_fresh_histories)
     return same
 
 
@@ -196,39 +202,13 @@ def entering_input(state: State, number: int) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    history = _input_history(state)
+    history = facts_of(state.scale).history_id
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         history = _NEVER
     elif history and number:
         history = hash((history, current_graph_task_id(), number))
-    if history is not None:
-        _note_input_history(state, history)
-
-
-class LoadedState(NamedTuple):
-    """A note of the weights that a state belongs to; it is valid while ``version`` is that of the scale of this id.
-
-    ``load``: an object of the ``load_state_dict`` that loaded them; None: the weights are the next to be loaded.
-    """
-
-    scale: int
-    version: int
-    load: object
-
-
-def loaded_state(module: nn.Module) -> LoadedState | None:
-    """Return what was noted when a module's state or weight was loaded last; None if the state was written since."""
-    state, noted = state_of(module), module.__dict__.get(LOADED)
-    if state is None or noted is None or noted[:2] != (id(state.scale), version_of(state.scale)):
-        return None
-    return noted
-
-
-def note_loaded(module: nn.Module, load: object) -> None:
-    """Note that a module's state or weight was loaded; see LoadedState."""
-    if (state := state_of(module)) is not None:
-        module.__dict__[LOADED] = LoadedState(id(state.scale), version_of(state.scale), load)
+    facts_of(state.scale).history_id = history
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -286,16 +266,16 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         # an amax may be infinite or NaN, as the tensor was; a scale is never
         if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
-    weights_from = {module: noted.load for module in model.modules() if (noted := loaded_state(module)) is not None}
+    states = {module: module_state for module in model.modules() if (module_state := state_of(module)) is not None}
+    loads = {module: facts_of(module_state.scale).weights_from for module, module_state in states.items()}
     for name, tensor in tensors_of_model.items():
         tensor.copy_(state[name])
         if not bool(state[name].all()):
             note_empty(tensor)
-    for module in model.modules():
-        if (module_state := state_of(module)) is not None:
-            module_state.before.zero_()
-            note_loaded(module, weights_from.get(module))
-            module.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
+    for module, module_state in states.items():
+        module_state.before.zero_()
+        facts_of(module_state.scale).weights_from = None if loads[module] is UNKNOWN else loads[module]
+        module.fp8.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

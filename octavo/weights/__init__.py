@@ -11,7 +11,6 @@ reader.py     what these files need of a module that multiplies by a weight
 
 import sys
 
-from octavo.weights import gathered, stored, writes
+from octavo.weights import stored
 
-# pickles of earlier versions name the modules where these classes were
-sys.modules.update({"octavo.nn.gather": gathered, "octavo.nn.weight": writes, "octavo.tensor.stored_weight": stored})
+sys.modules["octavo.tensor.stored_weight"] = stored  # pickles of earlier versions name the module so

@@ -148,7 +148,7 @@ class GatheredWeight(ForProducts):
 
     def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
-        reader.gather.read(self, reader)
+        reader.fp8.gather.read(self, reader)
         return self.read()
 
     def pair(self) -> ScaledTensor:

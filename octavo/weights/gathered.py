@@ -36,13 +36,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import bytes_of, check_ranks_agree, maximum_over_ranks, scales_from
@@ -60,18 +59,26 @@ from octavo.weights.fsdp2 import (
     rows_on_each_rank,
 )
 from octavo.weights.plain import notice_writes
-from octavo.weights.reader import WeightReader
+from octavo.weights.reader import LayerState, WeightReader
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
+
+
+class GatheredState(LayerState, Protocol):
+    """What a module keeps for a weight that FSDP2 may shard."""
+
+    @property
+    def gather(self) -> Gather:
+        """The state of the weight's gathers."""
 
 
 class GatheredReader(WeightReader, Protocol):
     """A module whose weight FSDP2 may shard."""
 
     @property
-    def gather(self) -> Gather:
-        """The state of its weight's gathers."""
+    def fp8(self) -> GatheredState:
+        """What the module keeps for its weight."""
 
 
 class Unshard(NamedTuple):
@@ -117,7 +124,7 @@ class AsStored(Way):
         assert isinstance(shard, StoredWeight)
         if gather.parameter is not None:
             shard = with_agreed_scale(shard, gather.parameter)
-        codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.recipe
+        codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.fp8.recipe
         scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
         if shard.ndim == 3:
             scales_shape = torch.Size(shard.granularity.of_matrices(shape).scale_shape(shape))
@@ -144,7 +151,7 @@ class CastAfter(Way):
     def send(self, gather: Gather, unshard: Unshard) -> Sent:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
         module, shard, mesh, shape, mp_policy = unshard
-        recipe = module.recipe
+        recipe = module.fp8.recipe
         if not is_running():
             gather.begin(module)
         # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
@@ -153,12 +160,13 @@ class CastAfter(Way):
 
         def read(outputs: Sequence[Tensor]) -> Operands:
             wide, state = gathered_whole(outputs[0], shape), None
-            if (delayed_state := state_of(module)) is not None:
+            if (delayed_state := module.fp8.state) is not None:
                 scale = torch.zeros_like(delayed_state.scale) if gather.delayed_scale is None else gather.delayed_scale
                 state = delayed_state._replace(scale=scale, before=torch.zeros_like(delayed_state.before)).on(
                     wide.device
                 )
-            return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
+            weight_NK = wide.mT if module.stores_transposed else wide
+            return cast_role(weight_NK, CastRequest(recipe, WEIGHT, True, True), state)
 
         return (padded_rows(shard, shape, mesh.size()).to(dtype),), _reading(read, [], recipe, shape)
 
@@ -198,8 +206,8 @@ class InFP8(Way):
             [tensor.to(shard.device, non_blocking=True) for tensor in tensors]
             for tensors in (self.sent, self.shared_scales)
         )
-        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.recipe.pads)
-        return tuple(sent), _reading(read, shared_scales, module.recipe, shape, module.stores_transposed)
+        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.fp8.recipe.pads)
+        return tuple(sent), _reading(read, shared_scales, module.fp8.recipe, shape, module.stores_transposed)
 
 
 class Gather:
@@ -273,7 +281,7 @@ class Gather:
             return AsStored()
         if why := self._why_as_it_is(module):
             return Way(why)
-        casts, mesh = module.recipe.weight_casts, self.parameter.device_mesh
+        casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
         ranks, rank = mesh.size(self.at), mesh.get_local_rank(self.at)
         together = _cast_in_one_launch(casts, self.shape, ranks)
         if why := self._why_cast_after(casts, ranks, together):
@@ -283,7 +291,7 @@ class Gather:
 
     def _why_as_it_is(self, module: WeightReader) -> str | None:
         """Return why the weight is gathered in high precision for products to read or cast it so, or None."""
-        casts = module.recipe.weight_casts
+        casts = module.fp8.recipe.weight_casts
         if casts.as_is is None or casts.transposed is None:
             return "a product reads it in high precision"
         if self.shared:
@@ -321,18 +329,18 @@ class Gather:
         assert self.group is not None
         parameter = self.parameter
         writes = OPTIMIZER_STEPS.of(parameter), parameter._version, on_this_rank(parameter)._version, self.generation
-        return self.group.backwards, module.training, *writes, id(module.recipe)
+        return self.group.backwards, module.training, *writes, id(module.fp8.recipe)
 
     def begin(self, module: WeightReader) -> None:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
-        if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
+        if module.training and (state := module.fp8.state) is not None:  # evaluation takes the weight's own amax
             notice_writes(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
     def read(self, weight: GatheredWeight, module: WeightReader) -> None:
         """Note that the module computes with its gathered weight; raise RuntimeError if other casts gathered it."""
-        if weight.casts != module.recipe.weight_key:
+        if weight.casts != module.fp8.recipe.weight_key:
             raise RuntimeError(
                 "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need "
                 "one recipe, and octavo.set_recipe waits until no forward is under way"
@@ -347,7 +355,7 @@ class Gather:
             whole = mesh if self.parameter is None else self.parameter.device_mesh
             check_layers_agree((self.group and self.group.modules_on(whole)) or [module], whole)
         way = AsStored() if isinstance(shard, StoredWeight) else self.way(module)
-        used = way.kind, module.recipe.weight_casts
+        used = way.kind, module.fp8.recipe.weight_casts
         if self.used is not None and self.used != used:
             raise RuntimeError(
                 "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the "
@@ -423,10 +431,10 @@ def settings_of(module: WeightReader, name: str) -> dict[str, object]:
 
     They are its recipe, how its weight is stored, and how it sends tokens.
     """
-    recipe = module.recipe
+    recipe = module.fp8.recipe
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weight = next(
-        (parameter for parameter in (module.gather.parameter, *module.weights) if parameter is not None), None
+        (parameter for parameter in (module.fp8.gather.parameter, *module.weights) if parameter is not None), None
     )
     if weight is not None:
         granularity = stored_as(weight)
@@ -440,13 +448,13 @@ def check_layers_agree(modules: Sequence[GatheredReader], mesh: Any, **settings:
     Once after each change of any of them. All ranks call it with the same modules; ``settings``: others that must be
     equal. A compiled graph compares nothing.
     """
-    if torch.compiler.is_compiling() or all(module.gather.settings_agree for module in modules):
+    if torch.compiler.is_compiling() or all(module.fp8.gather.settings_agree for module in modules):
         return
     for number, module in enumerate(modules):
-        settings |= settings_of(module, module.gather.name or f"{type(module).__name__} {number}")
+        settings |= settings_of(module, module.fp8.gather.name or f"{type(module).__name__} {number}")
     check_ranks_agree(settings, mesh.get_all_groups())
     for module in modules:
-        module.gather.settings_agree = True
+        module.fp8.gather.settings_agree = True
 
 
 class GatherGroup:
@@ -473,20 +481,20 @@ class GatherGroup:
 
     def modules_on(self, mesh: Any) -> list[GatheredReader]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks."""
-        # octavo.restore leaves no gather
-        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "gather")]
-        return [
-            member for member in modules if member.gather.group is self and member.gather.parameter.device_mesh == mesh
-        ]
+        # octavo.restore leaves none of it
+        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
+        gathers = [(module, module.fp8.gather) for module in modules]
+        return [module for module, gather in gathers if gather.group is self and gather.parameter.device_mesh == mesh]
 
     def refresh(self, whole: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on the mesh ``whole``; ``mesh``: the one that sends them."""
         together: dict[Any, list[InFP8]] = {}
         for module in self.modules_on(whole):
-            if isinstance(way := module.gather.way(module), InFP8):
-                module.gather.begin(module)
-                way.cast_key, shard = module.gather.codes_key(module), way.shard
-                key = (module.recipe.weight_casts.as_is, shard.dtype, shard.device) if way.shard_cast.together else way
+            if isinstance(way := module.fp8.gather.way(module), InFP8):
+                module.fp8.gather.begin(module)
+                way.cast_key, shard = module.fp8.gather.codes_key(module), way.shard
+                as_is = module.fp8.recipe.weight_casts.as_is
+                key = (as_is, shard.dtype, shard.device) if way.shard_cast.together else way
                 together.setdefault(key, []).append(way)
         _cast_shards(list(together.values()), mesh)
         self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None

@@ -15,7 +15,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
-from octavo.scaling.delayed import State, state_of
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands
@@ -155,14 +155,14 @@ class KeptWeights:
                 skip,
             )
             for layer, buffers in group:
-                buffers.were_cast(layer.weight, captured, state_of(layer))
-                layer.kept_operands = buffers  # each time: moving a layer removes them
+                buffers.were_cast(layer.weight, captured, layer.fp8.state)
+                layer.fp8.kept_operands = buffers  # each time: moving a layer removes them
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
         for group in self._groups.values():
             for layer, _ in group:
-                layer.__dict__["kept_operands"] = None
+                layer.fp8.kept_operands = None
 
 
 def _kept(layer: Any) -> KeptOperands | None:

@@ -23,15 +23,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
-from octavo.autograd.shared_scales import Parts
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
+from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
 from octavo.private import is_under_fsdp, tracing_state
-from octavo.scaling.delayed import State, empty_state, state_of
+from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
@@ -39,7 +39,6 @@ from octavo.weights.files import load_stored, save_plain, whole_pair
 from octavo.weights.fsdp2 import gather_alone, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
-from octavo.weights.writes import WeightWrites
 
 
 class WeightOwner(nn.Module):
@@ -84,8 +83,8 @@ class WeightOwner(nn.Module):
             self._parameters.update(stored)  # type: ignore[arg-type]
         for key, reader in self.weight_readers.items():
             parameter = self._parameters.get(key)
-            if parameter is not None and reader.gather.parameter is not None:
-                reader.gather.adopt(parameter, parameter, reader)
+            if parameter is not None and reader.fp8.gather.parameter is not None:
+                reader.fp8.gather.adopt(parameter, parameter, reader)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -115,27 +114,27 @@ def fp8_operands(
     transposed: bool,
     state: State | None,
     training: bool,
-    parts: Parts | None = None,
+    rows: Rows = DENSE,
 ) -> Operands:
     """Return a weight's operands for a forward's products.
 
     ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
-    the weight; ``parts``: the roles that lie in shards on several ranks.
+    the weight; ``rows``: how the rows that it is multiplied by lie.
     """
-    local: Any = parameter if parts is None else weight_NK
+    local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
     operands_method = getattr(type(local), "operands", None)
     if operands_method is not None:
         _refuse_tracing()
     if isinstance(local, StoredWeight) and local.granularity in OF_FROZEN:
-        return operands_of_codes((local.qdata, local.scale_inv), module.recipe, WEIGHT, transposed, None)
+        return operands_of_codes((local.qdata, local.scale_inv), module.fp8.recipe, WEIGHT, transposed, None)
     if operands_method is not None:  # stored or gathered
         return operands_method(local, module, transposed)
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
-    elif parts is None and module.kept_operands is not None:
-        kept_operands = module.kept_operands.of(parameter, state)
+    elif rows.parts is None and module.fp8.kept_operands is not None:
+        kept_operands = module.fp8.kept_operands.of(parameter, state)
         if kept_operands is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
@@ -143,8 +142,8 @@ def fp8_operands(
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    arguments = module.recipe, WEIGHT, True, transposed and not is_freed, state
-    operands = cast_role(weight_NK.detach(), *arguments, parts=parts, only_products=True)
+    request = CastRequest(module.fp8.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
+    operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
@@ -160,14 +159,14 @@ def is_freed_after_forward(module: WeightReader, parameter: Tensor) -> bool:
 
 def _source_of(module: WeightReader, weight_NK: Tensor, parameter: Tensor, state: State | None) -> WeightSource:
     """Return the source from which backward casts a freed weight again; warn once of FSDP1 and ZeRO-3."""
-    if module.gather.parameter is None and not torch.compiler.is_compiling():
+    if module.fp8.gather.parameter is None and not torch.compiler.is_compiling():
         warn_once(
             "weights that others shard",
             "FSDP1 and DeepSpeed ZeRO-3 gather weights in high precision, and each rank casts whole weights in forward "
             "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
         )
-    transposed = module.recipe.weight_casts.transposed
-    scale = None if state is None or transposed is None or not transposed.is_delayed else state.in_force(WEIGHT)
+    of_weight = module.fp8.recipe.weight_casts.transposed
+    scale = None if state is None or of_weight is None or not of_weight.is_delayed else state.in_force(WEIGHT)
     # for ZeRO-3 it is the parameter itself: a view would keep the gathered storage alive
     swaps = module.stores_transposed and hasattr(parameter, "ds_id")
     return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
@@ -223,14 +222,14 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
 
     ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
     """
-    if module.recipe.delayed is None:
+    if module.fp8.state is None:
         return None
     if training and not torch.compiler.is_compiling():
         weights = (parameter,) if isinstance(parameter, nn.Parameter) else module.weights
         for weight in weights:
             if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
                 notice_writes(module, weight)
-    return module.state_on(device)
+    return module.fp8.state_on(device)
 
 
 def notice_writes(module: WeightReader, weight: Tensor) -> None:
@@ -238,31 +237,8 @@ def notice_writes(module: WeightReader, weight: Tensor) -> None:
 
     An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
     """
-    if module.weight_writes.since_last(weight):
-        empty_state(state_of(module), WEIGHT)
-
-
-def invalidate(model: nn.Module) -> None:
-    """Forget scales and codes of weights that your code wrote through ``.data`` outside any torch.optim.Optimizer.
-
-    These are a weight's history under a delayed recipe, by whose scale much larger values would saturate, and the codes
-    of KeptWeights, until their next ``cast()``. Octavo keeps nothing else of a weight from one forward to the next.
-    Under FSDP2 call it on all ranks.
-
-    Args:
-        model: any module.
-
-    Example:
-        >>> import torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
-        >>> _ = layer.weight.data.mul_(20)
-        >>> octavo.nn.invalidate(layer)
-    """
-    for module in model.modules():
-        if isinstance(module.__dict__.get("weight_writes"), WeightWrites):
-            module.__dict__["kept_operands"] = None
-            empty_state(state_of(module), WEIGHT)
-            module.gather.generation += 1  # type: ignore[union-attr, operator]
+    if module.fp8.weight_writes.since_last(weight):
+        empty_state(module.fp8.state, WEIGHT)
 
 
 def _refuse_tracing() -> None:

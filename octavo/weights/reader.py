@@ -19,20 +19,18 @@ class WeightReader(Protocol):
     """A module that multiplies by a weight, its own or another module's: a RecipeModule.
 
     Attributes:
-        recipe: how the weight is cast.
         training: as any module's.
         part_name: the name of this part in the module that owns the weight; "" if that is this module.
         exchange: between the ranks that hold the experts, or None.
-        weight_writes: notices writes to the weight.
-        kept_operands: the codes that KeptWeights has cast, or None.
     """
 
-    recipe: Recipe
     training: bool
     part_name: str
     exchange: Exchange | None
-    weight_writes: WeightWrites
-    kept_operands: KeptCodes | None
+
+    @property
+    def fp8(self) -> LayerState:
+        """What the module keeps for its weight."""
 
     @property
     def stores_transposed(self) -> bool:
@@ -44,20 +42,29 @@ class WeightReader(Protocol):
 
     @property
     def weights(self) -> Sequence[nn.Parameter | None]:
-        """The weight, None if others compute it; that of each split, if these are parameters of their own."""
-
-    @property
-    def gather(self) -> WeightGather:
-        """The state of its weight's gathers."""
-
-    def state_on(self, device: torch.device) -> State | None:
-        """Return the delayed state, moved to this device."""
+        """The weight, None if others compute it."""
 
     def settings(self) -> dict[str, object]:
         """Return the settings beside its recipe that must be equal on all ranks, by name."""
 
     def weight_was_loaded(self, load: object) -> None:
         """Forget state of the weight before a load."""
+
+
+class LayerState(Protocol):
+    """What a module keeps for its weight: see LayerFP8."""
+
+    recipe: Recipe
+    state: State | None
+    weight_writes: WeightWrites
+    kept_operands: KeptCodes | None
+
+    @property
+    def gather(self) -> WeightGather:
+        """The state of the weight's gathers."""
+
+    def state_on(self, device: torch.device) -> State | None:
+        """Return the delayed state, moved to this device."""
 
 
 class KeptCodes(Protocol):

@@ -7,7 +7,8 @@ import torch
 import octavo
 from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
-from octavo.autograd.casts import INPUT, cast_grad_output, cast_norm, cast_role, cast_to_send
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, cast_grad_output, cast_norm, cast_role, cast_to_send
+from octavo.autograd.rows import DENSE
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import RoleCasts
@@ -20,13 +21,13 @@ from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state
 def test_only_what_is_asked_for_is_cast():
     x = torch.randn(8, 8)
     rowwise = recipes.rowwise()
-    assert cast_role(x, rowwise, INPUT, False, False, None) == Operands()
-    assert cast_role(x, rowwise, INPUT, True, False, None).transposed is None
-    assert cast_role(x, rowwise, INPUT, False, True, None).as_is is None
-    assert cast_role(x, recipes.high_precision(), INPUT, True, True, None) == Operands()
+    assert cast_role(x, CastRequest(rowwise, INPUT, False, False), None) == Operands()
+    assert cast_role(x, CastRequest(rowwise, INPUT, True, False), None).transposed is None
+    assert cast_role(x, CastRequest(rowwise, INPUT, False, True), None).as_is is None
+    assert cast_role(x, CastRequest(recipes.high_precision(), INPUT, True, True), None) == Operands()
     for recipe, expected in ((recipes.dynamic(), {"cast": 1}), (rowwise, {"cast_two_scalings": 1})):
         with CountOps() as ops:
-            cast_role(x, recipe, INPUT, True, True, None)
+            cast_role(x, CastRequest(recipe, INPUT, True, True), None)
         assert ops.calls == expected  # x is read once
 
 
@@ -67,8 +68,8 @@ def assert_same_operands(a: Operands, b: Operands, asked: tuple[bool, bool]) -> 
 @pytest.mark.parametrize("activated", [False, True])
 def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activated, monkeypatch):
     x, recipe = torch.randn(48, 32), recipe()
-    source = CastSource(x, "gelu_tanh") if activated else x
-    plain, laid, _ = on_both_devices(monkeypatch, lambda state: cast_role(source, recipe, INPUT, *asked, state))
+    source, request = CastSource(x, "gelu_tanh") if activated else x, CastRequest(recipe, INPUT, *asked)
+    plain, laid, _ = on_both_devices(monkeypatch, lambda state: cast_role(source, request, state))
     assert_same_operands(plain, laid, asked)
     taken = [cast for wanted, cast in zip(asked, recipe.input_casts[:2], strict=True) if wanted]
     assert (plain.amax is None) == (not any(isinstance(cast.rule, Delayed) for cast in taken))
@@ -83,7 +84,10 @@ def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_su
     source = CastSource(grad, "gelu_tanh", torch.randn(48, 32)) if activated else grad
     amax = torch.full((1, 1), 2.0)
     plain, laid, state = on_both_devices(
-        monkeypatch, lambda state: cast_grad_output(source, recipe, *asked, state, (amax, None), column_sum)
+        monkeypatch,
+        lambda state: cast_grad_output(
+            source, CastRequest(recipe, GRAD_OUTPUT, *asked, column_sum), state, DENSE, (amax, None)
+        ),
     )
     if recipe.delayed is None:
         return
@@ -103,7 +107,8 @@ def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatc
     assert_same_operands(plain[0], laid[0], (True, transposed))
     state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
     y = cast_norm(norm, recipe, transposed, state, True)[1]
-    assert_same_operands(plain[0], cast_role(y, recipe, INPUT, True, transposed, state), (True, transposed))
+    request = CastRequest(recipe, INPUT, True, transposed)
+    assert_same_operands(plain[0], cast_role(y, request, state), (True, transposed))
     assert keep <= (plain[1] is not None)
 
 
@@ -112,7 +117,7 @@ def test_one_op_reads_a_gradient_or_makes_a_norm():
     recipe = recipes.delayed()
     for asked in LAYOUTS:
         with CountOps() as ops:
-            cast_grad_output(x, recipe, *asked, delayed_state(recipe), amax, False)
+            cast_grad_output(x, CastRequest(recipe, GRAD_OUTPUT, *asked), delayed_state(recipe), DENSE, amax)
         assert ops.calls == {"cast_and_commit": 1}
     for recipe, op in ((recipes.dynamic(), "norm_cast"), (recipes.rowwise(), "norm_cast_two_scalings")):
         with CountOps() as ops:

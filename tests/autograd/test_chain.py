@@ -8,7 +8,7 @@ from torch import Tensor
 import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
-from octavo.autograd.casts import WEIGHT, Norm, cast_norm, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, Norm, cast_norm, cast_role
 from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.kernels.activations import ACTIVATIONS, activation_of
@@ -22,7 +22,7 @@ each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 
 def layer(weight: Tensor, recipe) -> Layer:
     state = delayed_state(recipe)
-    return Layer(cast_role(weight.detach(), recipe, WEIGHT, True, True, state), recipe, state, True)
+    return Layer(cast_role(weight.detach(), CastRequest(recipe, WEIGHT, True, True), state), recipe, state, True)
 
 
 def weights(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, cast_role
 from octavo.autograd.gather_input import (
     GatheredGradient,
     GatheredInput,
@@ -48,11 +48,12 @@ def test_what_can_be_sent(recipe):
 
 def as_cast_alone(x, recipe, role):
     """Return the pairs of a whole tensor [..., K] on one rank, the second cast from the values of the first's codes."""
-    whole, casts = cast_role(x.reshape(-1, x.shape[-1]), recipe, role, True, True, None), recipe.casts[role]
+    casts = recipe.casts[role]
+    whole = cast_role(x.reshape(-1, x.shape[-1]), CastRequest(recipe, role, True, True), None)
     if casts.once:
         return whole
     values = kernels.dequantize(*whole.as_is, casts.as_is.tile, torch.float32)
-    return whole._replace(transposed=cast_role(values, recipe, role, False, True, None).transposed)
+    return whole._replace(transposed=cast_role(values, CastRequest(recipe, role, False, True), None).transposed)
 
 
 def same(found, expected):
@@ -129,7 +130,7 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
         found = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
     finally:
         dist.destroy_process_group()
-    expected = cast_role(x, RECIPES[recipe], INPUT, True, True, None)
+    expected = cast_role(x, CastRequest(RECIPES[recipe], INPUT, True, True), None)
     assert same(found, expected) == [True] * 4
     assert [part.stride() for part in (*found.as_is, *found.transposed)] == [
         part.stride() for part in (*expected.as_is, *expected.transposed)

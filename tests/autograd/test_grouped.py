@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.autograd.grouped import (
     group_of_rows,
     group_sums,
@@ -89,8 +89,8 @@ def test_matrices_are_cast_as_each_alone(name: str, stored: str) -> None:
     if stored == "[G, K, N]":
         weight = weight.mT.contiguous().mT
     for layouts in ((True, True), (True, False), (False, True)):
-        found = cast_role(weight, recipe, WEIGHT, *layouts, delayed_state(recipe))
-        alone = [cast_role(one, recipe, WEIGHT, *layouts, delayed_state(recipe)) for one in weight]
+        found = cast_role(weight, CastRequest(recipe, WEIGHT, *layouts), delayed_state(recipe))
+        alone = [cast_role(one, CastRequest(recipe, WEIGHT, *layouts), delayed_state(recipe)) for one in weight]
         for pair, expected in ((found.as_is, [one.as_is for one in alone]), (found.transposed, [o[1] for o in alone])):
             assert (pair is None) == (expected[0] is None)
             for group, one in enumerate(expected if pair is not None else ()):

@@ -149,17 +149,17 @@ def test_the_history_advances_as_by_one_call_of_the_head(monkeypatch: pytest.Mon
         optimizers.append(torch.optim.SGD(one.parameters(), lr=0.0))
     for _ in range(3):
         x, target = batch()
-        before = copy.deepcopy(head.delayed_state)
+        before = copy.deepcopy(head.fp8.state)
         for one, loss, optimizer in zip((head, twin), (linear_cross_entropy, apart), optimizers, strict=True):
             found = loss(x.requires_grad_(), one, target)
-            assert one is twin or all(map(torch.equal, head.delayed_state, before))  # forward writes nothing
+            assert one is twin or all(map(torch.equal, head.fp8.state, before))  # forward writes nothing
             found.backward(retain_graph=True)
             if one is head:
                 once = head.delayed_amax_history.clone()
                 found.backward()  # again
                 assert torch.equal(head.delayed_amax_history, once)
             optimizer.step()
-        for ours, other in zip(head.delayed_state[:2], twin.delayed_state[:2], strict=True):
+        for ours, other in zip(head.fp8.state[:2], twin.fp8.state[:2], strict=True):
             assert torch.equal(ours[:2], other[:2])  # input and weight
             assert not ours[2].any() and other[2].any()  # no cast of grad_output read a history
     state = octavo.nn.delayed_state_dict(head)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
-from octavo.autograd.casts import INPUT, WEIGHT, cast_role
+from octavo.autograd.casts import INPUT, WEIGHT, CastRequest, cast_role
 from octavo.autograd.products import Layer, cast_gradient, linear, plan_of, to_save
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
@@ -25,7 +25,7 @@ def run(recipe, x, weight, bias, grad, kept=None):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     bias = None if bias is None else bias.clone().requires_grad_()
     kept = delayed_state(recipe) if kept is None else kept
-    operands = cast_role(weight.detach(), recipe, WEIGHT, True, True, kept)
+    operands = cast_role(weight.detach(), CastRequest(recipe, WEIGHT, True, True), kept)
     y = linear(x, weight, bias, Layer(operands, recipe, kept, True))
     y.backward(grad)
     return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
@@ -68,7 +68,8 @@ def test_each_product_is_the_one_of_its_own_recipe(output, grad_input, grad_weig
 def test_pairs_are_saved_as_casts_wrote_them(name):
     recipe, (x, weight, *_) = FP8_RECIPES[name](), data()
     state = delayed_state(recipe)
-    of_x, of_weight = (cast_role(one, recipe, role, True, True, state) for one, role in ((x, INPUT), (weight, WEIGHT)))
+    requests = [CastRequest(recipe, role, True, True) for role in (INPUT, WEIGHT)]
+    of_x, of_weight = (cast_role(*cast, state) for cast in zip((x, weight), requests, strict=True))
     saved = to_save(x, of_x, weight, Layer(of_weight, recipe, state, True), True, True)
     pairs = (saved.x_q, saved.x_scale_inv), (saved.weight_q, saved.weight_scale_inv)
     for pair, written in zip(pairs, (of_x.transposed, of_weight.transposed), strict=True):
@@ -107,8 +108,8 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
     x, weight, bias, grad = data()
     for left in [None, *PRODUCTS]:
         recipe = dataclasses.replace(recipes.dynamic(), **({} if left is None else {left: None}))
-        layer = Layer(cast_role(weight, recipe, WEIGHT, True, True, None), recipe, None, True)
-        saved = to_save(x, cast_role(x, recipe, INPUT, True, True, None), weight, layer, True, True)
+        layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
+        saved = to_save(x, cast_role(x, CastRequest(recipe, INPUT, True, True), None), weight, layer, True, True)
         for needs in itertools.product([False, True], repeat=3):
             found = cast_gradient(grad, saved, plan_of(layer, x.dtype, weight, bias), needs)
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
@@ -118,7 +119,9 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
 
 def test_nothing_asks_for_a_gradient():
     x, weight, bias, grad = data()
-    layer = Layer(cast_role(weight, recipes.dynamic(), WEIGHT, True, True, None), recipes.dynamic(), None, True)
+    layer = Layer(
+        cast_role(weight, CastRequest(recipes.dynamic(), WEIGHT, True, True), None), recipes.dynamic(), None, True
+    )
     for given in (bias, None):
         y = linear(x, weight, given, layer)
         assert not y.requires_grad

@@ -16,7 +16,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.inspect.rows import Table
 from octavo.inspect.weights import count_weights
 from tests.support.expert_models import H, built
-from tests.support.helpers import FP8_RECIPES
+from tests.support.helpers import FP8_RECIPES, observers
 
 np = pytest.importorskip("numpy")
 
@@ -155,7 +155,7 @@ def test_ways_to_train_leave_the_same_record(kind: str, how: str, recipe: str, t
         np.testing.assert_allclose(other.measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
     for layer, tokens in eager.experts.tokens.items():
         assert (other.experts.tokens[layer] == tokens).all() and (tokens.sum(1) == 48).all() and not tokens[:, 3].any()
-    assert not any("observer" in module.__dict__ for module in net.modules())
+    assert not observers(net)
 
 
 NAMES = ["dynamic", "delayed", "rowwise", "blockwise", "mx", "rowwise_with_gw_hp"]

@@ -15,7 +15,7 @@ import octavo
 from octavo import recipes
 from octavo.inspect import Fault, FaultError
 from tests.support.combinations import each_pair
-from tests.support.helpers import CountOps
+from tests.support.helpers import CountOps, observers
 from tests.support.passes import end_step
 
 BEFORE = ("before first", "before mlp", "before last")  # of a model; these and others for train_spoiled
@@ -160,7 +160,7 @@ def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: floa
     assert fault is not None
     assert (fault.layer, fault.role, fault.step) == PLACES[place]
     assert [row["step"] for row in fault.before] == list(range(fault.step + 1))
-    assert not any("observer" in module.__dict__ for module in model.modules())
+    assert not observers(model)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])

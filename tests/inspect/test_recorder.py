@@ -22,6 +22,7 @@ from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
+from tests.support.helpers import observers
 
 
 def network(recipe: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -67,7 +68,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
             losses.append(train(recorded, range(1, 3), recorder))
         losses.append(train(recorded, range(3, 6), recorder))
         recorder.event("note", "written nowhere")
-        assert not recorder._scalars and not any("observer" in module.__dict__ for module in recorded.modules())
+        assert not recorder._scalars and not observers(recorded)
     assert losses == expected and len(called) == 1
     assert octavo.inspect.load(tmp_path).steps == [0]
 

@@ -69,9 +69,9 @@ def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:
             layer(x).sum().backward()
             trace.step()
             recorder.step()
-        assert trace.fault is None and layer.observer.counts is None
+        assert trace.fault is None and layer.fp8.observer.counts is None
         layer(x * torch.inf).sum().backward()
         trace.step()
     assert (trace.fault.step, trace.fault.role) == (1, "input") and trace.fault.before[0]["input amax"] == x.abs().max()
-    assert "observer" not in layer.__dict__
+    assert layer.fp8.observer is None
     assert octavo.inspect.load(tmp_path).measures["amax"][0, 0] == x.abs().max()

@@ -161,7 +161,8 @@ def snapshot(model):
             {key: id(value) for key, value in module._parameters.items()},
             {key: (id(value), value.clone()) for key, value in module._buffers.items() if value is not None},
             {key: id(p.grad) for key, p in module._parameters.items() if p is not None},
-            {key: shown(value) for key, value in module.__dict__.items() if key not in ("weight_writes", "_gather")},
+            {key: shown(value) for key, value in module.__dict__.items()},
+            [repr(value) for value in (module.fp8.recipe, module.fp8.state)] if hasattr(module, "fp8") else None,
         )
         for name, module in model.named_modules()
     }

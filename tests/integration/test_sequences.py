@@ -147,7 +147,7 @@ class Subject:
     def written_in_flight(self) -> None:
         """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
         self.disturbed = True
-        if self.mesh is not None and self.layer.gather.way(self.layer).kind != IN_FP8:
+        if self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind != IN_FP8:
             self.in_flight = []
 
     def parameter(self, name: str = "weight") -> Any:
@@ -178,7 +178,7 @@ class Subject:
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
         twin.train(self.layer.training)
         if self.layer.recipe.delayed is not None:
-            twin.__dict__["delayed_state"] = self.state
+            twin.fp8.state = self.state
         return twin
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Subject:
             self.written = self.replaced = self.swapped = False
         twin, now = self.twin(weight), float(self.state.scale[WEIGHT])
         used = now
-        if delayed and self.mesh is not None and self.layer.gather.way(self.layer).kind == IN_FP8:
+        if delayed and self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind == IN_FP8:
             amax = float(weight.abs().max())
             moved = self.gathered not in (None, amax) and not self.stepped
             used = 0.0 if moved or used * amax > 2 * 448 else used  # far beyond what it was
@@ -271,8 +271,9 @@ class Subject:
         amaxes = []
         for one, gradient in reversed(list(zip(here, gradients, strict=True))):
             if (delayed := self.layer.recipe.delayed) is not None:
-                one.twin.__dict__["delayed_state"] = state = before.clone()
-                one.twin_y.grad_fn.plan = one.twin_y.grad_fn.plan._replace(state=state)  # type: ignore[union-attr]
+                one.twin.fp8.state = state = before.clone()
+                plan = one.twin_y.grad_fn.plan  # type: ignore[union-attr]
+                one.twin_y.grad_fn.plan = plan._replace(layer=plan.layer._replace(state=state))  # type: ignore[union-attr]
             one.twin_y.backward(gradient)
             if delayed is not None:
                 amaxes.append(state.amax_history[:, 0])
@@ -327,7 +328,7 @@ class Subject:
                 parameter.copy_(parameter.dequantize() * factor)
             else:
                 unseen = self.mesh is not None and name == "foreach" and self.layer.recipe.delayed is not None
-                if unseen and self.layer.gather.way(self.layer).kind != IN_FP8:
+                if unseen and self.layer.fp8.gather.way(self.layer).kind != IN_FP8:
                     return  # torch moves no version of a DTensor then, so that its history stays
                 WRITES[name](parameter, factor)
                 if unseen:

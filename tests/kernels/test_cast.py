@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo.kernels.arguments import CastSource, CastTarget, Output, Scaling, new_cast
 from octavo.kernels.cpu import cast, codes
-from octavo.kernels.cpu import library as libraries
 from octavo.kernels.cpu.cast import write_chunks
 from octavo.kernels.cpu.library import library
 from octavo.kernels.reference.activation import produced
@@ -34,7 +33,7 @@ def set_up(ops: Ops, case: dict[str, Any], number: int, patch: pytest.MonkeyPatc
         patch.setattr(codes, "CHUNK", chunk)
         patch.setattr(cast, "KEPT", kept)
         if number % 5 == 0:
-            patch.setattr(libraries, "_SHARE", 50)
+            patch.setattr(codes, "_SHARE", 50)
             patch.setattr(torch, "get_num_threads", lambda: 3)
 
 

@@ -356,7 +356,7 @@ def test_what_the_block_makes_of_the_model():
     net = trained()
     with octavo.using(net, HIGH):
         octavo.restore(net)
-    assert type(net[0]) is nn.Linear and not net[0]._buffers and "recipe" not in net[0].__dict__
+    assert type(net[0]) is nn.Linear and not net[0]._buffers and "fp8" not in net[0].__dict__
     net = trained()
     with octavo.using(net, HIGH):
         twin = pickle.loads(pickle.dumps(net))

@@ -18,7 +18,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
 from octavo.granularity import CONTRACTION
@@ -81,7 +81,7 @@ class Loop(nn.Module):
             for part in (self.gate_up, self.down):
                 weight = part.weight[expert]
                 parameters.append((weight, None if part.bias is None else part.bias[expert]))
-                operands = cast_role(weight.detach(), part.recipe, WEIGHT, True, True, None)
+                operands = cast_role(weight.detach(), CastRequest(part.recipe, WEIGHT, True, True), None)
                 layers.append(Layer(operands, part.recipe, None, False))
             chain = Chain(None, tuple(layers), self.activation, x.dtype, False)
             y = y.index_put((token, place), run_chain(x[token], (None, None), parameters, chain))

@@ -130,7 +130,7 @@ def test_fsdp2_keeps_no_codes_of_a_weight_that_it_gathers_as_it_is(two_ranks):
     model = nn.Sequential(nn.Embedding(2 * K, K), nn.Linear(K, 2 * K, bias=False))
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, RECIPES["delayed"]), mesh=two_ranks, reshard_after_forward=True)
-    assert model[1].gather.way(model[1]).kind == "as it is"
+    assert model[1].fp8.gather.way(model[1]).kind == "as it is"
     assert saved_bytes(model, torch.arange(4)) == 0
 
 

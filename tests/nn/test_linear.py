@@ -1,7 +1,11 @@
 import copy
 import functools
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -393,6 +397,26 @@ def test_equal_to_a_loop_of_linears(name: str, dtype: torch.dtype, sizes: list[i
             torch.testing.assert_close(layer.weight.grad[expert], one.weight.grad, **tolerances)
             if layer.bias is not None:  # torch adds rows in another order
                 torch.testing.assert_close(layer.bias.grad[expert], one.bias.grad)
+
+
+def test_a_step_takes_few_calls() -> None:
+    """Forward and backward call at most 115 of octavo's functions, in 12 files, before the device's kernels begin."""
+    module, room = layer(dtype=torch.bfloat16), str(Path(octavo.__file__).parent)
+    x, grad = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(16, 48, dtype=torch.bfloat16)
+    module(x).backward(grad)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (path := frame.f_code.co_filename).startswith(room):
+            called.append(path.removeprefix(room))
+
+    sys.setprofile(note)
+    try:
+        module(x).backward(grad)
+    finally:
+        sys.setprofile(None)
+    above = [path for path in called if not path.startswith(("/kernels/cpu", "/kernels/reference"))]
+    assert len(above) <= 115 and len({*above}) <= 12, Counter(above)
 
 
 def test_moves_and_evaluation() -> None:

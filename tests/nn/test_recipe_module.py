@@ -107,9 +107,12 @@ def test_the_emulation_warning_comes_once(caplog, monkeypatch):
     assert "cpu" in caplog.text
 
 
-def test_forget_recipe_leaves_nothing_behind():
-    layer = octavo.nn.Linear(8, 8, recipe=DELAYED)
-    plain = nn.Linear(8, 8)
+def test_a_layer_has_one_attribute_more_than_torchs_and_loses_it_with_its_recipe():
+    layer, plain = octavo.nn.Linear(8, 8, recipe=DELAYED), nn.Linear(8, 8)
+    octavo.nn.KeptWeights(layer).cast()
+    layer(torch.randn(4, 8)).sum().backward()
+    with octavo.inspect.trace_faults(layer), octavo.using(layer, recipes.dynamic()):
+        assert layer.__dict__.keys() - plain.__dict__.keys() == {"fp8"}
     layer.forget_recipe()
     assert layer.__dict__.keys() == plain.__dict__.keys()
 

@@ -1,4 +1,5 @@
 import copy
+import io
 import math
 import pickle
 
@@ -7,8 +8,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo import Delayed, recipes
-from octavo.scaling.delayed import empty_state, may_be_empty, register_delayed_state
+from octavo import recipes
+from octavo.scaling.delayed import empty_state, may_be_empty
 from tests.support.helpers import assert_equal, sqnr, to_fp8
 from tests.support.passes import end_step
 
@@ -25,7 +26,7 @@ def step(net: nn.Module, size: float = 1.0) -> torch.Tensor:
 
 def test_the_state_is_of_plain_tensors_that_are_no_buffers():
     net = model()
-    assert [(tuple(one.shape), one.dtype) for one in net[0].delayed_state] == [
+    assert [(tuple(one.shape), one.dtype) for one in net[0].fp8.state] == [
         ((3,), torch.float32),
         ((3, 3), torch.float32),
         ((3, 3), torch.int32),
@@ -142,13 +143,13 @@ def test_loading_changes_all_or_nothing(fault):
     assert not any(buffer.any() for buffer in octavo.nn.delayed_state_dict(net).values())
 
 
-def test_registering_keeps_a_state_of_the_same_length_and_scales_and_last_amaxes_of_another():
+def test_another_recipe_keeps_a_state_of_the_same_length_and_scales_and_last_amaxes_of_another():
     layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(2))
     layer(torch.randn(4, 16)).sum().backward()
     before, history = layer.delayed_scale.clone(), layer.delayed_amax_history.clone()
-    register_delayed_state(layer, Delayed(2, "most_recent"), torch.device("cpu"))
+    layer.recipe = recipes.delayed(2, "most_recent")
     assert torch.equal(layer.delayed_scale, before)
-    register_delayed_state(layer, Delayed(3), torch.device("cpu"))
+    layer.recipe = recipes.delayed(3)
     assert layer.delayed_amax_history.shape == (3, 3)
     assert torch.equal(layer.delayed_scale, before) and before.all()
     assert torch.equal(layer.delayed_amax_history[:, 0], history[:, 0])
@@ -171,10 +172,10 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
     octavo.nn.load_delayed_state_dict(net, {name: torch.zeros_like(value) for name, value in saved.items()})
     assert may_be_empty(layer.delayed_scale)
     step(net)
-    empty_state(layer.delayed_state, 1)
+    empty_state(layer.fp8.state, 1)
     assert (layer.delayed_scale == 0).tolist() == [False, True, False] and may_be_empty(layer.delayed_scale)
     for longer in (copy.deepcopy(model()[0]), model()[0].to(torch.float64).float()):
-        register_delayed_state(longer, Delayed(5), torch.device("cpu"))
+        longer.recipe = recipes.delayed(5)
         assert may_be_empty(longer.delayed_scale)
 
 
@@ -185,6 +186,27 @@ def test_a_copy_may_be_empty_until_its_own_backward():
         assert may_be_empty(copied[0].delayed_scale)
         step(copied)
         assert not may_be_empty(copied[0].delayed_scale)
+
+
+def test_a_scale_is_saved_by_itself_without_a_class_of_octavo():
+    net, file = model(), io.BytesIO()
+    step(net)
+    torch.save(net[0].delayed_scale, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded, net[0].delayed_scale) and may_be_empty(loaded)
+
+
+@pytest.mark.parametrize("how", ["layer by layer", "at once"])
+def test_a_state_that_is_loaded_first_stays_with_the_weights_of_one_load(how):
+    """A second load, of weights that the state is not of, empties it."""
+    net, source = model(), model()
+    step(source)
+    octavo.nn.load_delayed_state_dict(net, octavo.nn.delayed_state_dict(source))
+    for expected in (True, False):
+        for name, part in net.named_children() if how == "layer by layer" else [("", net)]:
+            part.load_state_dict(source.get_submodule(name).state_dict())
+        assert bool(net[0].delayed_scale.all()) == bool(net[2].delayed_scale.all()) == expected
 
 
 def test_state_made_on_meta_is_loaded_once_the_weights_are():

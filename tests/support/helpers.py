@@ -36,6 +36,11 @@ def delayed_state(recipe: Recipe) -> State | None:
     return None if recipe.delayed is None else State.empty(recipe.delayed.history_length)
 
 
+def observers(model: nn.Module) -> list[Any]:
+    """Return the observers of octavo.inspect that a model's layers have."""
+    return [module.fp8.observer for module in model.modules() if hasattr(module, "fp8") and module.fp8.observer]
+
+
 def sqnr(result: Tensor, truth: Tensor) -> float:
     """Return the signal to quantisation noise of ``result``, in dB."""
     truth = truth.double()

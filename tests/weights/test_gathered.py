@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
-from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.granularity import CONTRACTION
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
@@ -57,19 +57,19 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
 )
 def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
     linear = layer(recipe, mesh, rows)
-    found = linear.gather.way(linear)
+    found = linear.fp8.gather.way(linear)
     assert found.kind == kind and why in found.why and bool(found.why) == bool(why)
 
 
 def test_what_can_not_be_gathered_in_fp8(mesh):
     by_columns = layer(recipes.dynamic(), mesh, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert by_columns.gather.way(by_columns).why == "it is not sharded by rows"
+    assert by_columns.fp8.gather.way(by_columns).why == "it is not sharded by rows"
     alone = fully_shard(octavo.nn.Linear(64, 64), mesh=mesh)
-    assert "octavo.convert(model, recipe) before fully_shard" in alone.gather.way(alone).why
+    assert "octavo.convert(model, recipe) before fully_shard" in alone.fp8.gather.way(alone).why
     model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
-    assert model[1].gather.way(model[1]).why == "another module shares it"
+    assert model[1].fp8.gather.way(model[1]).why == "another module shares it"
 
 
 def test_summary_says_how(mesh):
@@ -198,8 +198,8 @@ def test_resharding_frees_the_codes(pool):
 def test_copies_find_their_scales_in_a_group_of_their_own():
     model = to_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipes.dynamic())
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        groups = {id(m.gather.group) for m in copied}
-        assert len(groups) == 1 and groups != {id(model[0].gather.group)}
+        groups = {id(m.fp8.gather.group) for m in copied}
+        assert len(groups) == 1 and groups != {id(model[0].fp8.gather.group)}
 
 
 def two_in_flight(mesh):
@@ -273,7 +273,7 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
     if rows > 100:
         whole[5, 3], whole[rows - 1, 0] = float("inf"), -float("inf")
     found, _ = gathered_from(whole, SENT_BY[recipe], ranks)
-    expected = cast_role(whole, SENT_BY[recipe], WEIGHT, True, True, None)
+    expected = cast_role(whole, CastRequest(SENT_BY[recipe], WEIGHT, True, True), None)
     for pair, other in zip(found[:2], expected[:2], strict=True):
         assert all(map(same, pair, other))
         assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape

@@ -163,7 +163,7 @@ def test_layers_of_another_recipe_meanwhile_are_left_alone(name):
     kept.cast()
     with octavo.using(net[0], recipes.high_precision()):
         kept.cast()
-        assert net[0].kept_operands is None
+        assert net[0].fp8.kept_operands is None
     kept.cast()
     assert forward_casts(net) == 2
 

@@ -243,8 +243,8 @@ def test_a_copy_keeps_nothing():
     layer = octavo.nn.Linear(K, N)
     octavo.nn.KeptWeights(layer).cast()
     other = copy.deepcopy(layer)
-    assert layer.kept_operands is not None and other.kept_operands is None
-    assert other.weight_writes is not layer.weight_writes
+    assert layer.fp8.kept_operands is not None and other.fp8.kept_operands is None
+    assert other.fp8.weight_writes is not layer.fp8.weight_writes
 
 
 @pytest.mark.parametrize("how", ["functional_call", "weight_norm", "prune"])

@@ -28,8 +28,7 @@ from octavo.kernels.arguments import (
     new_scales,
     no_codes,
 )
-from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
-from octavo.kernels.cpu.library import threads_for
+from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices, threads_for
 from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import gated, value, value_and_slope
 from octavo.kernels.reference.activation import produced as reference_produced
@@ -46,7 +45,8 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
         source = CastSource(rotary(source).view(source.shape))
-    x, shape = source.x, source.shape
+    x = source.x
+    shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
     functions = compiled(x)
     if functions is None:
         return reference_write(source, targets, besides)
@@ -63,13 +63,15 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
     by_columns = x.stride(1) != 1 and x.stride(0) == 1
-    if by_columns:
-        x = x.t()
-    elif x.stride(1) != 1:
-        x = x.resolve_neg().contiguous()  # a single element is contiguous, whatever its stride
+    x = x.t() if by_columns else _with_contiguous_rows(x)
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """Return x or a copy of it; a single element is contiguous, whatever its stride."""
+    return x if x.stride(1) == 1 else x.resolve_neg().contiguous()
 
 
 def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ def _gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
     """``reference.activation.gated``: torch computes f and f', or silu's sigmoid alone, and one pass all else."""
     if (functions := compiled(h)) is None:
         return gated(h, dy, function)
-    h, dy = (x if x is None or x.stride(1) == 1 else x.resolve_neg().contiguous() for x in (h, dy))
+    h, dy = _with_contiguous_rows(h), None if dy is None else _with_contiguous_rows(dy)
     gate, slopes = h.chunk(2, dim=1)[0].to(torch.float32), None
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()

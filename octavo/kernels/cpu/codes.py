@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_int64, c_void_p
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.kernels.arguments import SUMS, CastTarget, Scaling
-from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.cpu.library import library
 from octavo.kernels.layouts import tile_rows
 from octavo.kernels.reference.cast_statistics import measured as reference_measured
 from octavo.kernels.reference.codes import decode as reference_decode
@@ -25,6 +26,7 @@ CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves 
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALING = struct.Struct("18qd")  # cast.cpp's
+_SHARE = 1 << 16  # elements that are worth a thread
 
 
 def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
@@ -49,10 +51,15 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
     return functions
 
 
+def threads_for(elements: int) -> int:
+    """Return how many threads work on so many elements: no more than torch has, nor than are worth their start."""
+    return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1
+
+
 def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
-    delayed_scale, fmt, tile = scaling.delayed_scale, format_of(scaling.dtype), scaling.tile
+    delayed_scale, (has_inf, limit), tile = scaling.delayed_scale, _limits(scaling.dtype), scaling.tile
     if by_columns:
         codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
     return _SCALING.pack(
@@ -60,8 +67,15 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
         0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0),
         *(shape[::-1] if by_columns else shape),
         *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
-        *(scale_inv.dtype == E8M0, fmt.has_inf, scaling.power_of_two, fmt.max * 2.0**-scaling.margin),
+        *(scale_inv.dtype == E8M0, has_inf, scaling.power_of_two, limit * 2.0**-scaling.margin),
     )
+
+
+@functools.cache
+def _limits(dtype: torch.dtype) -> tuple[bool, float]:
+    """Return (whether a format has infinities, its largest finite value)."""
+    fmt = format_of(dtype)
+    return fmt.has_inf, fmt.max
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,6 @@ _FOLDER = Path(__file__).parent
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread".split()
 _INSTRUCTIONS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4",)}
-_SHARE = 1 << 16  # elements that are worth a thread
 _logger = logging.getLogger("octavo")
 
 
@@ -89,8 +88,3 @@ def _file_name(key: str, content: bytes) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def threads_for(elements: int) -> int:
-    """Return how many threads work on so many elements: no more than torch has, nor than are worth their start."""
-    return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
-from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.cpu.codes import threads_for
+from octavo.kernels.cpu.library import library
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
 from octavo.kernels.step_numbers import key_of

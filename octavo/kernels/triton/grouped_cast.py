@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
+from octavo.kernels.arguments import CastSource, Output, Scaling, new_cast
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, outputs_to, rounding_of
@@ -351,7 +351,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     inputs, tile = cast_input(source), scaling.tile
     if not inputs.fits(tile) and not (inputs.rows * inputs.cols == 0 and is_small_block(tile)):
         return reference_cast(source, scaling, None, output, offsets)
-    q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
+    q, t, scale_inv, amax = new_cast(source, scaling, None, output, offsets)
     inputs.clear_padding(q)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     h_tile_r = inputs.function.tile_r if isinstance(inputs.h, Input) and inputs.h.scale_inv is not None else 1

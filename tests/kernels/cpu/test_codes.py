@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.cpu import codes
-from octavo.kernels.cpu.codes import row_slices
+from octavo.kernels.cpu.codes import row_slices, threads_for
 
 
 @pytest.mark.parametrize("unit", [1, 3, 128])
@@ -19,3 +19,8 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int],
     assert all(size == sizes[0] and size % unit == 0 for size in sizes[:-1]) and sizes[-1] <= max(sizes[0], unit)
     assert sizes[0] * shape[1] <= max(runs * 300, unit * shape[1])
     assert len(sizes) == 1 or (sizes[0] + unit) * shape[1] > runs * 300  # no smaller than need be
+
+
+def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert [threads_for(elements) for elements in (0, 100, 1 << 17, 1 << 20)] == [1, 1, 2, 3]

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from octavo.kernels import cpu
-from octavo.kernels.cpu.library import library, may_load_from, threads_for
+from octavo.kernels.cpu.library import library, may_load_from
 from tests.kernels.conftest import Ops
 from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
@@ -20,11 +19,6 @@ def fresh_library() -> Iterator[None]:
     library.cache_clear()
     yield
     library.cache_clear()
-
-
-def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert [threads_for(elements) for elements in (0, 100, 1 << 17, 1 << 20)] == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])

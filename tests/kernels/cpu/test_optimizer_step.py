@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.cpu import library as libraries
+from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.reference.optimizer_step import optimizer_step
@@ -40,7 +40,7 @@ def test_any_update_has_the_bits_of_the_reference(threads: int, monkeypatch: pyt
         taken.append(step_in_place(*given))
         return taken[-1]
 
-    monkeypatch.setattr(libraries, "_SHARE", 100)
+    monkeypatch.setattr(codes, "_SHARE", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert differences_of(threads, 120 // threads, recorded) == []
     assert taken == [True] * (120 // threads)
