@@ -235,7 +235,7 @@ class StoredWeight(ShardHooks, Pair):
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
         swaps = reader.stores_transposed
-        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
+        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.pads, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)
 
     def gather_without_recipe(
