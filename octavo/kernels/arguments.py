@@ -255,10 +255,6 @@ def _cast(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
     kind: str = "",
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
@@ -272,24 +268,21 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
+    **heads: Tensor | None,
 ) -> tuple[Any, ...]:
     source: Castable
-    refused = where = ""
-    if k is not None:
-        source = _heads_to_cast(x, k, v, cos, sin)
-        if activation or gamma is not None or offsets is not None:
-            refused = "activation" if activation else "offsets" if gamma is None else "gamma"
-            where = "gradients of heads are cast"
+    if any(tensor is not None for tensor in heads.values()):
+        source = _heads_to_cast(x, **heads)
+        refused = "activation" if activation else "gamma" if gamma is not None else "offsets" * (offsets is not None)
+        where = "gradients of heads are cast"
     elif gamma is not None:
         source = NormSource(x, gamma, beta, kind, eps, zero_centered)
         check_norm(x, gamma, beta, kind)
-        if activation or column_sum or offsets is not None:
-            refused = "activation" if activation else "column_sum" if column_sum else "offsets"
-            where = "a norm is cast"
+        refused = "activation" if activation else "column_sum" if column_sum else "offsets" * (offsets is not None)
+        where = "a norm is cast"
     else:
         source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-        if kind or keep:
-            refused, where = "kind" if kind else "keep", "no gamma is given"
+        refused, where = "kind" if kind else "keep" * keep, "no gamma is given"
     first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle), None
     if second_dtype is not None:
         scaling_fields = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
@@ -297,9 +290,7 @@ def _cast(
         if delayed_scale is not None or offsets is not None:
             refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
     if offsets is not None:
-        _check_groups(x, h_scale_inv, first, offsets)
-        if column_sum:
-            refused, where = "column_sum", "rows are in groups"
+        _check_groups(x, h_scale_inv, first, offsets, column_sum)
     elif not as_is:
         refused, where = "as_is=False", "rows are in no groups: cast x.t()"
     if swizzle and (offsets is not None or not have_e8m0_blocks(first, second or first)):
@@ -309,8 +300,10 @@ def _cast(
     return source, first, second, Output(transpose, pad, column_sum, keep, as_is), offsets
 
 
-def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
+def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor, column_sum: bool) -> None:
     check_offsets_kind(offsets, x.device)
+    if column_sum:
+        raise ValueError("column_sum is not taken where rows are in groups")
     if h_scale_inv is None and x.dtype not in HIGH_PRECISION:
         raise TypeError(f"{x.dtype} is not cast: give bfloat16, float16 or float32")
     if scaling.delayed_scale is not None and scaling.tile != (ALL, ALL):
@@ -338,27 +331,29 @@ def _cast_and_commit(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
-    *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    **heads: Tensor | None,
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    if k is not None and activation:
-        raise ValueError("activation is not taken where gradients of heads are cast")
     source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    if k is not None:
-        source = _heads_to_cast(x, k, v, cos, sin)
+    if any(tensor is not None for tensor in heads.values()):
+        source = _heads_to_cast(x, **heads)
+        if activation:
+            raise ValueError("activation is not taken where gradients of heads are cast")
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
-def _heads_to_cast(*tensors: Tensor | None) -> RotaryHeads:
-    if any(tensor is None for tensor in tensors):
+def _heads_to_cast(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> RotaryHeads:
+    if k is None or v is None or cos is None or sin is None:
         raise ValueError("k is cast with x, v, cos and sin: give all of them")
-    return _rotary(*tensors, True)[0]
+    return _rotary(q, k, v, cos, sin, True)[0]
 
 
 def _rotary(*flat: Any) -> tuple[RotaryHeads]:
