@@ -50,13 +50,13 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
 
 
 class CastRequest(NamedTuple):
-    """The casts of a role that products ask for, made by who knows which gradients are needed.
+    """The casts of a role that products need now, and what is to be returned beside the pairs.
 
     Attributes:
         recipe: it says how the role is cast; products in high precision need no cast.
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
-        column_sum: add up columns in the same read, if a cast reads the source as it lies; not of rows in groups.
+        column_sum: whether columns are added up in the same read, if a cast reads the source as it lies; not of groups.
         keep: whether a norm's result y is returned too, in high precision.
         only_products: only products read the result: scales may be in the device's swizzled order.
     """
@@ -75,7 +75,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
 
     Args:
         source: bf16, fp16 or fp32 [R, C], or what is computed from such; a weight of groups is [G, N, K].
-        request: the casts.
+        request: which casts are needed, and by which recipe.
         state: read by Delayed casts.
         rows: how the role lies; ranks that have shards of it all call this.
     """

@@ -260,10 +260,6 @@ def _cast(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
     kind: str = "",
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
@@ -277,9 +273,11 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
+    **heads: Tensor | None,
 ) -> tuple[Any, ...]:
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
-    second, is_norm, in_groups, of_heads = None, gamma is not None, offsets is not None, k is not None
+    second, is_norm, in_groups = None, gamma is not None, offsets is not None
+    of_heads = any(tensor is not None for tensor in heads.values())
     if second_dtype is not None:
         scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
         second = Scaling(*scaling, swizzles=swizzle)
@@ -296,8 +294,8 @@ def _cast(
     if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
     output = Output(transpose, pad, column_sum, keep, as_is)
-    if k is not None:
-        return _heads_to_cast(x, k, v, cos, sin), first, second, output, None
+    if of_heads:
+        return _heads_to_cast(x, **heads), first, second, output, None
     if gamma is not None:
         check_norm(x, gamma, beta, kind)
         return NormSource(x, gamma, beta, kind, eps, zero_centered), first, second, output, None
@@ -335,27 +333,29 @@ def _cast_and_commit(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
-    *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    **heads: Tensor | None,
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    if k is not None and activation:
-        raise ValueError("activation is not taken where gradients of heads are cast")
     source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    if k is not None:
-        source = _heads_to_cast(x, k, v, cos, sin)
+    if any(tensor is not None for tensor in heads.values()):
+        source = _heads_to_cast(x, **heads)
+        if activation:
+            raise ValueError("activation is not taken where gradients of heads are cast")
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
-def _heads_to_cast(*tensors: Tensor | None) -> RotaryHeads:
-    if any(tensor is None for tensor in tensors):
+def _heads_to_cast(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> RotaryHeads:
+    if k is None or v is None or cos is None or sin is None:
         raise ValueError("k is cast with x, v, cos and sin: give all of them")
-    return _rotary(*tensors, True)[0]
+    return _rotary(q, k, v, cos, sin, True)[0]
 
 
 def _rotary(*flat: Any) -> tuple[RotaryHeads]:

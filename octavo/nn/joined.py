@@ -91,13 +91,7 @@ class Joined(NamedTuple):
         facade: Tensor = _JoinedRows.apply(*weights) if is_recorded(*weights) else _facade_of(weights)
         return facade, bias, first.weight
 
-    def layer_of(
-        self,
-        input: Tensor,
-        tensors: LayerTensors,
-        needs_input_grad: bool,
-        rows: Rows = DENSE,
-    ) -> Layer:
+    def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
         """Return the Layer of the layers' joint product with ``input``, as RecipeModule.layer_of returns it for one."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():

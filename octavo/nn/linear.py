@@ -350,6 +350,8 @@ def separate(layer: Linear, ranks: int = 1) -> None:
             for of_split, of_layer in zip(state_of_split, state, strict=True):
                 of_split.copy_(of_layer)
             note_empty(state_of_split.scale)  # perhaps
+        if (gather := layer.fp8.gather).group is not None:
+            split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)
         start += size
     layer.forget_recipe()

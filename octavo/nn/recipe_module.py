@@ -301,11 +301,7 @@ class RecipeModule(WeightOwner):
         return state_for(self, weight_of(self), self.training, device_of(self))
 
     def local_product(
-        self,
-        input: Tensor,
-        tensors: LayerTensors,
-        read: ReadTensor | None,
-        rows: Rows = DENSE,
+        self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows = DENSE
     ) -> Tensor:
         """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
@@ -316,13 +312,7 @@ class RecipeModule(WeightOwner):
         layer = self.layer_of(input, tensors, input.requires_grad, rows)
         return linear(input, weight_NK, bias, layer, read)
 
-    def layer_of(
-        self,
-        input: Tensor,
-        tensors: LayerTensors,
-        needs_input_grad: bool,
-        rows: Rows = DENSE,
-    ) -> Layer:
+    def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
         fp8, grad_enabled = self.fp8, torch.is_grad_enabled() and tracing_state() is None

@@ -69,7 +69,7 @@ def facts_of(scale: Tensor) -> StateFacts:
     if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
         facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
     elif facts.version != version:
-        facts = scale.__dict__[FACTS] = StateFacts(version, False)
+        facts.version, facts.maybe_empty, facts.history_id, facts.weights_from = version, False, None, UNKNOWN
     return facts
 
 
@@ -208,7 +208,8 @@ def entering_input(state: State, number: int) -> Iterator[None]:
         history = _NEVER
     elif history and number:
         history = hash((history, current_graph_task_id(), number))
-    facts_of(state.scale).history_id = history
+    if history is not None:
+        facts_of(state.scale).history_id = history
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

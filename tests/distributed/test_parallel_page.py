@@ -1,10 +1,13 @@
 """docs/tensor-parallel.md: its matrix has every recipe, and says what is counted."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import parallelize_module
 
+import octavo
 from octavo import recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT
 from octavo.autograd.gather_input import GatherReader, can_gather
@@ -79,3 +82,34 @@ def test_bytes(pool, call):
 
 def gathers(pool, call, styles):
     return pool.run(tasks.sequence_parallel, (2,), CALLS[call], True, torch.bfloat16, styles)[0][1:]
+
+
+def saved_bytes(mesh, sequence):
+    """Return the bytes that a block with named splits keeps for backward, for each token and feature of a rank."""
+    block = octavo.nn.TransformerBlock(512, 1024, 8, recipe=recipes.dynamic(), dtype=torch.bfloat16)
+    parallelize_module(block, mesh, tasks.block_plan(sequence))
+    x = torch.randn(2, 512, 512, dtype=torch.bfloat16)
+    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in block.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block((tasks.own_tokens(x, mesh) if sequence else x).requires_grad_())
+    assert output.shape[-1] == 512  # it lives until the sizes are counted, as what it keeps does
+    return sum(sizes.values()) / x.numel()
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@pytest.mark.full
+def test_bytes_that_a_block_with_splits_keeps(pool):
+    pattern = r"keeps ([\d.]+) bytes for backward .*? instead of [\d.]+ \(([\d.]+) instead"
+    numbers = re.search(pattern, PAGE, re.DOTALL).groups()
+    assert tuple(f"{pool.run(saved_bytes, (2,), sequence)[0]:.1f}" for sequence in (True, False)) == numbers

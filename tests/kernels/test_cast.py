@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels import cpu
 from octavo.kernels.arguments import CastSource, CastTarget, Output, Scaling, new_cast
 from octavo.kernels.cpu import cast, codes
 from octavo.kernels.cpu.cast import write_chunks
@@ -19,6 +20,7 @@ from tests.support import definitions
 from tests.support.casts import ALL, E4M3, TILES, Call, check, drawn, negated, second, update_args, values_of
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
+from tests.support.helpers import Written
 from tests.support.triton_cases import assert_counters_are_zero, use_small_tiles
 
 LIMITS = [(1, 0), (500, 2000), (5000, 1 << 20), (1 << 18, 1 << 20)]  # (CHUNK, KEPT)
@@ -156,3 +158,16 @@ def test_rows_are_made_once_or_twice_if_they_were_not_kept(monkeypatch, case):
     held = zip(sizes, itertools.accumulate(sizes.values()), strict=True)
     again = [start for start, size in held if size > case["kept"]] if looks and len(sizes) > 1 else []
     assert [rows.start for rows in asked] == [*sizes, *again]
+
+
+def test_a_cpu_writes_no_more_for_a_fused_activation_than_torch_for_its_parts() -> None:
+    """Of swiglu forward and backward, per tensor, whose amax is needed before the first code."""
+    h, dy = torch.randn(128, 2048).bfloat16(), torch.randn(128, 1024).bfloat16()
+    gate, up = h.chunk(2, dim=1)
+    with Written() as parts:
+        value = torch.nn.functional.silu(gate) * up
+        torch.ops.aten.silu_backward(dy * up, gate), dy * torch.nn.functional.silu(gate)
+    with Written() as fused:
+        for source in ((h, None), (dy, h)):
+            cpu.KERNELS["cast"](source[0], None, 0, E4M3, ALL, False, 0, False, 1, False, "swiglu", source[1])
+    assert value.numel() < fused.elements.total() <= parts.elements.total()

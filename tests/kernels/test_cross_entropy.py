@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.kernels import cpu
 from octavo.kernels.cpu import codes
 from tests.kernels.conftest import Ops
 from tests.support.casts import DTYPES, LAYOUTS, laid, poisoned_memory
 from tests.support.combinations import dealt
+from tests.support.helpers import Written
 
 CASES: dict[str, Any] = {
     "shape": [(0, 7), (1, 1), (5, 2), (7, 300), (3, 1000), (2, 9000)],  # the last: two passes of a program
@@ -141,3 +143,17 @@ def test_a_target_that_is_no_column(ops: Ops) -> None:
 def test_what_does_not_fit_is_refused(ops: Ops, target: Tensor) -> None:
     with pytest.raises(ValueError, match="needs a column's number, int64, for each row"):
         ops.of("cross_entropy")(torch.ones(2, 5), target, -100, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_writes_few_numbers_as_large_as_logits(dtype: torch.dtype) -> None:
+    """The difference to lse, its exponential and the product with grad; a copy from and to another dtype."""
+    logits, target, how = torch.randn(64, 1000).to(dtype), torch.arange(64), (-100, 0.0, 0.0)
+    target[::8] = -100
+    _, lse = cpu.KERNELS["cross_entropy"](logits, target, *how)
+    with Written() as written:
+        cpu.KERNELS["cross_entropy_backward"](logits, target, *how, lse, torch.rand(64))
+    large = {name: count for name, count in written.elements.items() if count >= logits.numel()}
+    in_place = {"scatter_add_": logits.numel(), "index_fill_": logits.numel()}  # they write one number or row
+    assert large.items() >= in_place.items()
+    assert sum(large.values()) <= 7 * logits.numel()

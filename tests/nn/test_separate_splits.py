@@ -116,6 +116,14 @@ def test_a_map_gives_splits_the_recipe_of_the_layer_that_they_were():
     assert names == ["rowwise", "mx", "mx"] and model.mlp.fc1.gate.recipe.name == "dynamic"
 
 
+def test_splits_find_scales_together_with_the_weights_that_were_converted_with_their_layer():
+    """Under FSDP2 they are gathered in FP8."""
+    model = torch.nn.Sequential(octavo.nn.Linear(64, {"a": 32, "b": 32}), torch.nn.Linear(64, 64))
+    octavo.nn.separate_splits(octavo.convert(model, octavo.recipes.dynamic(), every_layer))
+    groups = [layer.gather.group for layer in (model[0].a, model[0].b, model[1])]
+    assert groups[0] is not None and groups[0] is groups[1] is groups[2]
+
+
 def test_a_layer_that_has_got_an_attribute_of_a_splits_name_keeps_its_weight():
     layer = octavo.nn.Linear(8, {"gate": 4, "up": 4})
     layer.up = "an attribute"

@@ -68,6 +68,21 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
 
 
+class Written(TorchDispatchMode):
+    """Counts the elements that torch's operations write, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if isinstance(result, Tensor) and not func.is_view and "empty" not in name:
+            self.elements[name] += result.numel()
+        return result
+
+
 class CountOps(TorchDispatchMode):
     """Counts the octavo ops called, by name; casts also by their source."""
 

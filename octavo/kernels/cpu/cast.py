@@ -63,15 +63,10 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
     by_columns = x.stride(1) != 1 and x.stride(0) == 1
-    x = x.t() if by_columns else _with_contiguous_rows(x)
+    x = _with_dense_rows(x.t() if by_columns else x)
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
-
-
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return x or a copy of it; a single element is contiguous, whatever its stride."""
-    return x if x.stride(1) == 1 else x.resolve_neg().contiguous()
 
 
 def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:
@@ -140,20 +135,27 @@ def _gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
     """``reference.activation.gated``: torch computes f and f', or silu's sigmoid alone, and one pass all else."""
     if (functions := compiled(h)) is None:
         return gated(h, dy, function)
-    h, dy = _with_contiguous_rows(h), None if dy is None else _with_contiguous_rows(dy)
-    gate, slopes = h.chunk(2, dim=1)[0].to(torch.float32), None
+    h, of_slopes = _with_dense_rows(h), 0
+    gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()
     elif dy is None:
         values = value(gate, function)
     else:
         values, slopes = value_and_slope(gate, function)
-    out = values if dy is None else values.new_empty(h.shape)
-    of_h, of_dy = ((0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), KINDS[x.dtype]) for x in (h, dy))
-    address_of_slopes = 0 if slopes is None else slopes.data_ptr()
-    addresses = out.data_ptr(), values.data_ptr(), address_of_slopes, function == "silu"
-    functions.octavo_gated(*addresses, *of_h, *of_dy, *values.shape, threads_for(h.numel()))
+        of_slopes = slopes.data_ptr()
+    out, of_dy = values, (0, 0, 0)
+    if dy is not None:
+        dy = _with_dense_rows(dy)
+        out, of_dy = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
+    addresses = out.data_ptr(), values.data_ptr(), of_slopes, function == "silu", h.data_ptr()
+    functions.octavo_gated(*addresses, h.stride(0), KINDS[h.dtype], *of_dy, *values.shape, threads_for(h.numel()))
     return out
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """Return x, or a copy where its rows are not dense; a single element is contiguous, whatever its stride."""
+    return x if x.stride(1) == 1 else x.resolve_neg().contiguous()
 
 
 def produced(*flat: Any) -> Tensor:

@@ -34,8 +34,10 @@ def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tens
         if smoothing:
             losses[chunk] = z.mean(1)
     likely = _capped(logits.gather(1, places), softcap)[0][:, 0] if logits.shape[1] else lse
-    spread = smoothing * losses if smoothing else 0.0
-    return losses.copy_(lse - (1 - smoothing) * likely - spread).masked_fill_(~counts, 0.0), lse
+    exact = lse - (1 - smoothing) * likely
+    if smoothing:
+        exact -= smoothing * losses
+    return losses.copy_(exact).masked_fill_(~counts, 0.0), lse
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Sequence[slice] = WHOLE) -> Tensor:
