@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import (
     BF16_KERNELS,
@@ -30,7 +29,18 @@ from octavo.cost.parts import (
     Moved,
     fused_parts,
 )
-from octavo.cost.rates import HIGH_PRECISION, HostTime, PlanError, Rates, form_of, forms_of, host_kind
+from octavo.cost.rates import (
+    GRAD_OUTPUT,
+    HIGH_PRECISION,
+    INPUT,
+    WEIGHT,
+    HostTime,
+    PlanError,
+    Rates,
+    form_of,
+    forms_of,
+    host_kind,
+)
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import KnownForward, refusal

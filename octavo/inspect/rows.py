@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
@@ -23,9 +22,11 @@ from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import weight_of
-from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
+from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
+PRODUCTS = tuple(OPERANDS)
 # the products that read a role as it lies, and transposed
 READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import RecordedLayer, parameter_of
+from octavo.inspect.rows import WEIGHT, RecordedLayer, parameter_of
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of

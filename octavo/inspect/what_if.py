@@ -35,14 +35,14 @@ from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.errors import OctavoError, first_line
-from octavo.inspect.rows import parameter_of, parameters_of, sizes_of
+from octavo.inspect.rows import PRODUCTS, parameter_of, parameters_of, sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import check_recipe
 from octavo.recipes import COMPARED, as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
-from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import whole as full_tensor
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -19,7 +19,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase
 from octavo.tensor.fsdp2 import whole
-from octavo.tensor.stored_weight import stored_as
+from octavo.tensor.stored_weight import local_stored
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     AUTO,
@@ -270,7 +270,7 @@ class Trainer:
             name: state_holder.state_dict() for name, state_holder in stateful.items() if state_holder is not None
         }
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
-        content["weights_in_fp8"] = any(stored_as(weight) is not None for weight in self.model.parameters())
+        content["weights_in_fp8"] = any(local_stored(weight) is not None for weight in self.model.parameters())
         folder.save(self.model, self.optimizer, content)
 
     def load(self, folder: RunFolder, content: Content) -> None:

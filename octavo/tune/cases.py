@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, CONTRACTION, MX, Granularity, PerBlock, Tile
+from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
@@ -37,6 +37,7 @@ from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
 VECTOR, TALL, SQUARE = (1, 128), (128, 1), (128, 128)
+MX = PerBlock(1, 32).tile
 MX_TALL = MX[::-1]
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
@@ -363,7 +364,7 @@ STEPS = {
 
 # --- products of two pairs in E4M3, by octavo's kernel and by torch's -------------------------------------------------
 
-TILES: dict[str, tuple[Tile, Tile]] = {
+TILES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensor . tensor": (TENSOR, TENSOR),
     "rows . rows": (ROWS, ROWS),
     "1x128 . 128x128": (VECTOR, SQUARE),
@@ -382,8 +383,8 @@ def _torch_has(tiles: str) -> bool:
 TORCH = [name for name in TILES if _torch_has(name)]
 
 
-def _product(a_tile: Tile, b_tile: Tile, maker: str, fast_accum: bool) -> Case:
-    def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_accum: bool) -> Case:
+    def operand(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
