@@ -43,7 +43,7 @@ from octavo.cost.rates import (
 )
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.known_forwards import KnownForward, refusal
+from octavo.nn.known_forwards import fused_modules, refusal
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
@@ -478,7 +478,7 @@ def head_of(work: Work) -> LinearWork | None:
 
 def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
     """Return the parts, as fused_parts yields them, that ``kernels`` has and ``twin`` fuses, but not ``model``."""
-    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
+    already = {module.name for module in fused_modules(model) if module.kind != "loss"}
     parts = [part for part in fused_parts(twin, work.inputs, work) if part[1] in kernels]
     return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
 
