@@ -183,7 +183,7 @@ def stretch(over: Any, values: Any) -> tuple[int, int]:
     return begins, worst
 
 
-class _Pair:
+class _CauseAndEffect:
     """Two findings, as EXPLAINS asks of them: the effect begins so many records after its cause."""
 
     def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
@@ -202,7 +202,7 @@ class _Pair:
 
 
 # the first row that is true of two findings says within how many records the first one explains the second
-EXPLAINS: tuple[tuple[Callable[[_Pair], bool], int], ...] = (
+EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
     (lambda pair: pair.is_from_outside and pair.is_large_step, SOON),
     (lambda pair: pair.is_from_outside, NEVER),
     (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
@@ -234,7 +234,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         records = at(effect) - begins
         if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
             records -= min(records, bisect_left(record.steps, cause.worst) - begins)
-        pair = _Pair(cause, effect, records, begins == 0)
+        pair = _CauseAndEffect(cause, effect, records, begins == 0)
         return records <= next(within for applies, within in EXPLAINS if applies(pair))
 
     groups: list[list[Finding]] = []
