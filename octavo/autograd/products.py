@@ -53,7 +53,7 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
     the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
-    inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
+    observer.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
     tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
     ``first_state``: the state by which the first backward pass cast grad_output, if it kept the graph;
     ``weight_is_swapped``: whether the weight is saved [..., K, N].

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo.autograd.observer import count_weight
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import WEIGHT, RecordedLayer, parameter_of
@@ -22,7 +23,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
 from octavo.scaling.recipe import Cast
-from octavo.tensor.fsdp2 import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
 
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
@@ -65,24 +66,19 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
             if cast is None or counted is None:
                 continue
             if stored is not None:  # the weight has only codes: nothing is cast
-                tile, pair = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+                tile, codes = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+                scale = None
             else:
-                delayed, (dtype, tile, *options) = module.delayed_scale if cast.is_delayed else None, cast.arguments
-                delayed = shared.get(place) if delayed is None and cast.tile == (ALL, ALL) else delayed
-                tile = tile[::-1] if is_transposed != is_stored_transposed else tile
-                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *options, offsets=ends)
-                pair = q, scale_inv
-            kernels.cast_statistics(x, *pair, tile, *(tensor[experts_here] for tensor in counted), ends)
+                scale, codes = module.delayed_scale if cast.is_delayed else None, None
+                scale = shared.get(place) if scale is None and cast.tile == (ALL, ALL) else scale
+                tile = cast.tile[::-1] if is_transposed != is_stored_transposed else cast.tile
+            sums, extremes = counted
+            count_weight(x, cast, tile, scale, codes, (sums[experts_here], extremes[experts_here]), ends)
 
 
 def first_expert(weight: Tensor) -> int:
     """Return the index of the first expert whose matrix this rank has."""
-    if on_this_rank(weight) is weight:
-        return 0
-    from octavo.private import local_shape_and_offset
-
-    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
+    return own_slices(weight.shape, weight)[0].start
 
 
 def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
