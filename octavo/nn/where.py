@@ -83,6 +83,12 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     return text, first.loss if of_all else f"in {first.product} {first.loss}"
 
 
+def described_on(device: torch.device) -> dict[str, tuple[str, str]]:
+    """Return ``described`` of each named recipe on a device, by its name."""
+    capability = compute_capability(device)
+    return {name: described(recipes.as_recipe(name), capability) for name in recipes.NAMED[1:]}
+
+
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
     """Log, once for each recipe and kind of GPU, that a product's kernel is slower there, and name a faster recipe."""
     capability = compute_capability(device)

@@ -22,15 +22,13 @@ from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.kernels.triton.launch import config
 from octavo.kernels.triton.library_matmul import library_matmul
-from octavo.optim.masters import NAMED as MASTERS
-from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED, Moment, as_matrix
+from octavo.optim.state import new_update
 from octavo.tune.agreement import difference, same_state, sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 
@@ -291,33 +289,10 @@ ONLY_TUNED = {
 # --- steps of AdamW on one weight -------------------------------------------------------------------------------------
 
 
-def update(
-    shape: Shape,
-    moments: tuple[Moment, ...],
-    master: str | None,
-    dtype: torch.dtype,
-    grad: torch.dtype,
-    scale_inv: Tensor | None = None,
-) -> WeightUpdate:
-    """Return a weight's update, with a new state; ``scale_inv``: of a weight in codes."""
-    weight = torch.empty(shape, dtype=dtype)
-    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
-    state = form.new_state(weight)
-    if scale_inv is not None:
-        state["master_amax"] = torch.empty_like(scale_inv)
-    for number, moment in enumerate(moments):
-        state |= moment.new_state(str(number), weight.shape, weight.device)
-    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
-    return WeightUpdate(
-        kernel_master, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
-    )
-
-
 def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
     """Return the update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
-    return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
+    return new_update(shape, "fp8", master, torch.uint8, torch.bfloat16, scale_inv)
 
 
 def stored(weight_update: WeightUpdate) -> tuple[Tensor, ...]:
@@ -355,9 +330,9 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 
 STEPS = {
-    "AdamW fp8, split32": _step(lambda s: update(s, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)),
-    "AdamW fp8, fp32": _step(lambda s: update(s, NAMED["fp8"], "fp32", torch.float32, torch.bfloat16)),
-    "AdamW fp32, fp32": _step(lambda s: update(s, NAMED["fp32"], "fp32", torch.float32, torch.float32)),
+    "AdamW fp8, split32": _step(lambda s: new_update(s, "fp8", "split32", torch.bfloat16, torch.bfloat16)),
+    "AdamW fp8, fp32": _step(lambda s: new_update(s, "fp8", "fp32", torch.float32, torch.bfloat16)),
+    "AdamW fp32, fp32": _step(lambda s: new_update(s, "fp32", "fp32", torch.float32, torch.float32)),
     "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
 }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 150
+MOST = 147
 SEAM = {
     "autograd.casts": "cast_role",
     "autograd.linear_cross_entropy": "ROWS",
@@ -37,16 +37,17 @@ SEAM = {
         "CastSource EXPONENTS EXTREMES FOUND LOWEST NormSource Output ProductArguments SUMS Scaling no_codes "
         "unpacking"
     ),
-    "kernels.capability": "compute_capability fast_dtype runs_natively",
+    "kernels.capability": "fast_dtype runs_natively",
     "kernels.devices": "triton_kernels",
     "kernels.reference": "KERNELS",
     "kernels.reference.norm": "normalise",
     "kernels.reference.optimizer_state": "Fp8Weight Piece",
-    "kernels.reference.optimizer_step": "AdamGroup BitNumbers WeightUpdate optimizer_step",
+    "kernels.reference.optimizer_step": "AdamGroup WeightUpdate optimizer_step",
     "kernels.triton": "KERNELS",
-    "kernels.triton.launch": "Config SHIPPED config table tuned_file",
+    "kernels.triton.delayed_update": "committed",
+    "kernels.triton.launch": "Config SHIPPED config table tuned_file using_rows",
     "kernels.triton.library_matmul": "library_kinds library_matmul",
-    "kernels.triton.replay": "REPLAYS",
+    "kernels.triton.matmul": "triton_matmul",
     "nn.candidates": (
         "MIN_FEATURES Select experts_class features fp8_class large_enough of_subclass why_not_convertible"
     ),
@@ -60,15 +61,14 @@ SEAM = {
     "nn.summary": "formulas",
     "nn.weight": "check_recipe fp8_pair weight_of why_not_stored widened",
     "nn.weight_files": "SCALE_INV check_scales load_stored",
-    "nn.where": "described",
+    "nn.where": "described_on",
     "numerics": "exponents_of floor_power_of_two_by_comparison scale_from_amax scale_inv_from_scale",
     "optim.base": "CompactOptimizer",
     "optim.conversion": "bytes_kept change_in_model check_change put_blanks",
     "optim.gradients": "refuse_ddp",
-    "optim.masters": "MasterForm NAMED OF_FP8_WEIGHTS master_of",
-    "optim.moment": "NAMED as_matrix",
+    "optim.masters": "MasterForm master_of",
     "optim.resolution": "Resolution",
-    "optim.state": "Settings largest matrix_of",
+    "optim.state": "Settings largest matrix_of new_update",
     "private": (
         "FakeTensorMode OpOverload TorchDispatchMode cpu_attention cpu_attention_backward fused_sdp_choice "
         "keep_gpu_busy pytree sdp_priority_order"
@@ -103,6 +103,11 @@ def imports(node: ast.AST) -> Iterator[tuple[str, Name]]:
         for alias in node.names:
             if alias.name.split(".")[0] == "octavo":
                 yield (alias.asname, (alias.name, "")) if alias.asname else ("octavo", ("octavo", ""))
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # x = importlib.import_module("octavo.y")
+        called, *arguments = path_of(node.value.func)[-1], *node.value.args
+        module = getattr(arguments[0], "value", None) if arguments else None
+        if called == "import_module" and str(module).split(".")[0] == "octavo":
+            yield from ((target.id, (str(module), "")) for target in node.targets if isinstance(target, ast.Name))
 
 
 @cache

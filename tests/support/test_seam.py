@@ -20,6 +20,7 @@ def taken(source: str) -> set[str]:
         "from octavo import errors\nerrors.first_line(error)",
         "import octavo.errors\nx = octavo.errors.first_line(error).strip()",
         "import octavo.errors as e\ne.first_line(error)",
+        'import importlib\ne = importlib.import_module("octavo.errors")\ne.first_line(error)',
         "from octavo.errors import OctavoError, first_line",
     ],
 )
