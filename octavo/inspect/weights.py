@@ -15,7 +15,6 @@ from octavo.autograd.observer import count_weight
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import WEIGHT, RecordedLayer, parameter_of
-from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.numerics import scale_from_amax
@@ -314,9 +313,6 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
 
 
-_WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
-
-
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
     return _together([sample.low_bits for sample in samples if sample.low_bits is not None])
 
@@ -329,7 +325,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     masters = values
     if first.master is not None:
         state = {**first.state, "master_rest": _low_bits(samples)}
-        masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
+        masters = first.master.for_kernel(elements, state).read_all(elements)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
 
@@ -350,10 +346,9 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     low_bits = _low_bits(samples)
     if low_bits.dtype == torch.float32:  # the master itself
         return values, distances, low_bits
-    unscaled = Fp8Weight(
-        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), low_bits
-    ).read(_WHOLE)
-    return values, distances, unscaled.view_as(values) * scale_inv
+    one = torch.ones(1, 1, device=codes.device, dtype=torch.float32)
+    unscaled = first.master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes)
+    return values, distances, unscaled * scale_inv
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 147
+MOST = 141
 SEAM = {
     "autograd.casts": "cast_role",
     "autograd.linear_cross_entropy": "ROWS",
@@ -41,7 +41,6 @@ SEAM = {
     "kernels.devices": "triton_kernels",
     "kernels.reference": "KERNELS",
     "kernels.reference.norm": "normalise",
-    "kernels.reference.optimizer_state": "Fp8Weight Piece",
     "kernels.reference.optimizer_step": "AdamGroup WeightUpdate optimizer_step",
     "kernels.triton": "KERNELS",
     "kernels.triton.delayed_update": "committed",
@@ -57,7 +56,7 @@ SEAM = {
     "nn.known_forwards": "FusedModule fused_modules refusal",
     "nn.linear": "Grouped PartedLinear",
     "nn.recipe_module": "RecipeModule device_of",
-    "nn.saved": "KINDS predicted_by_kind storage_of twin_of without_data",
+    "nn.saved": "KINDS fakes_of predicted_by_kind storage_of",
     "nn.summary": "formulas",
     "nn.weight": "check_recipe fp8_pair weight_of why_not_stored widened",
     "nn.weight_files": "SCALE_INV check_scales load_stored",
@@ -69,10 +68,7 @@ SEAM = {
     "optim.masters": "MasterForm master_of",
     "optim.resolution": "Resolution",
     "optim.state": "Settings largest matrix_of new_update",
-    "private": (
-        "FakeTensorMode OpOverload TorchDispatchMode cpu_attention cpu_attention_backward fused_sdp_choice "
-        "keep_gpu_busy pytree sdp_priority_order"
-    ),
+    "private": "OpOverload TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
     "reading": "file_inside parse_json read_json",
     "recipes": "AnyRecipe COMPARED NAMED",
     "scaling.delayed": "STATE State state_of",
