@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
     the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
-    inspect/rows.py; ``rows``: how the rows of its input and output lie.
+    observer.py; ``rows``: how the rows of its input and output lie.
     """
 
     weight: Operands

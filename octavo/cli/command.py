@@ -29,9 +29,9 @@ from torch.nn.attention import SDPBackend
 
 import octavo
 from octavo.errors import MissingExtraError, OctavoError
-from octavo.kernels.capability import compute_capability, runs_natively
+from octavo.kernels.capability import runs_natively
 from octavo.kernels.devices import triton_kernels
-from octavo.nn.where import described
+from octavo.nn.where import described_on
 from octavo.private import fused_sdp_choice, sdp_priority_order
 from octavo.recipes import NAMED
 from octavo.train import (
@@ -148,7 +148,7 @@ def devices() -> list[tuple[str, str, str]]:
 
 def recipes_on(device: torch.device) -> list[str]:
     """Return lines that say, for each recipe, whose kernels multiply on a device and what slows it down most."""
-    makers = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
+    makers = described_on(device)
     return [
         "",
         f"recipes on {device}",

@@ -18,7 +18,7 @@ from octavo.errors import UnsupportedOptionError
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import Granularity, PerRow, PerTensor
 from octavo.kernels.capability import runs_natively
-from octavo.nn.candidates import Select, fp8_class, why_left_alone, why_not
+from octavo.nn.candidates import Select, why_not_convertible
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
@@ -235,10 +235,10 @@ def convert_to_float8_training(
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
     unconverted = [
-        f"{name or 'the model'}: {why_left_alone(child) if fp8_class(child) else why_not(child)}"
+        f"{name or 'the model'}: {why}"
         for name, child in module.named_modules()
         if not isinstance(child, RecipeModule) and chosen(child, name)
-        if fp8_class(child) is None or why_left_alone(child)
+        if (why := why_not_convertible(child)) is not None
     ]
     if unconverted:
         warnings.warn(f"{len(unconverted)} chosen layers stay in high precision; {unconverted[0]}", stacklevel=2)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import (
     BF16_KERNELS,
@@ -30,25 +29,29 @@ from octavo.cost.parts import (
     Moved,
     fused_parts,
 )
-from octavo.cost.rates import HIGH_PRECISION, HostTime, PlanError, Rates, form_of, forms_of, host_kind
+from octavo.cost.rates import (
+    GRAD_OUTPUT,
+    HIGH_PRECISION,
+    INPUT,
+    WEIGHT,
+    HostTime,
+    PlanError,
+    Rates,
+    form_of,
+    forms_of,
+    host_kind,
+)
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.known_forwards import KnownForward, refusal
+from octavo.nn.known_forwards import fused_modules, refusal
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import storage_of, twin_of, without_data
+from octavo.nn.saved import fakes_of, storage_of
 from octavo.nn.summary import formulas
-from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
+from octavo.private import TorchDispatchMode, pytree
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
-
-# FLOP of attention on a CPU, which torch's counter lacks
-_ATTENTION = {
-    cpu_attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    cpu_attention_backward: (lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)),
-}
-
 
 FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with ``fuse``
 
@@ -232,7 +235,7 @@ class _Counter(TorchDispatchMode):
     ``origins``: {storage: (after how many products it was computed, whether by a product)}.
     """
 
-    def __init__(self, products: Container[Any]) -> None:
+    def __init__(self, products: Mapping[Any, Any]) -> None:
         super().__init__()
         self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
@@ -249,8 +252,8 @@ class _Counter(TorchDispatchMode):
         if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
             return result
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
-        if func._overloadpacket in _ATTENTION:
-            flop: Any = _ATTENTION[func._overloadpacket]
+        if func._overloadpacket in self.products and "attention" in func._schema.name:
+            flop: Any = self.products[func._overloadpacket]
             self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
         after = max((self.origins.get(storage_of(x), (0, True))[0] for x in read), default=0)
         if not is_product:
@@ -291,15 +294,14 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     The loss of a model that returns logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
     for ``estimate``. Raises ValueError if no result of the forward needs a gradient.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
-    twin = twin_of(on_meta(model), mode)
+    mode, twin, arguments = fakes_of(on_meta(model), tuple(inputs))
+    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(tuple(inputs)), strict=True):
+        if isinstance(x, Tensor):
+            fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
     _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
     works_by_name, sizes = _watch(twin)
-    arguments = pytree.tree_map_only(
-        Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
-    )
-    products = {**formulas(), **_ATTENTION}
+    products = formulas()
     traffic, name = _Counter(products), blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
@@ -468,7 +470,7 @@ def head_of(work: Work) -> LinearWork | None:
 
 def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
     """Return the parts, as fused_parts yields them, that ``kernels`` has and ``twin`` fuses, but not ``model``."""
-    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
+    already = {module.name for module in fused_modules(model) if module.kind != "loss"}
     parts = [part for part in fused_parts(twin, work.inputs, work) if part[1] in kernels]
     return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
 

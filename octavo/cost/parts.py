@@ -11,16 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from octavo.nn.known_forwards import (
-    QKV,
-    Attention,
-    AttentionOfQwen3,
-    DecoderLayer,
-    FeedForward,
-    LeanRMSNorm,
-    as_one_layer,
-)
-from octavo.nn.loss import has_loss
+from octavo.nn.known_forwards import FusedModule, fused_modules
 
 
 class Moved(NamedTuple):
@@ -83,35 +74,30 @@ def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Itera
     ``inputs``: elements of the input of norms and decoder layers, by name; ``work``: the model's Work.
     """
     linears = {linear.name: linear for linear in work.linears}
-    for name, module in model.named_modules():
-        if has_loss(module):
-            yield f"{name}.loss_function", "loss", work.logits
-        if isinstance(module, LeanRMSNorm):
-            yield name, "norm", inputs.get(name, 0)
-        elif isinstance(module, DecoderLayer):
-            yield name, "residual", inputs.get(name, 0)
-        elif isinstance(module, FeedForward | Attention):
-            prefix = f"{name}." * bool(name)
-            yield from _of_layers(
-                name, module, {child: linears.get(f"{prefix}{child}") for child, _ in module.named_children()}
-            )
+    for module in fused_modules(model):
+        if module.kind == "loss":
+            yield f"{module.name}.loss_function", "loss", work.logits
+        elif module.kind in ("norm", "residual"):
+            yield module.name, module.kind, inputs.get(module.name, 0)
+        else:
+            yield from _of_layers(module, linears)
 
 
-def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield the parts of a feed-forward or an attention; ``linears``: {a layer's name in it: its LinearWork}."""
-    names = QKV if isinstance(module, Attention) else tuple(filter(None, (module.parts.gate, module.parts.up)))
-    readers = [linears[child] for child in names if linears.get(child) is not None]
-    layer = as_one_layer(module.readers)
-    if isinstance(module, FeedForward) and (down := linears[module.parts.down]) is not None:
-        part = "feed-forward" if not module.parts.up else "gated feed-forward" if layer else "gated feed-forward, apart"
-        yield name, part, down.sizes[0]
-    if layer is None or len(names) == 1 or len(readers) < len(names):
+def _of_layers(module: FusedModule, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Yield the parts of a feed-forward or an attention; ``linears``: {a layer's name: its LinearWork}."""
+    name, names, prefix = module.name, module.readers, f"{module.name}." * bool(module.name)
+    readers = [linears[f"{prefix}{child}"] for child in names if f"{prefix}{child}" in linears]
+    is_attention, is_gated = module.kind == "attention", len(names) == 2
+    if (down := linears.get(f"{prefix}{module.down}")) is not None:
+        gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
+        yield name, gated if is_gated else "feed-forward", down.sizes[0]
+    if not module.is_joined or len(names) == 1 or len(readers) < len(names):
         return
-    yield name, "query, key and value" if isinstance(module, Attention) else "gate and up", readers[0].sizes[0]
+    yield name, "query, key and value" if is_attention else "gate and up", readers[0].sizes[0]
     yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)
-    if isinstance(module, Attention):
+    if is_attention:
         yield name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2]
         yield name, "values", readers[2].sizes[2]
-    if isinstance(module, AttentionOfQwen3):
+    if module.norms_heads:
         yield name, "norms of heads", readers[0].sizes[2] + readers[1].sizes[2]
         yield name, "heads side by side", sum(reader.sizes[2] for reader in readers)

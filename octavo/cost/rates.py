@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, CastRequest, State, cast_role
+from octavo.autograd.casts import CastRequest, State, cast_role
 from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
 from octavo.reading import read_json
-from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.scaling.recipe import ROLES, Cast, Delayed, Recipe
 
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
 HIGH_PRECISION = "bf16"
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
 # of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, MX, Tile
+from octavo.granularity import ALL, PerBlock
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
@@ -42,7 +42,7 @@ from octavo.weights.plain import fp8_pair
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
-SQUARE = (BLOCK, BLOCK)  # a tile
+SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile  # tiles
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
     """
 
     scale_key: str
-    tiles: tuple[Tile, ...]
+    tiles: tuple[tuple[int, int], ...]
     recipe: str
     config: Callable[[Layers, list[str]], dict[str, Any]] | None = None
     method: str | None = None
@@ -321,7 +321,7 @@ def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 # {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_SCHEMES: dict[Tile, tuple[dict[str, Any], dict[str, Any], str]] = {
+_SCHEMES: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any], str]] = {
     (ALL, ALL): ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
     (1, ALL): ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
     SQUARE: (
@@ -335,7 +335,7 @@ _SCHEMES: dict[Tile, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
     """Return compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
-    names: dict[Tile, list[str]] = {}
+    names: dict[tuple[int, int], list[str]] = {}
     for name, module in layers.items():
         pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name
         names.setdefault(weight_cast(module).tile, []).append(pattern)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from octavo.errors import require
 from octavo.export.checksums import CheckedFile
-from octavo.export.layouts import LAYOUTS, SQUARE, places_in
-from octavo.granularity import MX, Granularity
+from octavo.export.layouts import LAYOUTS, MX, SQUARE, places_in
+from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor

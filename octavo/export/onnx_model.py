@@ -29,7 +29,6 @@ from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
 from octavo.export.lowering import VERSION, decompositions
 from octavo.formats import HIGH_PRECISION
-from octavo.numerics import E8M0
 from octavo.private import OpOverload, pytree
 from octavo.weights.fsdp2 import on_this_rank
 
@@ -185,7 +184,7 @@ def delayed_argument(node: fx.Node) -> int | None:
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
     """Replace a node by a buffer with its result."""
     name = f"{node.name}_folded"
-    if result.dtype == E8M0:  # torch.onnx has no type for it (2.13)
+    if result.dtype == torch.float8_e8m0fnu:  # torch.onnx has no type for it (2.13)
         result = result.to(torch.float32)
     module.register_buffer(name, result.detach().clone(), persistent=True)
     with module.graph.inserting_before(node):

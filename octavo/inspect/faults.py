@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.autograd.observer import Notes
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
-from octavo.inspect.rows import Notes, first_here, observe, sizes_of
+from octavo.inspect.rows import first_here, observe, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
 from octavo.nn.linear import Grouped

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.formats import E4M3
-from octavo.inspect import training
+from octavo.inspect import rules
 from octavo.inspect.incidents import Finding, incidents, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
@@ -23,7 +23,7 @@ LIMITS = {
     "outliers": 1e-2,  # share flushed, where few numbers determine the scale
     "flushed": 1e-2,  # share of the numbers
     "rounded": 3.0,  # decibels of the SQNR below what the role needs
-    **training.LIMITS,
+    **rules.LIMITS,
 }
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
 SLACK = 8.0  # decibels that gradients may be worse
@@ -92,7 +92,7 @@ def diagnose(record: Record) -> list[Finding]:
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     of_casts = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    return incidents(record, [*training.Training(record).findings(), *of_casts])
+    return incidents(record, [*rules.findings(record), *of_casts])
 
 
 class _CastOf:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Flag, auto
+from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import as_text
@@ -22,28 +23,64 @@ LEVELS = {
     "warning": "severity 3 or more: the training computes something else than was meant",
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
+PLACES = {level: place for place, level in enumerate(LEVELS)}
 MOST_SEVERE = 10.0
-# a measure of so many times its limit is a warning; for other kinds four times
-WARNS = {"clipped": 20.0, "stale": 8.0, "flushed": 20.0, "outliers": 20.0, "rounded": 2.0}
 LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
 SOON = 2  # a cast's finding explains findings that begin within so many records
 LATER = 10  # a finding of WHOLE explains findings that begin within so many records
+NEVER = -1
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
-_BETWEEN = "decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"
-PARTS = {
-    **dict.fromkeys(_BETWEEN, BETWEEN),
-    **dict.fromkeys(("batch", "repeats"), DATA),
-    "logits": FORWARD,
-    **dict.fromkeys(("labels", "loss scale", "gradients"), LOSS),
-    **dict.fromkeys(("jump", "frozen", "unmoved", "second moments"), UPDATE),
-}
 OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
-# kinds of findings that harm the whole training
-WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
-OF_A_STEP = ("batch", "gradients", "jump")
-FROM_OUTSIDE = {*_BETWEEN, "repeats"}
-TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # other reasons for a weight to change that much
-SYMPTOMS = ("batch", "labels", "gradients", "jump")  # a severe finding of a cast explains these
+
+
+class Trait(Flag):
+    """A property that kinds of findings have in common."""
+
+    ONCE = auto()  # it happens at a step; others last since a step
+    OUTSIDE = auto()  # its cause is outside of the training's arithmetic
+    WHOLE = auto()  # it harms the whole training
+    OF_A_STEP = auto()  # it may be over after a step
+    TOO_MUCH = auto()  # a reason, besides a write, for a weight to change that much
+    SYMPTOM = auto()  # a severe finding of a cast explains it
+
+
+NO_TRAIT = Trait(0)
+ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, SYMPTOM = Trait
+EVENT = OUTSIDE | ONCE | WHOLE
+
+
+class Kind(NamedTuple):
+    """A row of KINDS, of what findings of a kind have in common.
+
+    ``part``: the part of a step in which they begin; None for casts and layers, whose role says it. ``warns``: a
+    measure of so many times its limit is a warning.
+    """
+
+    part: int | None = None
+    traits: Trait = NO_TRAIT
+    warns: float = 4.0
+
+
+KINDS = {
+    **dict.fromkeys(("options", "state", "untied", "overwritten", "ranks"), Kind(BETWEEN, EVENT)),
+    "learning rate": Kind(BETWEEN, EVENT | TOO_MUCH),
+    "warm-up": Kind(BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
+    "dead rows": Kind(BETWEEN, OUTSIDE | TOO_MUCH),
+    "decay": Kind(BETWEEN, OUTSIDE),
+    "repeats": Kind(DATA, OUTSIDE | WHOLE),
+    "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    "logits": Kind(FORWARD, WHOLE),
+    "loss scale": Kind(LOSS, WHOLE),
+    "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
+    "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
+    "jump": Kind(UPDATE, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
+    **dict.fromkeys(("dead units", "idle expert"), Kind()),
+    "nonfinite": Kind(traits=WHOLE),
+    "stale": Kind(warns=8.0),
+    **dict.fromkeys(("clipped", "flushed", "outliers"), Kind(warns=20.0)),
+    "rounded": Kind(warns=2.0),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +88,7 @@ class Finding:
     """One fault of a run: its cast or weight, its steps, its cause and its remedy.
 
     Attributes:
-        kind: one of LIMITS.
+        kind: one of KINDS.
         layer, role, products: of the cast; for weights and moments the layer where they are worst, without products. A
             finding that belongs to no layer (of the learning rate, the data, the loss scale) has "" for layer and role.
         cast: the cast, as Python.
@@ -60,7 +97,7 @@ class Finding:
         cause: a sentence.
         remedy: as Python: for a cast its rules, else a line of a training; or what to look at.
         expected: the remedy's effect, by the recorded numbers.
-        severity: from 0 to 10: 1 at the limit, 3 at WARNS times it, and so on by the logarithm; 10 for inf or NaN.
+        severity: from 0 to 10: 1 at the limit, 3 at ``warns`` times it, and so on by the logarithm; 10 for inf or NaN.
         rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
         level: "critical", "warning" or "note": see LEVELS.
         sentence: the finding in plain words, without a full stop: what happens where, since when, and what to do.
@@ -109,7 +146,7 @@ def severity_of(kind: str, times: float) -> float:
     """Return the severity of a measure that is ``times`` times its limit."""
     if times == math.inf:
         return MOST_SEVERE
-    return min(MOST_SEVERE, max(0.0, 1 + 2 * math.log(max(times, 0.1)) / math.log(WARNS.get(kind, 4.0))))
+    return min(MOST_SEVERE, max(0.0, 1 + 2 * math.log(max(times, 0.1)) / math.log(KINDS[kind].warns)))
 
 
 def level_of(severity: float, lost: float = 0.0) -> str:
@@ -146,38 +183,59 @@ def stretch(over: Any, values: Any) -> tuple[int, int]:
     return begins, worst
 
 
+class _CauseAndEffect:
+    """Two findings, as EXPLAINS asks of them: the effect begins so many records after its cause."""
+
+    def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
+        traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
+        is_note, is_severe = cause.level == "note", cause.severity == MOST_SEVERE
+        is_of_its_batch = cause.kind == "batch" and records == 0  # casts of such data
+        self.is_from_outside = OUTSIDE in effect_traits and not is_severe
+        self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
+        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_batch)
+        self.has_no_comparison = is_first and OF_A_STEP in traits
+        self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
+        self.goes_on = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
+        self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
+        self.is_of_layer = cause.layer == effect.layer
+        self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
+
+
+# the first row that is true of two findings says within how many records the first one explains the second
+EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
+    (lambda pair: pair.is_from_outside and pair.is_large_step, SOON),
+    (lambda pair: pair.is_from_outside, NEVER),
+    (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
+    (lambda pair: pair.harms_all and pair.is_over, SOON),
+    (lambda pair: pair.harms_all, LATER),
+    (lambda pair: pair.goes_on, SOON),
+    (lambda pair: pair.is_milder_cast, NEVER),
+    (lambda pair: pair.is_of_layer or pair.is_symptom, SOON),
+    (lambda pair: True, NEVER),
+)
+
+
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings, folded under those that explain them, by level, then severity, then time."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
-    levels = {level: place for place, level in enumerate(LEVELS)}
 
     def at(finding: Finding) -> int:
         return bisect_left(record.steps, finding.begins)
 
     def order(finding: Finding) -> tuple[int, int, int]:
-        part, place = PARTS.get(finding.kind, OF_ROLES.get(finding.role, FORWARD)), layers.get(finding.layer, -1)
+        part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
+        if part is None:
+            part = OF_ROLES.get(finding.role, FORWARD)
         part = BETWEEN if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products else part
         return at(finding), part, -place if finding.role == "grad_output" else place
 
     def explains(cause: Finding, effect: Finding) -> bool:
-        records, first = at(effect) - at(cause), at(cause) == 0
+        begins = at(cause)
+        records = at(effect) - begins
         if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
-            records -= min(records, bisect_left(record.steps, cause.worst) - at(cause))
-        if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
-            return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
-        is_of_its_batch = cause.kind == "batch" and records == 0  # casts of such data
-        if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note" or is_of_its_batch):
-            is_over = cause.kind in OF_A_STEP and cause.worst == cause.begins and cause.severity < MOST_SEVERE
-            return records <= (SOON if is_over else LATER) and not (first and cause.kind in OF_A_STEP)
-        if records > SOON:
-            return False
-        if cause.kind == effect.kind and cause.role == effect.role and not first:  # it goes on from there
-            return True
-        if cause.kind not in PARTS and levels[cause.level] > levels[effect.level]:
-            return False
-        if cause.layer == effect.layer:
-            return True
-        return not first and cause.level != "note" and (cause.level == "critical" or effect.kind in SYMPTOMS)
+            records -= min(records, bisect_left(record.steps, cause.worst) - begins)
+        pair = _CauseAndEffect(cause, effect, records, begins == 0)
+        return records <= next(within for applies, within in EXPLAINS if applies(pair))
 
     groups: list[list[Finding]] = []
     for finding in sorted(findings, key=order):
@@ -185,9 +243,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         groups.append([finding]) if group is None else group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
-        level, severity = (
-            min((finding.level for finding in group), key=levels.__getitem__),
-            max(finding.severity for finding in group),
-        )
+        level = min((finding.level for finding in group), key=PLACES.__getitem__)
+        severity = max(finding.severity for finding in group)
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
-    return sorted(joined, key=lambda one: (levels[one.level], bool(one.products), -one.severity, order(one)))
+    return sorted(joined, key=lambda one: (PLACES[one.level], bool(one.products), -one.severity, order(one)))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT
+from octavo.autograd.observer import count_weight
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import RecordedLayer
-from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
+from octavo.inspect.rows import WEIGHT, RecordedLayer
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.numerics import scale_from_amax
@@ -23,7 +22,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
 from octavo.scaling.recipe import Cast
-from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.plain import weight_of
 from octavo.weights.stored import StoredWeight
 
@@ -67,24 +66,19 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
             if cast is None or counted is None:
                 continue
             if stored is not None:  # the weight has only codes: nothing is cast
-                tile, pair = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+                tile, codes = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+                scale = None
             else:
-                delayed, (dtype, tile, *options) = module.delayed_scale if cast.is_delayed else None, cast.arguments
-                delayed = shared.get(place) if delayed is None and cast.tile == (ALL, ALL) else delayed
-                tile = tile[::-1] if is_transposed != is_stored_transposed else tile
-                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *options, offsets=ends)
-                pair = q, scale_inv
-            kernels.cast_statistics(x, *pair, tile, *(tensor[experts_here] for tensor in counted), ends)
+                scale, codes = module.delayed_scale if cast.is_delayed else None, None
+                scale = shared.get(place) if scale is None and cast.tile == (ALL, ALL) else scale
+                tile = cast.tile[::-1] if is_transposed != is_stored_transposed else cast.tile
+            sums, extremes = counted
+            count_weight(x, cast, tile, scale, codes, (sums[experts_here], extremes[experts_here]), ends)
 
 
 def first_expert(weight: Tensor) -> int:
     """Return the index of the first expert whose matrix this rank has."""
-    if on_this_rank(weight) is weight:
-        return 0
-    from octavo.private import local_shape_and_offset
-
-    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
+    return own_slices(weight.shape, weight)[0].start
 
 
 def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
@@ -320,9 +314,6 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
 
 
-_WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
-
-
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
     return _together([sample.low_bits for sample in samples if sample.low_bits is not None])
 
@@ -335,7 +326,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     masters = values
     if first.master is not None:
         state = {**first.state, "master_rest": _low_bits(samples)}
-        masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
+        masters = first.master.for_kernel(elements, state).read_all(elements)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
 
@@ -356,10 +347,9 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     low_bits = _low_bits(samples)
     if low_bits.dtype == torch.float32:  # the master itself
         return values, distances, low_bits
-    unscaled = Fp8Weight(
-        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), low_bits
-    ).read(_WHOLE)
-    return values, distances, unscaled.view_as(values) * scale_inv
+    one = torch.ones(1, 1, device=codes.device, dtype=torch.float32)
+    unscaled = first.master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes)
+    return values, distances, unscaled * scale_inv
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ from octavo.nn.fused import run_alone, run_as_one, runs_alone
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
-from octavo.nn.loss import take_loss
+from octavo.nn.loss import has_loss, take_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import functorch_is_active, in_forward_mode
@@ -550,6 +550,39 @@ def refusal(module: nn.Module) -> str | None:
     if is_sharded(type(module)):
         return SHARDED
     return REPLACED if "forward" in module.__dict__ else known_class.why_not(module)
+
+
+class FusedModule(NamedTuple):
+    """A module that computes by a forward of octavo's: what it is, and which of its layers are one product.
+
+    ``kind``: "norm", "residual" (a decoder layer), "feed-forward", "attention", or "loss" (the model's own loss).
+    ``readers``: the names in it of the layers that read its input; ``down``: that of a feed-forward's last layer.
+    """
+
+    name: str
+    kind: str
+    readers: tuple[str, ...] = ()
+    down: str = ""
+    is_joined: bool = False  # whether its readers are one product
+    norms_heads: bool = False  # whether queries and keys are normed
+
+
+def fused_modules(model: nn.Module) -> Iterator[FusedModule]:
+    """Yield each module of a model that computes by a known forward, or the loss by octavo's."""
+    for name, module in model.named_modules():
+        if has_loss(module):
+            yield FusedModule(name, "loss")
+        if isinstance(module, LeanRMSNorm):
+            yield FusedModule(name, "norm")
+        elif isinstance(module, DecoderLayer):
+            yield FusedModule(name, "residual")
+        elif isinstance(module, FeedForward | Attention):
+            is_joined = as_one_layer(module.readers) is not None
+            if isinstance(module, Attention):
+                yield FusedModule(name, "attention", QKV, "", is_joined, isinstance(module, AttentionOfQwen3))
+            else:
+                readers = tuple(filter(None, (module.parts.gate, module.parts.up)))
+                yield FusedModule(name, "feed-forward", readers, module.parts.down, is_joined)
 
 
 def fuse_known(model: nn.Module) -> dict[str, list[str]]:

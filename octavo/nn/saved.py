@@ -132,14 +132,18 @@ def predicted_by_kind(
 
     ``watching``: a dispatch mode that sees the copy's operations.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = twin_of(model, mode)
+    mode, twin, fakes = fakes_of(model, (tuple(args), dict(kwargs or {})))
     with mode:
         if change is not None:
             change(twin)
-        fakes = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), (tuple(args), dict(kwargs or {})))
         with watching or nullcontext():
             return saved_by_kind(twin.train(), *fakes)
+
+
+def fakes_of(model: nn.Module, inputs: Any) -> tuple[FakeTensorMode, nn.Module, Any]:
+    """Return (a mode, a copy of a model, a tree of inputs) in which tensors have no data; under the mode it runs."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
+    return mode, twin_of(model, mode), pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
 
 
 def without_data(tensor: Tensor, mode: Any) -> Tensor:

@@ -20,7 +20,7 @@ from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
-from octavo.private import cpu_attention, grouped_mm
+from octavo.private import cpu_attention, cpu_attention_backward, grouped_mm
 from octavo.scaling.recipe import Recipe
 from octavo.weights.plain import weight_of
 
@@ -249,6 +249,10 @@ def formulas() -> dict[Any, Any]:
     by_op: dict[Any, Any] = dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
     # CPUs' own op, which torch doesn't count: query q [B, H, S, D], keys k and values v [B, G, T, D], causal or not
     by_op[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    # two products of its backward contract over v's features or give them, three over q's: one computes scores again
+    by_op[cpu_attention_backward] = lambda _, q, k, v, *__, **___: (
+        2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
+    )
     return by_op
 
 

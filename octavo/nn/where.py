@@ -83,6 +83,13 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     return text, first.loss if of_all else f"in {first.product} {first.loss}"
 
 
+def described_on(device: torch.device) -> dict[str, tuple[str, str]]:
+    """Return ``described`` of each named recipe on a device, by its name."""
+    capability = compute_capability(device)
+    named = {name: recipes.as_recipe(name) for name in recipes.NAMED[1:]}
+    return {name: described(recipe, capability) for name, recipe in named.items() if isinstance(recipe, Recipe)}
+
+
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
     """Log, once for each recipe and kind of GPU, that a product's kernel is slower there, and name a faster recipe."""
     capability = compute_capability(device)

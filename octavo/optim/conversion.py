@@ -6,11 +6,12 @@ new kind has enough bits. In addition to the old state, memory holds one tensor'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity
@@ -22,7 +23,8 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
-from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank
+from octavo.tensor.stored_gradient import StoredGradient
+from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
 from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
@@ -46,6 +48,24 @@ def change(
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
+
+
+def change_in_model(
+    model: nn.Module, optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
+) -> None:
+    """Change an optimizer's weights as ``change`` does, those of the model that it lacks too, and give FSDP2 shards."""
+
+    def give_to_fsdp2(weight: nn.Parameter) -> None:
+        if on_this_rank(weight) is not weight:
+            take_shards(model, [weight])
+
+    if storage or settings != optimizer.settings:
+        change(optimizer, settings, storage, give_to_fsdp2)
+    owned = set(optimizer.all_params())
+    for weight in storage:
+        if weight not in owned:  # such as a frozen weight, which no optimizer has
+            store(weight, storage[weight])
+            give_to_fsdp2(weight)
 
 
 def check_change(
@@ -75,6 +95,83 @@ def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
     shape = storage.of_matrices(shard.shape).scale_shape(shard.shape)
     scale_inv = torch.ones(shape, device=device, dtype=torch.float32)
     return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
+
+
+def put_blanks(storage: Mapping[nn.Parameter, WeightStorage]) -> None:
+    """Put zeros of their new storage into the weights of a model without data."""
+    for weight, granularity in storage.items():
+        put_into(weight, blank(weight, granularity))
+
+
+class BytesKept(NamedTuple):
+    """Elements of weights, and the bytes on this rank of weights, masters, moments and gradients; see PhasePlan."""
+
+    parameters: int
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+
+
+def bytes_kept(
+    params: Iterable[nn.Parameter],
+    optimizer: Optimizer,
+    settings: Settings | None,
+    storage: Mapping[nn.Parameter, WeightStorage],
+) -> BytesKept:
+    """Return the bytes of a model's parameters with their optimizer, after a change to ``settings`` and ``storage``.
+
+    TypeError for an optimizer of others whose state is known after its first step only.
+    """
+    trained = {param: group for group in optimizer.param_groups for param in group["params"]}
+    weights = masters = moments = parameters = 0
+    params, gradients = list(params), [0]
+    for param in params:
+        local = states.local(param.detach())
+        stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
+        weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
+        parameters += local.numel()
+        if (
+            settings is not None
+            and isinstance(optimizer, CompactOptimizer)
+            and param in trained
+            and param.requires_grad
+        ):
+            of_group = settings.only(optimizer.names_of(trained[param]))
+            master = master_of(nn.Parameter(stored, False), of_group.master)
+            masters += states.bytes_of(master.new_state(stored).values())
+            moments += states.bytes_of(states.new_moments(of_group.moments_of(param), stored).values())
+        if param in trained and not isinstance(optimizer, CompactOptimizer):
+            moments += _torch_moments(optimizer, param)
+        if param.requires_grad:
+            gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))
+    waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
+    all_gradients = sum(gradients)  # at most those that wait for their update, and the largest
+    most = all_gradients if waiting is None else min(all_gradients, waiting + max(gradients))
+    return BytesKept(parameters, weights, masters, moments, most)
+
+
+def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:
+    local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
+    stored = StoredGradient.cast(local, param.dtype, is_fp8_experts(param)) if is_coded else None
+    return states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv])
+
+
+def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
+    """Return the bytes that an optimizer of torch's keeps for a parameter."""
+    if state := optimizer.state.get(param):
+        return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
+    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
+    if isinstance(optimizer, torch.optim.Adam):
+        count = 2 + group["amsgrad"]
+    elif isinstance(optimizer, torch.optim.SGD):
+        count = int(group["momentum"] != 0)
+    else:
+        raise TypeError(
+            f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
+            "or SGD, or octavo.optim"
+        )
+    return count * states.bytes_of([states.local(param.detach())])
 
 
 def _change(

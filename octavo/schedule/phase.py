@@ -16,13 +16,12 @@ from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import change, check_change
+from octavo.optim.conversion import change_in_model, check_change
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
-from octavo.weights.fsdp2 import on_this_rank, take_shards
-from octavo.weights.stored import store
+from octavo.weights.fsdp2 import on_this_rank
 
 SAME: Any = "same"
 TRIGGERS = ("from_step", "from_tokens", "when_lr_below", "when_update_below_resolution")
@@ -179,18 +178,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     refuse_moves(moved)
     if any(weight is not on_this_rank(weight) for weight in moved):
         gather_anew(model)
-
-    def give_to_fsdp2(weight: nn.Parameter) -> None:
-        if on_this_rank(weight) is not weight:
-            take_shards(model, [weight])
-
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
-        if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, give_to_fsdp2)
-    owned = {weight for group in optimizer.param_groups for weight in group["params"]}
-    for weight in moved:
-        if weight not in owned:  # such as a frozen weight, which no optimizer has
-            store(weight, moved[weight])
-            give_to_fsdp2(weight)
+        change_in_model(model, optimizer, target.settings, moved)
     set_recipe(model, target.phase.recipe)

@@ -7,21 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
 from octavo.nn.convert import set_recipe, stored_now
 from octavo.nn.saved import predicted_by_kind
-from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import blank
-from octavo.optim.layout import is_fp8_experts
-from octavo.optim.masters import master_of
+from octavo.optim.conversion import bytes_kept, put_blanks
 from octavo.schedule.phase import Target
-from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.stored import StoredWeight, put_into
 
 MIB = 1 << 20
 
@@ -134,63 +128,13 @@ def plan_of(
 
 def _put_into(target: Target, twin: nn.Module) -> None:
     """Put a model without data into a phase."""
-    for weight, granularity in target.moved(twin).items():
-        put_into(weight, blank(weight, granularity))
+    put_blanks(target.moved(twin))
     set_recipe(twin, target.phase.recipe)
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
     storage = dict(zip(stored_now(model), target.storage, strict=True))
-    trained = {param: group for group in optimizer.param_groups for param in group["params"]}
-    weights = masters = moments = parameters = 0
-    for param in model.parameters():
-        local = states.local(param.detach())
-        stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
-        settings = target.settings if param in trained and param.requires_grad else None
-        if settings is not None and isinstance(optimizer, CompactOptimizer):
-            settings = settings.only(optimizer.names_of(trained[param]))
-        weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
-        if settings is not None:
-            masters += states.bytes_of(
-                master_of(nn.Parameter(stored, False), settings.master).new_state(stored).values()
-            )
-            moments += states.bytes_of(states.new_moments(settings.moments_of(param), stored).values())
-        parameters += local.numel()
-        if param in trained and not isinstance(optimizer, CompactOptimizer):
-            moments += _torch_moments(optimizer, param)
-    gradients = _gradients(model, optimizer)
-    return PhasePlan(target.phase.name, parameters, weights, masters, moments, gradients, saved)
-
-
-def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
-    """Return the most bytes of gradients at a time: of all, or of those that wait for their update and the largest."""
-    sizes = [0]
-    coded = getattr(optimizer, "gradient_storage", None) is not None
-    for param in model.parameters():
-        if not param.requires_grad:
-            continue
-        local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
-        stored = StoredGradient.cast(local, param.dtype, is_fp8_experts(param)) if coded else None
-        sizes.append(states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv]))
-    waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
-    return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))
-
-
-def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Return the bytes that an optimizer of torch's keeps for a parameter."""
-    if state := optimizer.state.get(param):
-        return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
-    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
-    if isinstance(optimizer, torch.optim.Adam):
-        count = 2 + group["amsgrad"]
-    elif isinstance(optimizer, torch.optim.SGD):
-        count = int(group["momentum"] != 0)
-    else:
-        raise TypeError(
-            f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
-            "or SGD, or octavo.optim"
-        )
-    return count * states.bytes_of([states.local(param.detach())])
+    return PhasePlan(target.phase.name, *bytes_kept(model.parameters(), optimizer, target.settings, storage), saved)
 
 
 def _cheapest(

@@ -18,25 +18,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, CONTRACTION, MX, Granularity, PerBlock, Tile
+from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.kernels.triton.launch import config
 from octavo.kernels.triton.library_matmul import library_matmul
-from octavo.optim.masters import NAMED as MASTERS
-from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED, Moment, as_matrix
+from octavo.optim.state import new_update
 from octavo.tune.agreement import difference, same_state, sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
 VECTOR, TALL, SQUARE = (1, 128), (128, 1), (128, 128)
+MX = PerBlock(1, 32).tile
 MX_TALL = MX[::-1]
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
@@ -290,33 +289,10 @@ ONLY_TUNED = {
 # --- steps of AdamW on one weight -------------------------------------------------------------------------------------
 
 
-def update(
-    shape: Shape,
-    moments: tuple[Moment, ...],
-    master: str | None,
-    dtype: torch.dtype,
-    grad: torch.dtype,
-    scale_inv: Tensor | None = None,
-) -> WeightUpdate:
-    """Return a weight's update, with a new state; ``scale_inv``: of a weight in codes."""
-    weight = torch.empty(shape, dtype=dtype)
-    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
-    state = form.new_state(weight)
-    if scale_inv is not None:
-        state["master_amax"] = torch.empty_like(scale_inv)
-    for number, moment in enumerate(moments):
-        state |= moment.new_state(str(number), weight.shape, weight.device)
-    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
-    return WeightUpdate(
-        kernel_master, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
-    )
-
-
 def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
     """Return the update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
-    return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
+    return new_update(shape, "fp8", master, torch.uint8, torch.bfloat16, scale_inv)
 
 
 def stored(weight_update: WeightUpdate) -> tuple[Tensor, ...]:
@@ -354,16 +330,16 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 
 STEPS = {
-    "AdamW fp8, split32": _step(lambda s: update(s, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)),
-    "AdamW fp8, fp32": _step(lambda s: update(s, NAMED["fp8"], "fp32", torch.float32, torch.bfloat16)),
-    "AdamW fp32, fp32": _step(lambda s: update(s, NAMED["fp32"], "fp32", torch.float32, torch.float32)),
+    "AdamW fp8, split32": _step(lambda s: new_update(s, "fp8", "split32", torch.bfloat16, torch.bfloat16)),
+    "AdamW fp8, fp32": _step(lambda s: new_update(s, "fp8", "fp32", torch.float32, torch.bfloat16)),
+    "AdamW fp32, fp32": _step(lambda s: new_update(s, "fp32", "fp32", torch.float32, torch.float32)),
     "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
 }
 
 
 # --- products of two pairs in E4M3, by octavo's kernel and by torch's -------------------------------------------------
 
-TILES: dict[str, tuple[Tile, Tile]] = {
+TILES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensor . tensor": (TENSOR, TENSOR),
     "rows . rows": (ROWS, ROWS),
     "1x128 . 128x128": (VECTOR, SQUARE),
@@ -382,8 +358,8 @@ def _torch_has(tiles: str) -> bool:
 TORCH = [name for name in TILES if _torch_has(name)]
 
 
-def _product(a_tile: Tile, b_tile: Tile, maker: str, fast_accum: bool) -> Case:
-    def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_accum: bool) -> Case:
+    def operand(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:

@@ -12,14 +12,12 @@ import importlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from octavo.kernels.triton.launch import SHIPPED, Config
-from octavo.kernels.triton.replay import REPLAYS
 from octavo.tune import cases
 from octavo.tune.timing import ON_GPU, timings
 
@@ -102,25 +100,6 @@ def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
     return list(dict.fromkeys(configs))[: 2 if toy else None]
 
 
-@contextmanager
-def _tables(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
-    """Use the table with these kinds' rows."""
-    old_rows = dict(launch.TABLE)
-    launch.TABLE.update(rows)
-    _forget()
-    try:
-        yield
-    finally:
-        launch.TABLE.clear()  # a kind may have had no row
-        launch.TABLE.update(old_rows)
-        _forget()
-
-
-def _forget() -> None:
-    launch.config.cache_clear()
-    REPLAYS.clear()
-
-
 call_of = functools.lru_cache(maxsize=4)(cases.call_of)
 
 
@@ -129,7 +108,7 @@ def _calling(kind: str, config: Config, name: str, shape: cases.Shape) -> Callab
     call = call_of(name, shape)
 
     def run() -> Any:
-        with _tables({kind: [[64, *config]]}):
+        with launch.using_rows({kind: [[64, *config]]}):
             return call()
 
     return run
@@ -149,7 +128,7 @@ def compile_one(kind: str, bucket: int, config: Config, toy: bool) -> None:
 
 def _wrong(kind: str, config: Config, shape: cases.Shape) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
-    with _tables({kind: [[64, *config]]}):
+    with launch.using_rows({kind: [[64, *config]]}):
         return next((f"{name}: {problem}" for name in KINDS[kind] if (problem := cases.wrong(name, shape))), "")
 
 
@@ -179,7 +158,7 @@ def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
 def tune(kind: str, toy: bool, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
-        with _tables(rows):
+        with launch.using_rows(rows):
             return _tune_library(toy) if kind == LIBRARY else _tune_kind(kind, toy)
     finally:  # memory for the next kind
         call_of.cache_clear()

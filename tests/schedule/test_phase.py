@@ -8,10 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
 from octavo import PerTensor, RecipeMap, recipes
-from octavo.optim import Moment
+from octavo.optim import Moment, conversion
 from octavo.optim.state import data_of
 from octavo.schedule import Phase
-from octavo.schedule import phase as module
 from octavo.schedule.phase import fp8_weights, switch, targets_of
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
@@ -108,7 +107,7 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
         if name.startswith("master_")
     ]
     left = []
-    changing = module.change
+    changing = conversion.change
 
     def change(optimizer, settings, moved, stored):
         def then(weight):
@@ -117,7 +116,7 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
 
         return changing(optimizer, settings, moved, then)
 
-    monkeypatch.setattr(module, "change", change)
+    monkeypatch.setattr(conversion, "change", change)
     (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])
     switch(model, optimizer, target)
     assert left == [5, 4, 3, 2, 1, 0]

@@ -19,7 +19,7 @@ def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleT
             continue  # the interpreter and sm_100 alone read it
         for name in names:
             call = tuner.cases.call_of(name, tuner.buckets_of(kind, True)[64][0])
-            with tuner._tables({kind: []}), pytest.raises(IndexError):
+            with tuner.launch.using_rows({kind: []}), pytest.raises(IndexError):
                 call()
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
 from octavo.granularity import ALL
-from octavo.kernels.triton.replay import recorder, repeatable
+from octavo.kernels.triton.replay import REPLAYS, recorder, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
 from octavo.reading import read_json
@@ -92,6 +93,25 @@ def config(kernel: str, log2_elements: int) -> Config:
     """
     rows = TABLE[kernel]
     return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+
+
+@contextmanager
+def using_rows(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
+    """Choose configurations of these kinds by other rows than the table's."""
+    old_rows = dict(TABLE)
+    TABLE.update(rows)  # type: ignore[arg-type]
+    _forget_choices()
+    try:
+        yield
+    finally:
+        TABLE.clear()  # a kind may have had no row
+        TABLE.update(old_rows)
+        _forget_choices()
+
+
+def _forget_choices() -> None:
+    config.cache_clear()
+    REPLAYS.clear()
 
 
 def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:

@@ -1,0 +1,252 @@
+"""The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
+
+A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. Limits were
+chosen by all faults of benchmarks/training/causes.py, causes_held_out.py and causes_third_draw.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+
+from octavo.inspect import training as tests
+from octavo.inspect.incidents import Finding
+from octavo.inspect.record import Record, np
+from octavo.inspect.training import Rule, Training
+
+# parts of sentences and remedies of several rows
+SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
+LOAD = (
+    'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes',
+    "moments go on as they were",
+    "load it",
+)
+LOOK = "look at the data of that step, and leave out what is not as the rest"
+RESTORE = "load weights and optimizer from the last checkpoint before that step"
+RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
+SKIP = "leave out such steps"
+AFTER = "after the optimizer's step, though inputs and gradients have none"
+ANEW = "give these units their initial weights anew; look for what masks them, and at the bias before"
+FIND = f"{RESTORE}; find what wrote them"
+LARGER = "{times:.3g} times as large as before, and a step changes most weights {ratio:.3g} times as much"
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), {norm:.3g})"
+CLIPPED = CLIP, "before each optimizer.step(): no more than twice the last record's", "clip their norm"
+MEAN = "divide the loss once by the batches that it is summed over"
+ZERO = f"call optimizer.zero_grad() before each backward, and {MEAN}"
+FALL = "the gradients are {share} of those before"
+TRAINS = "requires_grad, a group of the optimizer, and no detach() or no_grad() behind it: a weight that trains has all"
+BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
+
+RULES: Sequence[Rule] = (
+    # times the highest earlier one, after a step that hardly raised it
+    Rule(
+        *("learning rate", 2.0, tests.rates, "{name} rises from {top:.3g} to {most:.3g}"),
+        'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {top:.3g})',
+        "the rate of the steps before; look at the schedule and at what resumed the run",
+        "keep it at {top:.3g}",
+    ),
+    # a rate that falls to less than one in so many, and stays low
+    Rule(
+        "learning rate", 30.0, tests.rates, "{name} falls from {previous:.3g} to {value:.3g}", SCHEDULE, "it trains on"
+    ),
+    Rule("learning rate", 0.0, tests.rates, "{name} is 0", SCHEDULE, "it trains on"),
+    Rule("learning rate", 0.0, tests.rates, "{name} is below 0: {value:.3g}", SCHEDULE, "each such step goes uphill"),
+    # times its last value, of another option of the optimizer that did not change a step earlier
+    Rule(
+        *("options", 2.0, tests.options, "{option} of group {group} changes from {was:.3g} to {now:.3g}"),
+        'optimizer.param_groups[{group}]["{option}"] = {was:.3g}',
+        advice="keep it at {was:.3g}",
+    ),
+    # share of a weight that weight decay takes in a step
+    Rule(
+        *("decay", 0.02, tests.options, "weight decay takes {share} of the weights of group {group} in a step"),
+        'optimizer.param_groups[{group}]["{option}"] = 0.1',
+        advice="lower it",
+    ),
+    # times the bound of a moment by its last value and the gradient, or the bound over the moment
+    Rule("state", 1.3, tests.state, "something but the optimizer wrote its moments", *LOAD),
+    Rule(
+        *("state", 0.0, tests.state),
+        "the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}",
+        *LOAD,
+    ),
+    Rule(
+        *("decay", 0.0, tests.decayed_vectors, "weight decay pulls {count:.0f} biases and norms' weights to 0"),
+        "give parameters of one dimension a group of their own with weight_decay=0",
+        "matrices decay, biases and norms do not",
+    ),
+    # the very first step's change of a weight, over its root mean square: median of layers
+    Rule(
+        *("warm-up", 0.1, tests.warmup),
+        "the first step, without a warm-up, changes most weights by {share} of their size",
+        "let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
+        "smaller first updates",
+    ),
+    # the numbers of a batch, over those of all earlier batches, where it lasts
+    Rule(
+        *("batch", 0.3, tests.elements, "batches have {share} of the numbers that they had"),
+        "look at the data loader, and at what splits its batches or accumulates them",
+    ),
+    # how much higher the loss stays, over the earlier loss
+    Rule("labels", 0.05, tests.losses, "the loss rose and stays up: from {was:.3g} to {now:.3g}", LOOK),
+    # a loss beyond earlier ones, over the usual difference of two steps
+    Rule(
+        *("labels", 4.0, tests.losses),
+        "the loss fell at once, from {was:.3g} to {now:.3g}: batches are other, or easier",
+        LOOK,
+    ),
+    Rule("batch", 4.0, tests.losses, "the loss rose for a step: from {was:.3g} to {now:.3g}", LOOK),
+    # the curvature of the loss over that of earlier steps
+    Rule(
+        *("repeats", 0.25, tests.repeats),
+        "the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn",
+        "look whether the data loader shuffles, goes on, and gives each worker its own data",
+    ),
+    Rule(
+        *("batch", 0.0, tests.loss_alone),
+        "the loss is inf or NaN, though no layer has one: as of a batch without a label",
+        LOOK,
+    ),
+    Rule(
+        *("nonfinite", 0.0, tests.first_nonfinite, "inf or NaN began between two recorded steps"),
+        "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
+    ),
+    Rule(
+        *("batch", 0.0, tests.first_nonfinite, "the batch, or what embeds it, brings inf or NaN to the first layer"),
+        f"{LOOK}; then {RESTORE}",
+        "the other layers had none before",
+    ),
+    Rule(
+        *("nonfinite", 0.0, tests.first_nonfinite),
+        "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
+        RECOVERY,
+        advice=SKIP,
+    ),
+    Rule(
+        *("nonfinite", 0.0, tests.first_nonfinite),
+        "has inf or NaN in its weight, or in what is computed up to {then}: its input has none",
+        RESTORE,
+    ),
+    Rule(
+        *("loss scale", 0.0, tests.first_nonfinite, "gradients overflow at a loss scale{scale}"),
+        "take a loss scale that is lower: let GradScaler halve it",
+    ),
+    Rule(
+        *("nonfinite", 0.0, tests.first_nonfinite),
+        "gets a gradient with inf or NaN, which the layers behind it did not have",
+        *(RECOVERY, "leaves out steps with such gradients", SKIP),
+    ),
+    Rule("nonfinite", 0.0, tests.first_nonfinite, f"has inf or NaN in its weight {AFTER}", RESTORE),
+    Rule("nonfinite", 0.0, tests.first_nonfinite, f"inf or NaN are in the weights {AFTER}", RESTORE),
+    # share of the last layer's gradients that became 0
+    Rule(
+        *("loss scale", 0.3, tests.underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
+        "take a loss scale that is higher: they underflow",
+    ),
+    Rule(
+        *("untied", 0.0, tests.untied, "no longer shares its weight: {names} were one"),
+        "tie them again, before the optimizer is made",
+        "one parameter, which the optimizer trains",
+    ),
+    # share of a weight's, or an input's, numbers that became 0
+    Rule("dead rows", 1e-4, tests.dead, "has 0 in {share} of its weight", ANEW),
+    Rule("dead units", 0.9, tests.dead, "has 0 in {share} of its input", ANEW),
+    # a change of a weight by something but the optimizer, over the weight's root mean square
+    Rule(
+        *("overwritten", tests.WRITTEN, tests.written),
+        "has a weight that the optimizer did not write: its {name} went from {was:.3g} to {now:.3g}",
+        FIND,
+    ),
+    Rule(
+        *("overwritten", tests.WRITTEN, tests.written),
+        "{count} of {all} weights have new numbers, not by the optimizer",
+        FIND,
+    ),
+    Rule(
+        *("ranks", tests.WRITTEN, tests.written),
+        "{count} of {all} weights have the same numbers in other places, as if ranks had loaded each other's shards, "
+        "not by the optimizer",
+        FIND,
+    ),
+    # the gradients over the largest earlier ones, if updates rose too
+    Rule("gradients", tests.GRADIENTS, tests.leaps, f"the gradients are {LARGER}", *CLIPPED),
+    Rule(
+        "gradients", tests.GRADIENTS, tests.leaps, f"the gradients are {LARGER}", f"{ZERO}; or {CLIP}", CLIPPED[1], ZERO
+    ),
+    # of one layer while the others stay; and all layers' gradients, which fall to one in so many
+    Rule("gradients", 8.0, tests.leaps, f"gets gradients {LARGER}", *CLIPPED),
+    Rule("gradients", 8.0, tests.leaps, FALL, MEAN),
+    Rule(
+        *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
+        "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
+    ),
+    Rule(
+        *("batch", 3.0, tests.leaps),
+        "the gradients' norm, before it is clipped, is {times:.3g} times what it was",
+        LOOK,
+    ),
+    # a step's update over earlier ones' median, if neither gradients nor the learning rate rose
+    Rule(
+        *("jump", tests.JUMP, tests.leaps),
+        "the step changes weights {value:.3g} times as much as those before, {extent}",
+        *(RECOVERY, "leaves out the steps after it whose loss jumps; {cause} rose", SKIP),
+    ),
+    Rule("frozen", 0.0, tests.frozen, "does not train{others}, while other layers do", TRAINS),
+    Rule(
+        *("frozen", 0.0, tests.frozen),
+        "does not train{others}, though it has gradients: no group of the optimizer has it",
+        TRAINS,
+    ),
+    Rule("frozen", 0.0, tests.frozen, "does not train{others}, and gets no gradient", TRAINS),
+    Rule(
+        *("frozen", 0.0, tests.frozen),
+        "no weight changes, though all have gradients: the optimizer has none of them",
+        TRAINS,
+    ),
+    # share of a weight's, or its master's, numbers that a step does not change
+    Rule(
+        *("unmoved", tests.UNMOVED, tests.unmoved, BELOW.format("weight")),
+        'octavo.optim.AdamW(model.parameters(), master="split24")',
+        "keeps 8 more bits of what is rounded off",
+    ),
+    Rule(
+        *("unmoved", tests.UNMOVED, tests.unmoved, BELOW.format("master")),
+        'octavo.optim.AdamW(model.parameters(), master="fp32")',
+        "keeps all what is rounded off",
+    ),
+    # share of second moments that are flushed
+    Rule(
+        *("second moments", 1e-2, tests.second_moments),
+        "flushes {share} of its second moments where the first are not, {extent},",
+        'octavo.optim.AdamW(model.parameters(), moments="bf16")',
+        "bf16 has float32's range: nothing is flushed",
+    ),
+    # tokens of an expert
+    Rule(
+        *("idle expert", 0.0, tests.idle_experts, "gives no tokens to expert {expert} of {count}"),
+        "balance the router: a bias for each expert, or a loss for balance; look at its scores",
+    ),
+    # standard deviation of attention's logits
+    Rule(
+        *("logits", 10.0, tests.logits),
+        "makes queries and keys so large that attention's logits deviate by about {most:.2g}",
+        "norm queries and keys before they are multiplied (QK norm)",
+    ),
+)
+
+LIMITS = {rule.kind: rule.limit for rule in reversed(RULES) if rule.limit or rule.kind in ("frozen", "idle expert")}
+
+
+def findings(record: Record) -> list[Finding]:
+    """Return what the rules find in a record."""
+    if not record.steps or not record.layers:
+        return []
+    run, of_rules = Training(record), []
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
+        for test, rules in itertools.groupby(RULES, key=lambda rule: rule.test):
+            hits = list(test(run, *rules))
+            run.fired |= {test} if hits else set()
+            of_rules += [hit.finding() for hit in hits]
+    return of_rules
