@@ -53,13 +53,13 @@ LINE = re.compile(r"\.loc[^\n]*// (\w+\.py:\d+)")
 class Bursts(np.random.Generator):
     """Random numbers that often stay: the same program or warp goes on, and others are far behind."""
 
-    kept = 0.5
+    latest = 0.5
 
     def integers(self, most: int) -> int:  # type: ignore[override]
         """A number below ``most``."""
         if self.random() < 0.15:
-            self.kept = self.random()
-        return int(self.kept * most)
+            self.latest = self.random()
+        return int(self.latest * most)
 
 
 def in_orders(seeds: int = SEEDS) -> Iterator[Options]:
@@ -72,7 +72,7 @@ def in_orders(seeds: int = SEEDS) -> Iterator[Options]:
 def outcome(
     name: str, capability: int | None, options: Options | None = None, change: Callable[[str], str] = str
 ) -> str:
-    """What is found as a case runs, by the emulator or, without a capability, Triton's interpreter; "" for nothing."""
+    """Return the fault of a case in the emulator or, without a capability, Triton's interpreter; "" for none."""
     from tests.kernels.triton.test_compiled import check
     from tests.support import triton_kernels
     from tests.support.emulated import emulating
@@ -115,7 +115,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_kernels(cases: Iterable[tuple[int, str]]) -> list[Compiled]:
-    """What cases launch, each text once."""
+    """Return the kernels that cases launch, each text once."""
     from tests.kernels.triton.test_compiled import check
     from tests.support import triton_kernels
     from tests.support.emulated import emulating
@@ -160,8 +160,8 @@ def leave_out_barriers() -> None:
                 change = functools.partial(without, one.text, numbers)
                 seeds = SEEDS if is_asked_for(place) else 0
                 work = functools.partial(in_some_order, one.case, one.capability, change, seeds)
-                found = in_a_fork(work, LIMIT, LOG)  # what a fault leaves in memory meets no other
-                met = CRASH if found is None else found
+                answer = in_a_fork(work, LIMIT, LOG)  # what a fault leaves in memory meets no other
+                met = CRASH if answer is None else answer
             why = "" if met else why_not_found(place, bool(numbers & one.reached))
             which = " ".join(map(str, sorted(numbers)))
             rows.append([one.capability, one.case, one.kernel, which, site[1], place, met, why])
@@ -209,14 +209,14 @@ LAST = [  # cases of kernels whose last program ends the work, or whose programs
 
 
 def results_in_orders(name: str, seeds: int) -> tuple[str, int]:
-    """What is found in any order, and how many different results a case has that need not be the reference's."""
+    """Return the fault that an order shows, and how many different results a case has beside the reference's."""
     from octavo.tune import cases
 
     seen: set[bytes] = set()
 
-    def difference(results: Any, *rest: Any) -> str:
+    def difference(results: Any, *others: Any) -> str:
         seen.add(b"".join(result.contiguous().view(torch.uint8).numpy().tobytes() for result in results))
-        return real(results, *rest)
+        return real(results, *others)
 
     real = cases.difference
     with mock.patch.object(cases, "difference", difference):
@@ -257,7 +257,7 @@ class Mutant(NamedTuple):
         linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
 
     def met(self, interpreted: bool = False, seeds: int = SEEDS) -> str:
-        """What is found by the emulator, for sm_90 or a case of Blackwell alone for sm_100, or by the interpreter."""
+        """Return what the emulator finds, for sm_90 or a case of Blackwell alone for sm_100, or the interpreter."""
 
         def work() -> str:
             self.put()
@@ -266,8 +266,8 @@ class Mutant(NamedTuple):
             capability = 90 if (90, self.case) in ALL_CASES else 100
             return outcome(self.case, None) if interpreted else in_some_order(self.case, capability, seeds=seeds)
 
-        found = in_a_fork(work, LIMIT, LOG)
-        return CRASH if found is None else found
+        answer = in_a_fork(work, LIMIT, LOG)
+        return CRASH if answer is None else answer
 
 
 def all_mutants() -> list[Mutant]:

@@ -57,7 +57,7 @@ def exact(norm: NormSource) -> Tensor:
 
 
 def statistics(norm: NormSource) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
+    """Return in float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
     x = norm.x.double()
     mean = x.mean(1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros(len(x), 1, dtype=torch.float64)
     rstd = ((x - mean).square().mean(1, keepdim=True) + norm.eps).rsqrt()

@@ -24,7 +24,7 @@ def heads_of(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) 
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """In float64, as a matrix [D, D] for each position that multiplies its heads."""
+    """Return x turned in float64, by a matrix [D, D] for each position that multiplies its heads."""
     half = x.shape[-1] // 2
     matrix = torch.diag_embed(cos.double())
     one, other = torch.arange(half), torch.arange(half, 2 * half)

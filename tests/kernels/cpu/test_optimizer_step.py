@@ -19,7 +19,7 @@ KINDS = [*MASTERS, *IN_FP8]
 def differences_of(seed: int, count: int, recorded: Any = step_in_place) -> list[Any]:
     """Cases whose steps differ from the reference's."""
     torch.manual_seed(seed)
-    found = []
+    differing = []
     for number, case in enumerate(dealt_weights(seed, count, KINDS, SHAPES)):
         update = made(case, slice(2), number)._replace(group=0)
         ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
@@ -27,8 +27,8 @@ def differences_of(seed: int, count: int, recorded: Any = step_in_place) -> list
         scale = [None, torch.tensor(8.0), torch.tensor(3.0)][number % 3]
         optimizer_step([theirs], [group], None, scale)
         optimizer_step([ours], [group], None, scale, None, recorded)
-        found += [case] if differences([ours], [theirs]) else []
-    return found
+        differing += [case] if differences([ours], [theirs]) else []
+    return differing
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -36,8 +36,8 @@ def test_any_update_has_the_bits_of_the_reference(threads: int, monkeypatch: pyt
     assert library("optimizer_step") is not None
     taken: list[bool] = []
 
-    def recorded(*given: Any) -> bool:
-        taken.append(step_in_place(*given))
+    def recorded(*args: Any) -> bool:
+        taken.append(step_in_place(*args))
         return taken[-1]
 
     monkeypatch.setattr(libraries, "_SHARE", 100)

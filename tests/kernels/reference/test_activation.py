@@ -28,13 +28,13 @@ each_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
 
 
 def slope_error(h: Tensor, function: str) -> Tensor:
-    """What a slope may be wrong by; s is 1 in float32 where h u' is 40."""
+    """Return the bound of a slope's error; s is 1 in float32 where h u' is 40."""
     steep = SIGMOIDS[function][1](h.double()).abs().clamp(max=40.0) if function in SIGMOIDS else torch.zeros_like(h)
     return HALF_ULP * (8 + steep)
 
 
 def off(actual: Tensor, truth: Tensor) -> Tensor:
-    """By how much, beyond the rounding of ``truth`` itself."""
+    """Return the difference beyond the rounding of ``truth`` itself."""
     return (actual.double() - truth).abs() - 2 * HALF_ULP * truth.abs() - 2 * SMALLEST
 
 

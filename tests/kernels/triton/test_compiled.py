@@ -175,7 +175,7 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cast columns", "cast 1x32 + 32x1"])
 def test_stores_fill_sectors(name: str) -> None:
-    """Where rows of codes do, what a warp stores beside them lies together too."""
+    """Stores of rows of codes fill whole sectors; what a warp stores beside them lies together too."""
     with emulating(90, Options(counts=True)) as launches:
         assert cases.wrong(name, (64, 256)) == ""
     accesses = [access for one in launches for access in one.launch.counts.items()]

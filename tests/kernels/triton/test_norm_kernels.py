@@ -112,9 +112,9 @@ def test_infinities_made_on_the_way(kernels: TritonKernels, tile: tuple[int, int
     norm = of_norm(gamma, None, "layer_norm")
     for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
         call = Call("cast", (x, state, 1, fmt, tile, False, 0, True, 16), norm | {"keep": True})
-        found = check(kernels.cast, call, False)
-        assert found["amax"].isfinite().all() and (found["amax"] > 0).any()
-        values = found["q"][:, :150].float()
+        outputs = check(kernels.cast, call, False)
+        assert outputs["amax"].isfinite().all() and (outputs["amax"] > 0).any()
+        values = outputs["q"][:, :150].float()
         assert not values[:, 7].isfinite().any() and values[:, [6, 8]].isfinite().all()
 
 

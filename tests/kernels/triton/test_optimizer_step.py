@@ -167,14 +167,14 @@ def test_corrections_that_a_step_kept_are_those_of_the_next_one_alone(kernels: T
 
 def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Launches in the rest of the test: whether each only finds amaxes."""
-    launch, found = both.module.launch, []
+    launch, only_amaxes = both.module.launch, []
 
     def recorded(kernel: Any, programs: int, arguments: tuple[Any, ...], num_warps: int) -> None:
-        found.append(arguments[-1].find)
+        only_amaxes.append(arguments[-1].find)
         launch(kernel, programs, arguments, num_warps)
 
     monkeypatch.setattr(both.module, "launch", recorded)
-    return found
+    return only_amaxes
 
 
 @pytest.mark.parametrize("rule", [ADAM, SGD._replace(averages=True, max_update=1.25)], ids=["Adam", "Muon's"])
@@ -250,12 +250,12 @@ def test_nothing_to_update(kernels: TritonKernels) -> None:
     updates = []
     for kind in RESTS:
         update = fp8_update((3, 5), kind)
-        rest = None if update.master.low_bits is None else update.master.low_bits[:0]
-        held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest, torch.zeros(1, 1))
+        low_bits = None if update.master.low_bits is None else update.master.low_bits[:0]
+        held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, low_bits, torch.zeros(1, 1))
         updates += [update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held), update]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(2)
-    assert all(float(found.step) == 2.0 for found in both.ours)
+    assert all(float(weight.step) == 2.0 for weight in both.ours)
 
 
 def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +285,12 @@ def experts(
     apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
     masters = [one.master for one in apart]
     whole = torch.Size((count, *shape))
-    rest = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
+    low_bits = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
     master = Fp8Weight(
         torch.cat([one.weight for one in masters]),
         kind,
         torch.stack([one.scale_inv for one in masters]),
-        rest,
+        low_bits,
         torch.stack([one.amax for one in masters]),  # type: ignore[misc]
     )
     stored = [m.for_kernel(str(i), m.new_state(str(i), whole, "cpu", True), True) for i, m in enumerate(moments)]
@@ -329,7 +329,7 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
 
 
 def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, small: None) -> None:
-    """As parts of sharded vectors are."""
+    """A sharded vector's part is seen in rows of one; its codes are as the reference writes them."""
     lengths = [1, 5, 128, 300, 2064, 0]
     masters = itertools.cycle(MASTERS[:4])
     updates = [update_of((n, 1), NAMED["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]

@@ -19,7 +19,9 @@ from tests.mutate import ROOT, WARM, in_a_fork
 
 
 class Mutant(NamedTuple):
-    """In ``file`` of octavo/, ``old`` (there once) is replaced by ``new``; (feature, situation) is the cell."""
+    """A fault: in ``file`` of octavo/, ``old`` (there once) is replaced by ``new``; (feature, situation) is the
+    cell.
+    """
 
     file: str
     old: str
@@ -33,7 +35,7 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as fi
 
 
 def finds(mutant: Mutant, root: Path) -> str:
-    """What its cell says in a process that has not imported octavo yet; nothing, if all is well."""
+    """Return what the mutant's cell says in a process that has not imported octavo yet; "" if all is well."""
     sys.path.insert(0, str(root))
     os.chdir(root)  # from where ranks import
     os.environ["PYTHONPATH"] = str(root)

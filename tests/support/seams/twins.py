@@ -40,7 +40,7 @@ class History(NamedTuple):
 
 
 class Casts:
-    """How a layer's tensors are cast, with the state that delayed scaling has by its definition."""
+    """The casts of a layer's tensors, with the state that delayed scaling has by its definition."""
 
     def __init__(self, recipe: octavo.Recipe | None) -> None:
         self.own: History | None = None
@@ -61,13 +61,13 @@ class Casts:
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
         """Another recipe, or the same with a history that is thrown away."""
         self.settle()
-        kept = self.recipe, self.own, self.entered
+        state = self.recipe, self.own, self.entered
         if self.own is not None:
             self.own = History(*(part.clone() for part in self.own))
         self.set(recipe)
         yield
         self.settle()
-        self.recipe, self.own, self.entered = kept
+        self.recipe, self.own, self.entered = state
 
     def history(self) -> History | None:
         """The layer's on this rank, if its recipe has any."""
@@ -127,9 +127,9 @@ class Casts:
                     amaxes[role] = amaxes[role].roll(1)
                     amaxes[role, 0] = 0
                 amaxes[role, 0] = torch.maximum(amaxes[role, 0], seen[role])
-                found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
+                amax = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
                 how = delayed.format.max, delayed.power_of_two, delayed.margin
-                scale[role] = definitions.scale_of(float(found), *how, float(scale[role]))
+                scale[role] = definitions.scale_of(float(amax), *how, float(scale[role]))
         self.entered = True
 
 
@@ -147,7 +147,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def product(casts: Any, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of two pairs, with their casts."""
+    """Return the product of two pairs, with their casts."""
     return kernels.matmul(*a, casts[0].tile, *b, casts[1].tile, bias, dtype, False)
 
 
@@ -210,7 +210,7 @@ def held(weight: Any, exact: bool) -> Any:
 
 
 class TwinLinear(nn.Module):
-    """What octavo.nn.Linear computes of [T, K]."""
+    """The computation of octavo.nn.Linear, of [T, K]."""
 
     def __init__(self, layer: Any, exact: bool) -> None:
         super().__init__()
@@ -324,15 +324,15 @@ class _OfExpert(torch.autograd.Function):
 
 
 class TwinExperts(nn.Module):
-    """What octavo.nn.Experts computes, without a gate: a loop over experts."""
+    """The computation of octavo.nn.Experts, without a gate: a loop over experts."""
 
     def __init__(self, experts: Any, exact: bool) -> None:
         super().__init__()
         self.gate_up, self.down = nn.Module(), nn.Module()
         for name in ("gate_up", "down"):
-            ours, own = getattr(experts, name), getattr(self, name)
+            ours, twin = getattr(experts, name), getattr(self, name)
             assert ours.bias is None  # the library adds up its gradient in another order
-            own.weight, own.casts = held(ours.weight, exact), Casts(None if exact else ours.recipe)
+            twin.weight, twin.casts = held(ours.weight, exact), Casts(None if exact else ours.recipe)
         assert experts.activation == "relu"
 
     def linear(self, layer: Any, x: Tensor, expert: int) -> Tensor:
@@ -374,21 +374,21 @@ class _Norm(torch.autograd.Function):
 
 
 class TwinNorm(nn.Module):
-    """What an RMS norm that octavo computes does."""
+    """The computation of an RMS norm that octavo computes."""
 
     def __init__(self, norm: Any, exact: bool) -> None:
         super().__init__()
         self.weight, self.exact, self.eps = norm.weight, exact, getattr(norm, "variance_epsilon", norm.eps)
 
     def forward(self, x: Tensor, by_torch: bool = False) -> Tensor:
-        """In torch's own operation if asked for, or exact."""
+        """Return the norm of x, by torch's own operation if asked for, or if it is exact."""
         if self.exact or by_torch:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _Norm.apply(x, self.weight, self.eps)
 
 
 class TwinMLP(nn.Module):
-    """What octavo.nn.RMSNormMLP computes, one part after the other."""
+    """The computation of octavo.nn.RMSNormMLP, one part after the other."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class ReadsAsOne(nn.Module):
     apart = False
 
     def each(self, layers: Sequence[TwinLinear], x: Tensor) -> Sequence[Tensor]:
-        """What each layer computes of x [T, K]."""
+        """Return each layer's output of x [T, K]."""
         first, weights = layers[0], [layer.weight for layer in layers]
         recipe, plain = first.casts.recipe, all(type(weight) is nn.Parameter for weight in weights)
         hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
@@ -425,7 +425,7 @@ class ReadsAsOne(nn.Module):
 
 
 class TwinFeedForward(ReadsAsOne):
-    """What Llama's feed-forward computes: gate and up are one matrix."""
+    """The computation of Llama's feed-forward: gate and up are one matrix."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class TwinFeedForward(ReadsAsOne):
 
 
 class TwinAttention(ReadsAsOne):
-    """What Llama's attention computes of a sequence [T, W]: q, k and v are one matrix; positions turn by hand."""
+    """The computation of Llama's attention of a sequence [T, W]: q, k and v are one matrix; positions turn by hand."""
 
     def __init__(self, attention: Any, exact: bool) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TwinDecoderLayer(nn.Module):
-    """What Llama's decoder layer computes of one sequence [1, T, W]."""
+    """The computation of Llama's decoder layer of one sequence [1, T, W]."""
 
     def __init__(self, layer: Any, exact: bool) -> None:
         super().__init__()

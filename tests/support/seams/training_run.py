@@ -1,7 +1,7 @@
 """A feature's model in training, or a twin of it; what happened to it is its trace.
 
 A situation's program is written once, for the library and for the twins: what only the library meets (a wrapper,
-recomputation) it does under ``if made.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:
+recomputation) it does under ``if run.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:
 where each has a batch of its own, with delayed state of its own, gradients are averaged by hand; else each is alone.
 """
 
@@ -30,7 +30,7 @@ def nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-class Made:
+class TrainingRun:
     """A model, its optimizer and their trace.
 
     Attributes:
@@ -62,7 +62,7 @@ class Made:
         return self.feature.plain()
 
     def set_recipe(self, recipe: octavo.Recipe) -> None:
-        """From the next forward on."""
+        """Set another recipe from the next forward on."""
         if self.is_library:
             octavo.set_recipe(self.model, recipe)
         for casts in casts_of(self.model) if self.is_twin else ():
@@ -79,7 +79,7 @@ class Made:
             yield
 
     def converted(self, plain: nn.Module) -> nn.Module:
-        """What the feature makes of its plain model; a twin of that."""
+        """Return the feature's conversion of its plain model, or a twin of it."""
         model = self.feature.convert(plain)
         return model if self.is_library else twin_of(model, exact=self.role == "float64")
 
@@ -226,7 +226,9 @@ class Made:
             self.update(zero_to_none, by)
 
     def train_scaled(self, overflows: bool = False) -> None:
-        """By a GradScaler; a twin's gradients are divided by hand. ``overflows``: a first step, which is skipped."""
+        """Train by a GradScaler; a twin's gradients are divided by hand. ``overflows``: a first step, which is
+        skipped.
+        """
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         self.scale = scaler.scale(torch.ones(()))
 
@@ -248,7 +250,7 @@ class Made:
         self.train(by=step if self.is_library else None, complete=divide)
 
     def train_clipped(self) -> None:
-        """By the global norm."""
+        """Train with gradients clipped by their global norm."""
         self.train(complete=lambda: nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3))
 
     def wrote(self) -> None:
@@ -288,8 +290,8 @@ def values_of(weight: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def evaluating(made: Made) -> Iterator[None]:
+def evaluating(run: TrainingRun) -> Iterator[None]:
     """The model in evaluation."""
-    made.call.eval()
+    run.call.eval()
     yield
-    made.call.train()
+    run.call.train()
