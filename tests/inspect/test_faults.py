@@ -111,8 +111,8 @@ def spoiled_rank(mesh: Any) -> tuple[Any, ...]:
     trace = octavo.inspect.trace_faults(model, raises=False, group=mesh.get_group())
     train_spoiled(model, range(5), trace, fault)
     trace.close()
-    found = trace.fault
-    return found.layer, found.role, found.step, found.rank, len(found.before), found.share
+    named = trace.fault
+    return named.layer, named.role, named.step, named.rank, len(named.before), named.share
 
 
 PLACES = {  # where a fault is put in step 1: where it is found
@@ -185,14 +185,14 @@ def test_rows_amax_and_scale_before_a_fault(compiled: bool) -> None:
                 trace.step(loss=step)
     fault = raised.value.fault
     assert fault == trace.fault and fault.share == 1 / 40
-    found = [(row["input amax"], row["grad_output amax"]) for row in fault.before]
-    assert found == seen
+    amaxes = [(row["input amax"], row["grad_output amax"]) for row in fault.before]
+    assert amaxes == seen
     assert [row["loss"] for row in fault.before] == [0, 1, 2, 3]
     assert "grad_output scale_inv" in str(fault).splitlines()[1]
 
 
 def test_a_training_that_diverges() -> None:
-    """By a learning rate that float16 cannot hold for long; hooks see each tensor whole."""
+    """A training that diverges by a learning rate that float16 cannot hold for long; hooks see each tensor whole."""
     model = nn.Sequential(*(octavo.nn.Linear(16, 16, recipe=recipes.delayed()) for _ in range(3))).half()
     optimizer, seen = torch.optim.SGD(model.parameters(), 3.0), []
     for name, layer in model.named_children():
@@ -249,5 +249,5 @@ def test_a_watched_training_is_the_same() -> None:
 
 def test_ranks_name_the_one(pool: Any) -> None:
 
-    found: list[Any] = pool.run(spoiled_rank, (2,))
-    assert found == [("mlp.fc1", "input", 3, 1, 4, 1 / 80)] * 2
+    faults: list[Any] = pool.run(spoiled_rank, (2,))
+    assert faults == [("mlp.fc1", "input", 3, 1, 4, 1 / 80)] * 2

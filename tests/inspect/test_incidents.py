@@ -32,17 +32,17 @@ def test_upstream_explains_downstream() -> None:
     for role, places in {"input": (0, 3, 6), "grad_output": (8, 5, 2)}.items():
         record = made(3, RECORDS)
         record.measures["flushed"][AT:, places] = 0.1
-        (found,) = diagnose(record)
-        assert found.role == role and found.layer == record.rows[places[0]].layer
-        assert [effect.layer for effect in found.consequences] == [record.rows[place].layer for place in places[1:]]
+        (finding,) = diagnose(record)
+        assert finding.role == role and finding.layer == record.rows[places[0]].layer
+        assert [effect.layer for effect in finding.consequences] == [record.rows[place].layer for place in places[1:]]
 
 
 def test_an_inf_or_nan_explains_all_others() -> None:
     record = made(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)
-    (found,) = diagnose(record)
-    assert (found.layer, found.level, found.severity) == (LAYER, "critical", 10)
-    assert len(found.consequences) == 12
+    (finding,) = diagnose(record)
+    assert (finding.layer, finding.level, finding.severity) == (LAYER, "critical", 10)
+    assert len(finding.consequences) == 12
 
 
 def test_verdicts_are_sentences() -> None:

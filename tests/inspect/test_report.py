@@ -85,7 +85,7 @@ def broken(layers: int, records: int) -> tuple[Record, list[Finding]]:
 
 
 def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") -> list[dict[str, Any]]:
-    """What octavo.inspect.compare might find of the model of such a record."""
+    """Return rows as octavo.inspect.compare gives them of the model of such a record."""
     names = ["", *(f"model.layers.{place}.mlp" for place in range(layers))]
     effects = [
         Effect(name, recipe, *(0.03,) * 3, 1e-4, 1e-4 * (place + 1), 0.9999, 1.0, place % 2 == 0)
@@ -117,8 +117,8 @@ def test_experts_and_their_tokens() -> None:
     load = "model.layers.1.mlp.experts: 4 experts, 0 to 30, expert 0 2 times the mean; 3 none from step 100"
     assert lines[-1].strip() == load  # one for both parts
     content = json.loads(to_json(record, findings))
-    (found,) = content["loads"]
-    assert (found["tokens"], found["mean"], found["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
+    (only_load,) = content["loads"]
+    assert (only_load["tokens"], only_load["mean"], only_load["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
     assert content["casts"][0]["flushed"] == [50] * 4
     assert json.loads(to_json(made(), []))["loads"] == []
 
@@ -207,31 +207,31 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     other = put(put(made(12, 30), 3, assumed=2.5), 12, flushed=0.2)
     against = Against("another run", other, diagnose(other))
     page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"), against)
-    found = looked_at(page, tmp_path)
+    seen = looked_at(page, tmp_path)
     plots = "loss against-flushed against-clipped against-sqnr flushed clipped sqnr assumed exponents amax resolution"
-    assert found["sections"] == [*plots.split(), "what-if"]
-    assert len(found["colours"]) == 5 and min(found["colours"]) > 10, "a heat map is empty"
-    assert len(found["marks"]) == 7 and min(found["marks"]) > 2, "a plot is empty"
-    assert found["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
-    assert found["state"] == ["worse", "new"] and len(found["gone"]) == 1 and found["folded"] == ["1 consequence"]
-    assert found["up"] == ["50", "100"] and found["down"] == ["100", "50"] and found["sorted"] == "descending"
-    assert found["redrawn"] and set(found["legend"]) == {"switch", "recovery", "skipped", "this run", "another run"}
-    assert found["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
-    assert found["filtered"] == ["model.layers.1.mlp"]
-    assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
-    assert len(found["labels"]) == 12 and {role for role, *_ in found["labels"]} == {"img"}
-    assert all(label and shows for _, label, shows in found["labels"])
-    assert "lr: 0.001 in all steps." in found["labels"][0][2]
-    assert len(found["links"]) == 14 and all(found["links"])
-    assert max(found["cut"] + found["narrow"]) <= 0 and found["wider"] <= 0 and found["wider_narrow"] <= 0
-    assert max(found["cards"]) < 390 and all(right < 390 and height for right, height in found["remedies"])
-    assert found["more"][0] is False and "1 of 2 findings" in found["more"][1]
-    assert found["all"] == [True, "scrolled all"]
-    assert found["fetched"] == []
+    assert seen["sections"] == [*plots.split(), "what-if"]
+    assert len(seen["colours"]) == 5 and min(seen["colours"]) > 10, "a heat map is empty"
+    assert len(seen["marks"]) == 7 and min(seen["marks"]) > 2, "a plot is empty"
+    assert seen["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
+    assert seen["state"] == ["worse", "new"] and len(seen["gone"]) == 1 and seen["folded"] == ["1 consequence"]
+    assert seen["up"] == ["50", "100"] and seen["down"] == ["100", "50"] and seen["sorted"] == "descending"
+    assert seen["redrawn"] and set(seen["legend"]) == {"switch", "recovery", "skipped", "this run", "another run"}
+    assert seen["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
+    assert seen["filtered"] == ["model.layers.1.mlp"]
+    assert all(after < before for after, before in zip(seen["after"], seen["before"], strict=True))
+    assert len(seen["labels"]) == 12 and {role for role, *_ in seen["labels"]} == {"img"}
+    assert all(label and shows for _, label, shows in seen["labels"])
+    assert "lr: 0.001 in all steps." in seen["labels"][0][2]
+    assert len(seen["links"]) == 14 and all(seen["links"])
+    assert max(seen["cut"] + seen["narrow"]) <= 0 and seen["wider"] <= 0 and seen["wider_narrow"] <= 0
+    assert max(seen["cards"]) < 390 and all(right < 390 and height for right, height in seen["remedies"])
+    assert seen["more"][0] is False and "1 of 2 findings" in seen["more"][1]
+    assert seen["all"] == [True, "scrolled all"]
+    assert seen["fetched"] == []
 
 
 def looked_at(page: str, folder: Path) -> dict[str, Any]:
-    """What a script in the page sees, with the network off."""
+    """Return what a script in the page sees, with the network off."""
     path = folder / "page.html"
     page = html.escape(f'{page}<script type="module">{LOOK}</script>')
     path.write_text(FRAME.replace("PAGE", page), encoding="utf-8")

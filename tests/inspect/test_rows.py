@@ -21,16 +21,16 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
         octavo.set_recipe(model, recipes.rowwise())
         recorder.event("switch", "by hand")
         train(model, range(2, 4), recorder)
-    found = octavo.inspect.load(tmp_path)
-    place = {row: at for at, row in enumerate(found.rows) if row.layer == "0" and row.role == "input"}
+    record = octavo.inspect.load(tmp_path)
+    place = {row: at for at, row in enumerate(record.rows) if row.layer == "0" and row.role == "input"}
     amax = {
-        row.cast.granularity: found.measures["amax"][:, at] for row, at in place.items() if "output" in row.products
+        row.cast.granularity: record.measures["amax"][:, at] for row, at in place.items() if "output" in row.products
     }
     assert np.isnan(amax[PerTensor()]).tolist() == [False, False, True, True]
     assert np.isnan(amax[PerRow()]).tolist() == [True, True, True, False]  # it came within the third step
-    names = [row["name"] for row in json.loads(to_json(found, []))["exponents"]]
-    assert len(set(names)) == len(names) == len(found.rows)
-    assert found.events == [(2, "switch", "by hand")]
+    names = [row["name"] for row in json.loads(to_json(record, []))["exponents"]]
+    assert len(set(names)) == len(names) == len(record.rows)
+    assert record.events == [(2, "switch", "by hand")]
 
 
 def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
     with octavo.inspect.record(layer, tmp_path) as recorder:
         layer(x).backward(grad)
         recorder.step()
-    found = octavo.inspect.load(tmp_path)
-    assert [row.role for row in found.rows] == ["input", "weight", "grad_output"]
+    record = octavo.inspect.load(tmp_path)
+    assert [row.role for row in record.rows] == ["input", "weight", "grad_output"]
     for place, (tensor, cast) in enumerate(zip((x, layer.weight, grad), recipes.dynamic().casts, strict=True)):
         numbers = tensor.detach().double()
         read = octavo.quantize(tensor.detach(), cast.as_is.format, PerTensor()).dequantize().double()
@@ -55,11 +55,11 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
             "assumed": 1.0,
         }
         for name, value in expected.items():
-            assert found.measures[name][0, place] == pytest.approx(value, rel=1e-6), name
+            assert record.measures[name][0, place] == pytest.approx(value, rel=1e-6), name
         exponents = np.floor(np.log2(numbers.abs().numpy())).astype(int)
-        counted = np.bincount(np.clip(exponents - found.lowest, 0, 63).ravel(), minlength=64)
-        assert (found.exponents[0, place] == counted).all()
-    assert found.measures["flushed"][0, 0] > 0.1
+        counted = np.bincount(np.clip(exponents - record.lowest, 0, 63).ravel(), minlength=64)
+        assert (record.exponents[0, place] == counted).all()
+    assert record.measures["flushed"][0, 0] > 0.1
 
 
 def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def measure(name: str, value: float, *places: int) -> Callable[[Record], None]:
 
 
 def nonfinite(at: int, *places: int) -> Callable[[Record], None]:
-    """In these rows, and in the record after it in all."""
+    """Return a change that puts faults into these rows, and into all rows of the record after it."""
 
     def put(record: Record) -> None:
         record.measures["nonfinite"][at, places] = 0.5
@@ -114,7 +114,7 @@ def option(name: str, before: float, after: float) -> Callable[[Record], Any]:
 def weights(
     name: str, before: float, after: float, *layers: int, records: slice = slice(AT, AT + 1)
 ) -> Callable[[Record], None]:
-    """What is recorded of all weights, and in ``records`` of those of these layers."""
+    """Return a change of the measures of all weights, and in ``records`` of those of these layers."""
 
     def put(record: Record) -> None:
         record.weights[name] = np.full_like(record.weights["update"], before)
@@ -211,9 +211,9 @@ def test_an_expert_without_tokens_is_named() -> None:
     tokens[AT:, 2] = 0
     worst = np.zeros_like(record.measures["amax"]) - 1
     of_experts = OfExperts(record.measures, record.exponents, worst, worst, dict.fromkeys(record.layers, tokens))
-    (found,) = diagnose(replace(record, experts=of_experts))
-    assert (found.kind, found.layer, found.begins) == ("idle expert", record.layers[0], 50 * AT)
-    assert "expert 2 of 4" in found.cause
+    (finding,) = diagnose(replace(record, experts=of_experts))
+    assert (finding.kind, finding.layer, finding.begins) == ("idle expert", record.layers[0], 50 * AT)
+    assert "expert 2 of 4" in finding.cause
 
 
 def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
@@ -231,8 +231,8 @@ def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
 def test_a_jump_names_what_is_not_recorded() -> None:
     record = made(4, RECORDS)
     update(50)(record)
-    (found,) = diagnose(record)
-    assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
+    (finding,) = diagnose(record)
+    assert "Recovery" in finding.remedy and finding.expected.endswith("; record lr to see what rose")
     del record.scalars["grad_norm"]
     assert diagnose(record)[0].expected.endswith("; record lr and grad_norm to see what rose")
 

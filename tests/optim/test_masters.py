@@ -27,18 +27,20 @@ def test_a_float32_weight_needs_nothing_besides():
 
 
 @pytest.mark.parametrize(
-    ("name", "rest", "is_random"),
+    ("name", "dtype_and_shape", "is_random"),
     [("split32", (torch.uint8, (3, 4, 5, 2)), False), ("split24", (torch.int8, (3, 4, 5)), True), (None, None, True)],
 )
-def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
+def test_of_a_bf16_weight_it_begins_as_the_weight(name, dtype_and_shape, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
     master = master_of(p, name)
     assert master is NAMED[name]
     state = master.new_state(p)
-    assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": rest} if rest else {})
+    assert {key: (value.dtype, value.shape) for key, value in state.items()} == (
+        {"master_rest": dtype_and_shape} if dtype_and_shape else {}
+    )
     stored = master.for_kernel(p.detach().view(3, 20), state)
     assert stored.kind == (name or "stochastic") and stored.is_random is is_random
-    if rest is None:
+    if dtype_and_shape is None:
         assert stored.low_bits is None
     else:
         assert not state["master_rest"].any() and stored.low_bits.shape == (3, 20)
@@ -47,8 +49,8 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
 
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
-    for name, found in bf16.items():
-        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[found]
+    for name, expected in bf16.items():
+        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[expected]
     for name, of in (("fp32", "float32"), ("split32", "bfloat16"), ("split24", "bfloat16"), (None, "bfloat16")):
         message = f"master={name!r} is for weights of torch.{of}, not torch.float16; use 'auto'"
         with pytest.raises(ValueError, match=message):
@@ -163,13 +165,16 @@ def test_the_fastest_growth_never_saturates(master, granularity):
         assert not ((weight.qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
         bound = 448 * weight.scale_inv.max()
         assert float(exact.detach().abs().max()) <= float(bound) < 5 * float(exact.detach().abs().max())
-    found, tolerance = master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02)
+    actual_values, tolerance = (
+        master_values(optimizer, weight),
+        {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02),
+    )
     assert float(exact.detach().abs().min()) > 6  # from a thousandth
-    assert ((found - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
-    ratio = found / exact.detach()
+    assert ((actual_values - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
+    ratio = actual_values / exact.detach()
     assert abs(float(ratio.mean()) - 1) < 1e-4 + 5 * float(ratio.std()) / ratio.numel() ** 0.5
     amax = optimizer.state[weight]["master_amax"]
-    assert float(amax.max()) == float(found.abs().max())
+    assert float(amax.max()) == float(actual_values.abs().max())
 
 
 @each_granularity
@@ -253,17 +258,17 @@ def begun(layer, master):
 def test_it_begins_as_the_weight_before_its_cast(master, recipe):
     layer, values = stored_layer(recipe)
     codes = plain(layer.weight)
-    found, values = begun(layer, master), values.float()
+    first_values, values = begun(layer, master), values.float()
     smallest = values.abs().amax() * 2.0**-27  # below which codes and remainders end
-    assert ((found - values).abs() <= values.abs() * 2.0**-10 + smallest).all()
-    assert ((found - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
+    assert ((first_values - values).abs() <= values.abs() * 2.0**-10 + smallest).all()
+    assert ((first_values - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
 
 
 @pytest.mark.parametrize(
     "way", ["copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"]
 )
 def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(way):
-    """As long as it requires gradients, or an optimizer waits for it."""
+    """A stored weight's values before its cast stay while it requires gradients, or an optimizer waits for them."""
     layer, values = stored_layer()
     x = torch.randn(4, 256, dtype=torch.bfloat16)
     if way == "copied":

@@ -44,8 +44,8 @@ class Subject:
         if stored and kind != "SGD":
             self.params[0] = nn.Parameter(StoredWeight.cast(values[0]))
         self.coded, self.skips, self.count, self.first = coded, skips, 0, len(values)
-        kept = {"moments": moments, "master": master, "skip_nonfinite": skips, "seed": 5}
-        self.make = functools.partial(KINDS[kind], lr=0.01, **kept)
+        options = {"moments": moments, "master": master, "skip_nonfinite": skips, "seed": 5}
+        self.make = functools.partial(KINDS[kind], lr=0.01, **options)
         self.weights = copy.deepcopy(self.params)
         self.states: list[dict[str, Any]] = [{} for _ in values]
         self.options: dict[str, float] = {}
@@ -80,7 +80,7 @@ class Subject:
         spoiled = fault and (self.skips or how == "scaled") and self.spoil(grads)
         if how == "closure":
             self.attached()  # before the closure is called
-        given = self.whole(grads)
+        gradients_of_step = self.whole(grads)
         before = [part.clone() for param in self.params for part in self.parts(param)]
 
         def backward() -> None:
@@ -101,7 +101,7 @@ class Subject:
                 handle.remove()
             if how == "dropped":
                 self.optimizer.zero_grad()
-                given = [None] * len(given)
+                gradients_of_step = [None] * len(gradients_of_step)
             if how == "scaled" and any(grads):
                 scaler.step(self.optimizer)
             else:
@@ -110,7 +110,7 @@ class Subject:
         self.optimizer.zero_grad(set_to_none=to_none)
         if spoiled:
             assert all(map(torch.equal, before, [part for param in self.params for part in self.parts(param)]))
-        self.twin_steps(given, spoiled)
+        self.twin_steps(gradients_of_step, spoiled)
         self.count += 1
 
     @staticmethod
@@ -120,8 +120,8 @@ class Subject:
     def gradients(self, number: int, mask: int) -> dict[int, Tensor]:
         """The gradients of a micro-batch, by the weights' numbers."""
         generator = torch.Generator().manual_seed(10 * self.count + number)
-        found = [torch.randn(p.shape, generator=generator).to(p.dtype) * 4**number for p in self.params]
-        return {at: grad for at, grad in enumerate(found) if mask >> at & 1 and self.params[at].requires_grad}
+        drawn_gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) * 4**number for p in self.params]
+        return {at: grad for at, grad in enumerate(drawn_gradients) if mask >> at & 1 and self.params[at].requires_grad}
 
     @staticmethod
     def spoil(grads: list[dict[int, Tensor]]) -> bool:
@@ -132,8 +132,8 @@ class Subject:
         return bool(full)
 
     def whole(self, grads: list[dict[int, Tensor]]) -> list[Tensor | None]:
-        """What the micro-batches of a step leave of each weight's gradient."""
-        found: list[Tensor | None] = []
+        """Return each weight's gradient after the micro-batches of a step."""
+        totals: list[Tensor | None] = []
         for at, param in enumerate(self.params):
             wide = self.coded and self.hooked[at]
             total = None if param.grad is None else torch.zeros(param.shape, dtype=param.dtype)
@@ -146,8 +146,8 @@ class Subject:
                 rounded.grad = total
                 by_hand(rounded)
                 total = rounded.grad
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
     def twin_steps(self, gradients: list[Tensor | None], spoiled: bool) -> None:
         twin = self.made(self.weights, False)
@@ -238,15 +238,15 @@ class Subject:
     def check(self) -> None:
         for at, (param, weight, state) in enumerate(zip(self.params, self.weights, self.states, strict=True)):
             assert all(map(torch.equal, self.parts(param), self.parts(weight))), f"weight {at}"
-            found = self.optimizer.state.get(param, {})
-            if not state and found.get("step") == 0:
+            actual = self.optimizer.state.get(param, {})
+            if not state and actual.get("step") == 0:
                 continue  # it was loaded as the first step will begin it
-            assert found.keys() == state.keys(), f"state of weight {at}"
-            assert all(torch.equal(found[name], state[name]) for name in state), f"state of weight {at}"
+            assert actual.keys() == state.keys(), f"state of weight {at}"
+            assert all(torch.equal(actual[name], state[name]) for name in state), f"state of weight {at}"
 
 
 def drawn(chosen: random.Random) -> tuple[str, dict[str, Any]]:
-    """What happens next; more often than anything else a step."""
+    """Return the next action and its arguments; a step more often than anything else."""
     at, flag = chosen.randrange(len(WEIGHTS)), chosen.random() < 0.5
     step = {
         "reached": [chosen.randrange(1, 1 << len(WEIGHTS) + 2) for _ in range(chosen.randint(1, 3))],

@@ -92,10 +92,10 @@ def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, 
     file.seek(0)
     for part, loaded in zip(other, torch.load(file, weights_only=True).values(), strict=True):
         part.load_state_dict(loaded)
-    expected, found = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
-    assert expected[1] == found[1]
+    expected, actual = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
+    assert expected[1] == actual[1]
     assert all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], found[0], strict=True)
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], actual[0], strict=True)
     )
 
 
@@ -248,7 +248,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 @pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
 def test_options_that_a_state_lacks_stay_the_optimizers(ours, torchs):
-    """Of another library, or of a torch that had none yet."""
+    """Options stay the optimizer's where a state lacks them: one of another library, or of an older torch."""
     p = parameter(4)
     saved = torchs([p], lr=0.5)
     train(saved, 1)

@@ -59,10 +59,10 @@ def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
     for expert, one in enumerate(matrices):
         assert torch.equal(weight.qdata[expert].view(torch.uint8), one.qdata.view(torch.uint8))
         assert torch.equal(weight.scale_inv[expert], one.scale_inv)
-        own, its = optimizer.state[weight], other.state[one]
+        state, its = optimizer.state[weight], other.state[one]
         for name in its.keys() - {"step", "master_kind"}:
-            assert torch.equal(own[name][expert].view(its[name].shape), its[name]), name
-        assert own["step"] == its["step"]
+            assert torch.equal(state[name][expert].view(its[name].shape), its[name]), name
+        assert state["step"] == its["step"]
 
 
 def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: Any, other: Any) -> None:
@@ -85,7 +85,7 @@ def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: A
 @pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
 @pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8"), (ONE, None)], ids=str)
 def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: Any, gradients: str | None) -> None:
-    """By the same random bits, which in truth differ: they are of a weight's number and an element's in it."""
+    """Experts are trained as matrices by themselves, here with equal random bits: these go by a weight's number."""
     weight, matrices = together_and_apart(granularity)
     options: Any = {"lr": 0.01, "master": master, "moments": moments, "gradient_storage": gradients}
     assert_trained_alike(weight, matrices, AdamW([weight], **options), AdamW(matrices, **options))
@@ -94,7 +94,7 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
 @each_granularity
 @pytest.mark.parametrize("master", ["fp32", "split24"])
 def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
-    """What is within 20 bits of float32 before is after; moments are the same values, where blocks stay so."""
+    """A master's values stay within 20 bits of float32; moments keep their values where their blocks stay so."""
     values = (torch.rand(SHAPE) + 1 / 64).mul_(torch.randn(SHAPE).sign())
     weight = nn.Parameter(values.clone())
     optimizer = AdamW([weight], lr=0.01, moments="fp32", master="fp32")
@@ -110,7 +110,7 @@ def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
 
 
 def as_matrices(values: Tensor, storage: Any) -> list[Tensor]:
-    """What experts are to an optimizer: of stored ones a matrix each, of plain ones the rows of one."""
+    """Return experts as the optimizer sees them: stored ones are a matrix each, plain ones the rows of one."""
     return [values.flatten(1)] if storage is None else list(values)
 
 
