@@ -65,9 +65,9 @@ def test_what_backward_needs_and_a_layer_called_twice() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.own(self.own(self.frozen(x)))
 
-    found = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
-    assert found["frozen"].products == (True, False, False)
-    assert found["own"] == LinearWork("own", 6, 8, 8, True, True)
+    layers = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
+    assert layers["frozen"].products == (True, False, False)
+    assert layers["own"] == LinearWork("own", 6, 8, 8, True, True)
     with pytest.raises(ValueError, match="nothing to train"):
         work_of(on_meta(Twice().requires_grad_(False)), (torch.ones(3, 8),))
 
@@ -95,16 +95,24 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
-    work, made = work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")}
-    found = {name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **made}.items()}
-    assert {name: estimate.name for name, estimate in found.items()} == {name: name for name in found}
-    bf16 = found["bf16"]
+    work, recipes_by_name = (
+        work_of(model, (many,)),
+        {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")},
+    )
+    estimates = {
+        name: estimate(model, (many,), recipe, H200, work=work)
+        for name, recipe in {"bf16": None, **recipes_by_name}.items()
+    }
+    assert {name: estimate.name for name, estimate in estimates.items()} == {name: name for name in estimates}
+    bf16 = estimates["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers
-    assert found["dynamic"].casts > found["delayed"].casts > 0.0
-    assert found["dynamic"].products == found["delayed"].products < bf16.products
-    assert found["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
-    assert {layer.work.name for layer in found["mx"].slower} == {layer.work.name for layer in found["mx"].layers}
-    for each in found.values():
+    assert estimates["dynamic"].casts > estimates["delayed"].casts > 0.0
+    assert estimates["dynamic"].products == estimates["delayed"].products < bf16.products
+    assert estimates["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
+    assert {layer.work.name for layer in estimates["mx"].slower} == {
+        layer.work.name for layer in estimates["mx"].layers
+    }
+    for each in estimates.values():
         busy = each.products + each.casts + each.other
         assert sum(each.device) == pytest.approx(busy) and each.total == busy + each.optimizer + each.waits
         assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)
@@ -128,15 +136,15 @@ def test_the_device_waits_where_the_host_takes_longer() -> None:
 
 
 def test_the_loss_counts() -> None:
-    """In float32: its operations move 44 bytes a logit, and it keeps three tensors before the first gradient."""
+    """The loss, in float32, moves 44 bytes a logit, and it keeps three tensors before the first gradient."""
     model = gpt()
     work, other = (work_of(on_meta(each), (x,)) for each, x in ((model, TOKENS), (nn.Linear(8, 8), torch.ones(3, 8))))
     logits = model(TOKENS)
     assert work.logits == logits.numel() and other.logits == 0
-    found = estimate(model, (TOKENS,), None, H200, work=work)
-    assert found.memory.saved is not None and found.loss == 12 * logits.numel()
-    assert found.memory.saved["logits and loss"] >= found.loss
-    assert found.peak == found.memory.total - min(found.memory.gradients, found.loss)
+    plan = estimate(model, (TOKENS,), None, H200, work=work)
+    assert plan.memory.saved is not None and plan.loss == 12 * logits.numel()
+    assert plan.memory.saved["logits and loss"] >= plan.loss
+    assert plan.peak == plan.memory.total - min(plan.memory.gradients, plan.loss)
 
     def moved(vocabulary: int) -> float:
         words = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)).to(torch.bfloat16)
@@ -160,7 +168,7 @@ def test_a_product_takes_its_operations_or_its_bytes() -> None:
 
 
 def test_experts_are_counted_as_the_loop_over_them() -> None:
-    """Of the trainer's own and of transformers', whichever way those compute themselves."""
+    """The trainer's experts and transformers', whichever way those compute themselves, are counted as loops."""
     mixed = GPT(ModelConfig(64, 1, 2, 16, experts=4, top_k=2)).to(torch.bfloat16)
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
@@ -169,11 +177,18 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
     mixtral = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
     for model, name in ((mixed, "blocks.0.mlp"), (mixtral, "model.layers.0.mlp")):
         work = work_of(on_meta(model), (TOKENS,))
-        rows, found = (
+        rows, layers = (
             TOKENS.numel() * 2,
             {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears},
         )
-        assert found["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and found["down"] == (rows, 96, 64, True, True, 4)
+        assert layers["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and layers["down"] == (
+            rows,
+            96,
+            64,
+            True,
+            True,
+            4,
+        )
         scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4
         routers = [one for one in work.linears if one.name.endswith("router")]  # the trainer's is a layer
         others = work.other_flop + sum(one.flop * sum(one.products) for one in routers)
@@ -249,15 +264,15 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
 def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     model = llama()
     work = work_of(on_meta(model), (TOKENS,))
-    found = [
+    plans = [
         estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work)
         for fuse in (False, True)
     ]
-    plain, fused = (each.memory.saved for each in found)
+    plain, fused = (each.memory.saved for each in plans)
     assert plain is not None and fused is not None
     less = {kind for kind in plain if fused[kind] < 0.99 * plain[kind]}  # of fewer layers fewer scales, too
-    assert less >= {"norms", "activations", "logits and loss"} and found[1].peak < found[0].peak
-    assert found[0].memory.activations == sum(plain.values())
+    assert less >= {"norms", "activations", "logits and loss"} and plans[1].peak < plans[0].peak
+    assert plans[0].memory.activations == sum(plain.values())
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
     bytes_alone = dataclasses.replace(H200, launch=0.0)  # gradients of norms' weights are copied here
     once, of_fused = (
@@ -272,7 +287,7 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     parts += [("residual", x), ("weights side by side", 2 * 64 * 176), ("weights side by side", 3 * head)]
     saved = sum(size * (sum(PARTS[part].plain[:2]) - sum(PARTS[part].fused[:2])) for part, size in parts)
     launches = sum(sum(PARTS[part].plain[2:]) - sum(PARTS[part].fused[2:]) for part, _ in parts)
-    assert found[0].other - found[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
+    assert plans[0].other - plans[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
 
 
 def test_the_optimizer_counts() -> None:

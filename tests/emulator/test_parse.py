@@ -1,4 +1,4 @@
-"""What PTX text becomes, and that what is not modelled is refused with its line."""
+"""The parser's result of PTX text, and the refusal, with its line, of what is not modelled."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def tiny(name):
 def trace(model, tokens):
     model.zero_grad()
     torch.manual_seed(0)
-    found = model(input_ids=tokens, labels=tokens)
-    found.loss.backward()
-    return {"logits": found.logits.detach(), **gradients(model)}
+    result = model(input_ids=tokens, labels=tokens)
+    result.loss.backward()
+    return {"logits": result.logits.detach(), **gradients(model)}
 
 
 def test_a_block_casts_four_inputs_for_seven_layers():

@@ -108,7 +108,7 @@ def test_one_command_on_a_gpu_takes_eight_minutes() -> None:
 def test_kernels_under_compute_sanitizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a script in its place: what it finds, and that it is not there, fails the stage."""
+    """Findings of Compute Sanitizer, and its absence, fail the stage; a script stands in its place."""
     sanitizer, script = subjects.module_of("sanitizer"), tmp_path / "compute-sanitizer"
     monkeypatch.setattr(sanitizer, "ON_GPU", True)
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
@@ -121,7 +121,7 @@ def test_kernels_under_compute_sanitizer(
 
 
 def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is of the sources as they are is not made again, but if --only names it."""
+    """Results of the sources as they are stay, and are emulated again only where --only names them."""
     emulated, written = subjects.module_of("emulated"), []
     row = {"right": "yes", "made": "before", "triton": "", "commit": "new"}
     known = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
@@ -140,17 +140,17 @@ def test_what_tensor_cores_lose() -> None:
     """Few sums made anew are as good as the committed ones."""
     accumulation = importlib.import_module("benchmarks.kernels.accumulation")
     committed = {tuple(row.values())[:5]: row for row in accumulation.read("accumulation")}
-    found = [*accumulation.rows(16, (256, 1024))]
-    assert len(found) == len(committed) // 2
-    for row in found:
+    sums_lost = [*accumulation.rows(16, (256, 1024))]
+    assert len(sums_lost) == len(committed) // 2
+    for row in sums_lost:
         known = committed[tuple(str(value) for value in row.values())[:5]]
         assert abs(float(row["sqnr_db"]) - float(known["sqnr_db"])) < 3 or not row["instruction"], row
 
 
 def test_subjects_say_what_they_are_and_what_they_measure():
-    found = subjects.subjects()
-    assert {"cpu_step", "kernels", "communication"} <= found.keys()
-    for subject in found.values():
+    all_subjects = subjects.subjects()
+    assert {"cpu_step", "kernels", "communication"} <= all_subjects.keys()
+    for subject in all_subjects.values():
         assert (
             subject.about
             and subject.takes
@@ -159,13 +159,13 @@ def test_subjects_say_what_they_are_and_what_they_measure():
 
 
 def test_llama_saves_its_floor() -> None:
-    """By kind, within 3 %, as it was counted last."""
+    """Llama's saved bytes are within 3 % of the last count, by kind."""
     saved = importlib.import_module("benchmarks.training.saved_bytes")
-    found = [
+    counts = [
         row for row in saved.read("saved_bytes") if row["model"] == "Llama" and row["recipe"] in ("dynamic", "delayed")
     ]
-    assert len(found) == 2 * 6
-    for row in found:
+    assert len(counts) == 2 * 6
+    for row in counts:
         for how in ("converted", "fused") if row["kind"] != "weights" else ():
             assert 1 <= int(row[how]) / saved.floor(row["kind"], how == "fused") < 1.03, (row["kind"], how)
 
@@ -184,8 +184,8 @@ def test_pages_have_every_table_that_is_made_for_them():
 
 def test_every_result_is_made_again_or_is_history() -> None:
     """Pages name the commits of what is history: `report --check` sees to that."""
-    made = [name for names in subjects.ALL.values() for name in names]
-    assert sorted({name for name, _ in subjects.results()}) == sorted([*made, *subjects.STUDIES])
+    names_of_results = [name for names in subjects.ALL.values() for name in names]
+    assert sorted({name for name, _ in subjects.results()}) == sorted([*names_of_results, *subjects.STUDIES])
     assert subjects.ALL.keys() <= subjects.subjects().keys() and subjects.OF_TRITON <= subjects.ALL.keys()
     for name, path in subjects.results():
         for commit in subjects.commits_of(path) if name in subjects.STUDIES else ():

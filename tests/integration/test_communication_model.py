@@ -20,8 +20,8 @@ def step(shapes, layout, precision) -> mesh.Step:
     return mesh.Stage(shapes, layout, precision, HARDWARE).step
 
 
-def waited(found: mesh.Step) -> dict[str, float]:
-    return {kind: wait.exposed for kind, wait in found.waits.items()}
+def waited(planned: mesh.Step) -> dict[str, float]:
+    return {kind: wait.exposed for kind, wait in planned.waits.items()}
 
 
 @pytest.mark.parametrize("row", model.PUBLISHED, ids=lambda row: f"{row.shapes.name} on {row.layout.gpus}")
@@ -42,9 +42,9 @@ def test_ranks_hold_all_of_a_model_together(tensor: int, expert: int) -> None:
 
 
 def test_one_gpu_waits_for_nobody() -> None:
-    found = step(sent.LLAMA[0], mesh.MeshLayout(1, 4), model.BF16)
-    assert [*waited(found).values(), found.bubble] == [0, 0, 0, 0]
-    assert found.tflops * 1e12 < HARDWARE.attention_forward
+    planned = step(sent.LLAMA[0], mesh.MeshLayout(1, 4), model.BF16)
+    assert [*waited(planned).values(), planned.bubble] == [0, 0, 0, 0]
+    assert planned.tflops * 1e12 < HARDWARE.attention_forward
 
 
 def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
@@ -63,9 +63,9 @@ def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
 
 
 def test_each_step_of_the_ladder_changes_what_it_names() -> None:
-    found = [step(sent.LLAMA[1], LAYOUT, precision) for precision in model.LADDER]
-    base, products, gathers, straight, reduction, pairs = (waited(each) for each in found)
-    compute = [sum(each.kinds.values()) for each in found]
+    ladder = [step(sent.LLAMA[1], LAYOUT, precision) for precision in model.LADDER]
+    base, products, gathers, straight, reduction, pairs = (waited(each) for each in ladder)
+    compute = [sum(each.kinds.values()) for each in ladder]
     assert compute[1] < compute[0] and products["tensor"] == base["tensor"] and products["fsdp"] >= base["fsdp"]
     assert compute[2] < compute[1] and gathers["fsdp"] < products["fsdp"]
     assert compute[2] == compute[3] == compute[4]

@@ -92,7 +92,7 @@ class Subject:
     weight_shape: tuple[int, ...] = (OUT, IN)
 
     def plain(self, dtype: torch.dtype) -> Any:
-        """What convert is given."""
+        """Return the module that convert gets."""
         return nn.Linear(IN, OUT, dtype=dtype)
 
     def fresh(self) -> Any:
@@ -173,8 +173,8 @@ class Subject:
     def twin(self, weight: Tensor) -> Any:
         """A layer that has cast nothing yet, with this weight."""
         twin = self.fresh()
-        own = weight.detach().clone()
-        twin.weight = nn.Parameter(own, requires_grad=self.parameter("weight").requires_grad)
+        copied = weight.detach().clone()
+        twin.weight = nn.Parameter(copied, requires_grad=self.parameter("weight").requires_grad)
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
         twin.train(self.layer.training)
         if self.layer.recipe.delayed is not None:
@@ -193,13 +193,13 @@ class Subject:
 
     def run(self, x: Tensor, call: Any, weight: Tensor | None = None, keep: bool = True) -> None:
         """Compare ``call`` of x with the twin's forward; ``weight``: what it computes with, if not with its own."""
-        own = weight is None
+        of_parameter = weight is None
         weight = self.whole(self.parameter("weight")) if weight is None else weight
         if self.mesh is not None and (self.disturbed or self.layer.recipe.delayed is not None):
             self.in_flight = []  # one set of codes serves all that are in flight
         self.disturbed = False
         delayed, training = self.layer.recipe.delayed is not None and not self.stored, self.layer.training
-        if delayed and training and own:
+        if delayed and training and of_parameter:
             if self.known and (self.replaced or self.written or (self.swapped and not self.stepped)):
                 empty_state(self.state, WEIGHT)
             self.known = True
@@ -211,16 +211,16 @@ class Subject:
             moved = self.gathered not in (None, amax) and not self.stepped
             used = 0.0 if moved or used * amax > 2 * 448 else used  # far beyond what it was
             self.gathered = amax
-        if (training and own) or self.mesh is not None:
+        if (training and of_parameter) or self.mesh is not None:
             self.stepped = False
         self.state.scale[WEIGHT] = used
-        given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
+        x_of_layer, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
         twin_y = twin(twin_x)
         self.state.scale[WEIGHT] = now
-        y = call(given)
+        y = call(x_of_layer)
         assert torch.equal(y, twin_y), f"output is off by {(y - twin_y).abs().max()} of {twin_y.abs().max()}"
         if keep:
-            self.in_flight.append(InFlight(y, given, twin, twin_y, twin_x))
+            self.in_flight.append(InFlight(y, x_of_layer, twin, twin_y, twin_x))
 
     def backward(self, which: int = 0, factor: float = 1.0, again: bool = False) -> None:
         """Backward of one of the forwards in flight; ``factor``: between its weight and the parameter.
@@ -243,7 +243,7 @@ class Subject:
         self.compare_gradients()
 
     def add_gradients(self, new: dict[str, Tensor | None], factor: float = 1.0) -> None:
-        """What the parameters' gradients are to grow by."""
+        """Add to the growth that is expected of the parameters' gradients."""
         for name, gradient in new.items():
             if gradient is not None:
                 gradient = gradient * factor if name == "weight" else gradient
@@ -253,9 +253,9 @@ class Subject:
     def compare_gradients(self) -> None:
         """The layer's gradients are the twins'."""
         for name, wanted in self.gradients.items():
-            found = self.parameter(name).grad
-            assert (found is None) == (wanted is None)
-            assert found is None or torch.equal(self.whole(found), wanted), f"the {name}'s gradient"
+            gradient = self.parameter(name).grad
+            assert (gradient is None) == (wanted is None)
+            assert gradient is None or torch.equal(self.whole(gradient), wanted), f"the {name}'s gradient"
 
     def unroll(self, calls: int = 3) -> None:
         """Several calls of the layer, and one backward pass of all of them."""
@@ -282,8 +282,8 @@ class Subject:
                 sums[name] = new if old is None else old + new
         if amaxes and self.layer.training:
             roles = torch.stack(amaxes).amax(0).view(3, 1, 1).unbind()
-            found = [None if role == WEIGHT and self.stored else amax for role, amax in enumerate(roles)]
-            kernels.delayed_update(*before, *found, *self.layer.recipe.delayed_update)
+            amaxes_of_roles = [None if role == WEIGHT and self.stored else amax for role, amax in enumerate(roles)]
+            kernels.delayed_update(*before, *amaxes_of_roles, *self.layer.recipe.delayed_update)
         self.add_gradients(sums)
         self.compare_gradients()
 
@@ -406,11 +406,11 @@ class Subject:
         """functional_call with other parameters, and its backward."""
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
-        given = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
+        replaced = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
         self.run(
             self.random(TOKENS, IN),
-            lambda x: torch.func.functional_call(self.model, given, (x,)),
-            given["0.weight"],
+            lambda x: torch.func.functional_call(self.model, replaced, (x,)),
+            replaced["0.weight"],
             keep=False,
         )
 
@@ -419,11 +419,11 @@ class Subject:
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return  # under delayed scaling it counts as a write: torch sets the parameter to itself
         in_flight, self.in_flight = self.in_flight, []
-        own = self.parameter()
+        parameter = self.parameter()
         parametrize.register_parametrization(self.layer, "weight", Twice())
-        self.layer._parameters["weight"] = own  # for this class; the module itself looks elsewhere
+        self.layer._parameters["weight"] = parameter  # for this class; the module itself looks elsewhere
         try:
-            self.run(self.random(TOKENS, IN), self.model, 2 * own.detach())
+            self.run(self.random(TOKENS, IN), self.model, 2 * parameter.detach())
             self.backward(0, 2.0)
         finally:
             del self.layer._parameters["weight"]
