@@ -1,4 +1,4 @@
-"""What is gathered in FP8 and summed; the bytes of it are in tests/distributed/test_tensor_parallel.py."""
+"""Gathers in FP8, and sums; their bytes are in tests/distributed/test_tensor_parallel.py."""
 
 import dataclasses
 import functools
@@ -58,9 +58,9 @@ def as_cast_alone(x, recipe, role, exact):
     return whole._replace(transposed=cast_role(values, recipe, role, False, True, None).transposed)
 
 
-def same(found, expected):
+def same(actual, expected):
     """Whether codes and scales are those that are expected."""
-    pairs = zip((*found.as_is, *found.transposed), (*expected.as_is, *expected.transposed), strict=True)
+    pairs = zip((*actual.as_is, *actual.transposed), (*expected.as_is, *expected.transposed), strict=True)
     return [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
 
 
@@ -68,23 +68,23 @@ def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
     """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
     x, rank, reader = torch.randn(shape), mesh.get_local_rank(), GatherReader(RECIPES[recipe], None, True)
     wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]), exact, None, [])
-    own = x.chunk(2, dim)[rank].contiguous()
-    found = gather_input(own, dim, reader, wire)
-    operands = found.operands
-    if found.shard is not None:
-        transposed = gathered_transposed(found.shard, reader.recipe, wire)
-        assert gathered_transposed(found.shard, reader.recipe, wire) is transposed  # once
+    part = x.chunk(2, dim)[rank].contiguous()
+    gathered = gather_input(part, dim, reader, wire)
+    operands = gathered.operands
+    if gathered.shard is not None:
+        transposed = gathered_transposed(gathered.shard, reader.recipe, wire)
+        assert gathered_transposed(gathered.shard, reader.recipe, wire) is transposed  # once
         operands = operands._replace(transposed=transposed)
     answers = same(operands, as_cast_alone(x, reader.recipe, INPUT, exact))
     if exact:
-        return found.shape == x.shape, answers
+        return gathered.shape == x.shape, answers
     y, seen = torch.zeros(shape, requires_grad=True), []
     y.register_hook(lambda grad: seen.append(grad.read()) or torch.zeros(shape))
-    scatter_output(y, dim, reader, wire, True).backward(own)
+    scatter_output(y, dim, reader, wire, True).backward(part)
     expected = as_cast_alone(x, reader.recipe, GRAD_OUTPUT, exact)
     answers += same(seen[0], expected)
     sums = x.reshape(-1, shape[-1]).sum(0)
-    return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
+    return gathered.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
@@ -138,12 +138,12 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
     try:
         x = small(1000, 296)
         wire = Wire(dist.group.WORLD.group_name, 1, 1)
-        found = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
+        operands = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
     finally:
         dist.destroy_process_group()
     expected = cast_role(x, RECIPES[recipe], INPUT, True, True, None)
-    assert same(found, expected) == [True] * 4
-    assert [part.stride() for part in (*found.as_is, *found.transposed)] == [
+    assert same(operands, expected) == [True] * 4
+    assert [part.stride() for part in (*operands.as_is, *operands.transposed)] == [
         part.stride() for part in (*expected.as_is, *expected.transposed)
     ]
 
@@ -182,14 +182,14 @@ def test_nothing_else_reads_it(gathered, read):
 
 def test_a_gradient_comes_to_the_products_as_rows():
     operands = Operands(PAIR, PAIR, None, torch.ones(8))
-    own = GatheredGradient(operands, (2, 2, 8), torch.bfloat16)
-    rows = own.view(4, 8)
+    facade = GatheredGradient(operands, (2, 2, 8), torch.bfloat16)
+    rows = facade.view(4, 8)
     assert rows.shape == (4, 8) and rows.dtype == torch.bfloat16 and rows.read() == operands
     assert rows.isnan().shape == (4, 8) and not rows.isnan().any() and rows.to(rows.dtype) is rows
-    assert own.detach().shape == own.shape
+    assert facade.detach().shape == facade.shape
     with torch.inference_mode():
         assert rows.to(torch.bfloat16) is rows
     with pytest.raises(octavo.UnsupportedOpError):
-        own.view(2, 16)
+        facade.view(2, 16)
     with pytest.raises(octavo.UnsupportedOpError):
-        own + 1
+        facade + 1

@@ -53,8 +53,8 @@ def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        found, outputs = casts_in(lambda: [layer(x) for layer in model])
-    assert found == 1 + len(model)
+        casts, outputs = casts_in(lambda: [layer(x) for layer in model])
+    assert casts == 1 + len(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(saved.keys() - weights) == 1
     sum(outputs).sum().backward()
@@ -146,9 +146,9 @@ def test_histories_are_shared_until_a_layer_is_called_alone():
 
     def step(*also):
         x = input_of()
-        found, y = casts_in(lambda: sum(layer(x) for layer in model))
+        casts, y = casts_in(lambda: sum(layer(x) for layer in model))
         (y + sum(layer(x * 3) for layer in also)).sum().backward()
-        return found
+        return casts
 
     assert [step() for _ in range(3)] == [4, 4, 4]
     assert step(model[2]) == 4

@@ -52,7 +52,7 @@ def trained(mesh: Any, recipe: str, steps: int, compact: Any = None, width: int 
     return model, optimizer
 
 
-def of_file(model: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
+def of_file(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Values of a model's or its optimizer's tensors by a checkpoint's names, whole; those of a state by one name each.
 
     Of what parts have in common, which has to be equal, one.
@@ -66,34 +66,37 @@ def of_file(model: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
             return parts[0].clone()
         return torch.cat([whole(part) for part in parts])
 
-    return {name: read([found[one] for one in own]) for name, own in by_file(found, parts_of(model)).items()}
+    return {
+        name: read([state[one] for one in names_of_parts])
+        for name, names_of_parts in by_file(state, parts_of(model)).items()
+    }
 
 
 def values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All that a checkpoint holds of them, by its names."""
-    found = of_file(model, get_model_state_dict(model))
+    tensors = of_file(model, get_model_state_dict(model))
     for name, state in of_file(model, get_optimizer_state_dict(model, optimizer)["state"]).items():
-        found |= {f"{name} {key}": value for key, value in state.items()}
-    return found
+        tensors |= {f"{name} {key}": value for key, value in state.items()}
+    return tensors
 
 
 def save(mesh: Any, path: str, recipe: str, *how: Any) -> dict[str, Tensor]:
     model, optimizer = trained(mesh, recipe, 2, *how)
-    found = values(model, optimizer)
+    tensors = values(model, optimizer)
     with save_later(path, model, optimizer, {"step": 2}, ranks=Ranks(dist.new_group())):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
-    return found
+    return tensors
 
 
 def load(mesh: Any, path: str, recipe: str, *how: Any) -> tuple[dict[str, Tensor], bool]:
     """(what was loaded; whether it trains on)."""
     model, optimizer = trained(mesh, recipe, 1, *how)
     assert load_checkpoint(path, model, optimizer) == {"step": 2}
-    found = values(model, optimizer)
+    tensors = values(model, optimizer)
     optimizer.step()
-    return found, all(bool(state["step"] == 2) for state in optimizer.state.values())
+    return tensors, all(bool(state["step"] == 2) for state in optimizer.state.values())
 
 
 LAYOUTS = [(2, 2), (4, 1), (1, 4)]  # data x tensor, of all ranks of the pool
@@ -106,8 +109,8 @@ LAYOUTS = [(2, 2), (4, 1), (1, 4)]  # data x tensor, of all ranks of the pool
 def test_from_any_layout_to_any(pool, saved, read, tmp_path):
     """Weights and the optimizer's moments bit for bit, on these ranks and on one."""
     wanted = pool.run(save, saved, str(tmp_path), "delayed")[0]
-    found = [answer for layout in read for answer in pool.run(load, layout, str(tmp_path), "delayed")]
-    for loaded, _ in [*found, load(None, str(tmp_path), "delayed")]:
+    answers = [answer for layout in read for answer in pool.run(load, layout, str(tmp_path), "delayed")]
+    for loaded, _ in [*answers, load(None, str(tmp_path), "delayed")]:
         assert loaded.keys() == wanted.keys() and "attention.qkv.linear.weight exp_avg" in loaded
         assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 

@@ -40,12 +40,12 @@ def shard(net: Any, mesh: Any) -> Any:
 
 def held(net: nn.Module) -> list[torch.Tensor]:
     """All that training begins with, of this rank."""
-    found = []
+    tensors = []
     for parameter in net.parameters():
         stored = local_stored(parameter)
-        own = (on_this_rank(parameter),) if stored is None else (stored.pair().dequantize(), stored.before_cast())
-        found += own if stored is None else [stored.qdata.view(torch.uint8), stored.scale_inv, *own]
-    return [one.detach().clone() for one in found]
+        values = (on_this_rank(parameter),) if stored is None else (stored.pair().dequantize(), stored.before_cast())
+        tensors += values if stored is None else [stored.qdata.view(torch.uint8), stored.scale_inv, *values]
+    return [one.detach().clone() for one in tensors]
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -118,7 +118,7 @@ def passed(net: Any) -> list[torch.Tensor]:
 def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
     """The checkpoints that shards hold otherwise than the shards of what is loaded whole."""
     warnings.simplefilter("ignore")
-    found = []
+    wrong = []
     for name, options in CASES.items():
         if parallel and name in ("powers", "wide values", "experts", "own rows"):
             continue
@@ -127,15 +127,15 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
         whole = shard(load_fp8(two_layers(*options), folder / name), mesh)
         can_train = options[2] and name != "experts"
         if not equal(net, whole) or (can_train and not trains_alike(net, whole)):
-            found.append(name)
+            wrong.append(name)
         if not parallel and not options[2]:
             alone = passed(load_fp8(two_layers(*options), folder / name))
-            found += [f"{name}: gradients"] * (not all(map(torch.equal, passed(net), alone)))
+            wrong += [f"{name}: gradients"] * (not all(map(torch.equal, passed(net), alone)))
     if not parallel:
         net = shard(two_layers(recipes.mx(), None, True), mesh)
         whole = shard(load_fp8(two_layers(recipes.mx(), None, True), folder / "values"), mesh)
-        found += ["kept in bf16"] * (not trains_alike(load_fp8(net, folder / "values"), whole))
-    return found
+        wrong += ["kept in bf16"] * (not trains_alike(load_fp8(net, folder / "values"), whole))
+    return wrong
 
 
 @pytest.mark.filterwarnings("ignore:2 layers have sizes:UserWarning")
@@ -159,12 +159,12 @@ class Splits(nn.Module):
 
 def of_splits(state: dict[str, Any]) -> dict[str, Any]:
     """The names that a layer has under tensor parallelism."""
-    found = {}
+    renamed = {}
     for name, rows in (("a", slice(0, 64)), ("b", slice(64, 96))):
         for key, value in state.items():
             of_all = key.endswith("scale_inv")
-            found[key.replace("splits.", f"splits.{name}.")] = value if of_all else value[rows].clone()
-    return found
+            renamed[key.replace("splits.", f"splits.{name}.")] = value if of_all else value[rows].clone()
+    return renamed
 
 
 def wrong_splits(mesh: Any) -> list[str]:
@@ -179,7 +179,7 @@ def wrong_splits(mesh: Any) -> list[str]:
         net = octavo.convert(made("meta"), recipes.dynamic(), every_layer, "fp8")
         return shard(net, mesh).to_empty(device="cpu")
 
-    found, x = [], torch.randn(8, 64, **BF16)
+    wrong, x = [], torch.randn(8, 64, **BF16)
     for way in ("values", "codes"):
         whole = made("cpu")
         with torch.no_grad():
@@ -192,7 +192,7 @@ def wrong_splits(mesh: Any) -> list[str]:
         whole, net = shard(whole, mesh), on_meta()
         set_model_state_dict(net, of_splits(values) if dist.get_rank() == 0 else {}, options=SENT)
         if not torch.equal(net(x), whole(x)) or not equal(net, whole):
-            found.append(way)
+            wrong.append(way)
     for way, initialize in {
         "reset_parameters": lambda net: net.splits.reset_parameters(),
         "trunc_normal_": lambda net: [nn.init.trunc_normal_(p, 0, 0.05, -0.125, 0.125) for p in net.parameters()],
@@ -204,8 +204,8 @@ def wrong_splits(mesh: Any) -> list[str]:
         values = torch.cat([one.dequantize() for one in stored]).float()
         same = torch.equal(stored[0].scale_inv, stored[1].scale_inv)
         if not (same and values.abs().max() <= 0.125 and 0.04 < values.std() < 0.08):
-            found.append(way)
-    return found
+            wrong.append(way)
+    return wrong
 
 
 def test_splits_that_are_written_one_by_one_agree_on_a_scale(pool):

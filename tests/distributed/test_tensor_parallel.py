@@ -37,9 +37,9 @@ def test_equal_to_one_rank(pool, recipe, shared, shape):
     [pytest.param(it, marks=[] if it in ("dynamic", "rowwise", "gw_hp") else pytest.mark.full) for it in tasks.RECIPES],
 )
 def test_bytes(pool, recipe, shared, exact):
-    """Of gathers: inputs forward, in backward the gradient of o's output."""
-    found = pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "exact" if exact else "")[0]
-    forward, backward = (counter[GATHER] / BF16 for counter in found[1:])
+    """Gathers of inputs in forward, and of the gradient of o's output in backward, have the recipe's bytes."""
+    counters = pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "exact" if exact else "")[0]
+    forward, backward = (counter[GATHER] / BF16 for counter in counters[1:])
     times = 1 if shared else 3
     if recipe in IN_BF16:
         assert (forward, backward) == (times, 1)
@@ -55,7 +55,7 @@ def test_bytes(pool, recipe, shared, exact):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "gw_hp"])
 def test_sums_in_fp8(pool, recipe, shared):
-    """Of an output, and of the gradient of an input that is gathered in FP8: within what one rounding of each makes."""
+    """Sums of an output, and of the gradient of an input gathered in FP8, are within one rounding of each addend."""
     in_bf16 = 0 if recipe != "gw_hp" else 1 if shared else 3  # inputs
     for (first, _), *counters in pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "reduced"):
         assert max(first.values()) < 2**-4
@@ -119,8 +119,8 @@ def test_a_frozen_norm_stays_frozen(pool):
     "recipe", ["power of two", "rowwise", *(pytest.param(one, marks=pytest.mark.full) for one in ("blockwise", "mx"))]
 )
 def test_features_that_do_not_divide(pool, recipe, shape):
-    for found in pool.run(tasks.uneven, shape, recipe):
-        assert max(found.values()) == 0.0
+    for differing in pool.run(tasks.uneven, shape, recipe):
+        assert max(differing.values()) == 0.0
 
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("high_precision", marks=pytest.mark.full)])

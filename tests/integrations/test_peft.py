@@ -40,7 +40,7 @@ def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int 
 
 
 def base_layers(module: nn.Module, name: str) -> bool:
-    """As the default select chooses of larger models: neither the head nor adapters."""
+    """Whether a layer is converted, as the default select chooses in larger models: neither the head nor adapters."""
     return "_proj" in name and "lora_" not in name
 
 
@@ -173,8 +173,8 @@ def test_merged_into_codes(tmp_path):
     octavo.export.to_safetensors(merged, tmp_path / "served")
     written = pytest.importorskip("safetensors.torch").load_file(tmp_path / "served" / "model.safetensors")
     for name, parameter in merged.named_parameters():
-        own = parameter.qdata if isinstance(parameter, StoredWeight) else parameter
-        assert torch.equal(written[name].float(), own.float())
+        codes_or_values = parameter.qdata if isinstance(parameter, StoredWeight) else parameter
+        assert torch.equal(written[name].float(), codes_or_values.float())
 
 
 @pytest.mark.full
@@ -184,9 +184,9 @@ def test_merged_in_the_weights_own_dtype(recipe):
     model = adapted(RECIPES[recipe])
     train(model)
     plain = adapted(None)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         with torch.no_grad():
-            other.copy_(own.dequantize() if isinstance(own, StoredWeight) else own)
+            other.copy_(parameter.dequantize() if isinstance(parameter, StoredWeight) else parameter)
     octavo.restore(model)
     merged = model.merge_and_unload()
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
@@ -237,7 +237,7 @@ def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["adapters", "all weights"])
 def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
-    """Which transformers itself refuses: its issues 37927, 41516, 46295, 46736."""
+    """Trainer goes on from an FP8 checkpoint, which transformers refuses: its issues 37927, 41516, 46295, 46736."""
     recipe = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None})
     octavo.export.to_safetensors(octavo.convert(llama(), recipe, base_layers), tmp_path / "served")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "served")
@@ -263,13 +263,13 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
 def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
     """Each token is five times the last one plus ``shift``, but one in ten is drawn: there is a loss to reach."""
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randint(64, (count, 1), generator=generator)]
+    columns = [torch.randint(64, (count, 1), generator=generator)]
     for _ in range(length - 1):
         drawn = torch.rand(count, 1, generator=generator) < 0.1
-        found.append(
-            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * found[-1] + shift) % 64)
+        columns.append(
+            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * columns[-1] + shift) % 64)
         )
-    return torch.cat(found, 1)
+    return torch.cat(columns, 1)
 
 
 def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:

@@ -54,7 +54,7 @@ def test_save_and_load_continue_bit_for_bit():
 
 @pytest.mark.parametrize("weights_last", [False, True])
 def test_a_model_that_has_trained_goes_back_to_what_was_saved(weights_last):
-    """In place: its weights were written since their last forward, but the history that was loaded is theirs."""
+    """A state that is loaded in place brings its history, though weights were written since their last forward."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -179,7 +179,7 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
 
 
 def test_a_copy_may_be_empty_until_its_own_backward():
-    """Whose buffers count versions anew: ranks of one tensor-parallel weight would take different scales."""
+    """A copy's buffers count versions anew: ranks of one tensor-parallel weight would take different scales."""
     net = model()
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(copy.deepcopy(net))):
         assert may_be_empty(copied[0].delayed_scale)
