@@ -1,4 +1,4 @@
-"""What CONTRIBUTING says has to be touched to add something is enough: one of each is added to a copy, and computes."""
+"""CONTRIBUTING's list of what an addition touches is enough: one of each kind is added to a copy, and computes."""
 
 import os
 import re
@@ -199,12 +199,14 @@ def run_in(copy: Path, program: str) -> None:
 
 
 def test_the_list_is_short_and_names_what_is_there() -> None:
-    found = listed()
-    assert ADDED.keys() <= found.keys()
-    for what, files in found.items():
+    files_of_additions = listed()
+    assert ADDED.keys() <= files_of_additions.keys()
+    for what, files in files_of_additions.items():
         assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], what
     for what, text in ADDED.items():
-        assert len(found[what]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {*found[what]}, what
+        assert len(files_of_additions[what]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {
+            *files_of_additions[what]
+        }, what
     for file, text in changed(ROOT).items():
         compile(text, file, "exec")
 

@@ -89,20 +89,20 @@ def split(text: str) -> tuple[str, list[Block]]:
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings, and those written as HTML."""
     prose, _ = split(page.read_text(encoding="utf-8"))
-    found = set(HTML_ANCHOR.findall(prose))
+    slugs = set(HTML_ANCHOR.findall(prose))
     for heading in HEADING.findall(prose):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         slug = base = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
         repeats = 0
-        while slug in found:
+        while slug in slugs:
             repeats += 1
             slug = f"{base}-{repeats}"
-        found.add(slug)
-    return found
+        slugs.add(slug)
+    return slugs
 
 
 def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
-    """What is wrong with a link on a page, or None. Links to other hosts are not followed."""
+    """Return what is wrong with a link on a page, or None. Links to other hosts are not followed."""
     if re.match(r"[a-z][a-z0-9+.-]*:", target):
         return None
     path, _, anchor = target.partition("#")
@@ -173,8 +173,8 @@ def test_blocks_run(
         assert block.language or not re.search(rf"^{COMMAND}", block.code, re.MULTILINE), (
             f"line {block.line}: write ```sh"
         )
-        if found := FILE.match(block.code):
-            Path(found[1]).write_text(block.code)
+        if file_name := FILE.match(block.code):
+            Path(file_name[1]).write_text(block.code)
         if block.language in SHELL and not block.no_run:
             run_commands(block, request.config.getoption("--full"), monkeypatch)
         if block.language != "python":
@@ -218,10 +218,10 @@ def test_pages_say_what_they_are_for_and_are_in_the_navigation() -> None:
     named = set(re.findall(r"\s(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert pages.keys() - named == set()
     of_names = {name for name, page in pages.items() if "\n::: octavo" in page.read_text(encoding="utf-8")}
-    rest = {
+    guides = {
         name: page.read_text(encoding="utf-8").split("\n\n")[1] for name, page in pages.items() if name not in of_names
     }
-    assert [name for name, first in rest.items() if not first.startswith("After this page")] == []
+    assert [name for name, first in guides.items() if not first.startswith("After this page")] == []
 
 
 # The checks themselves: each finds what it is for.

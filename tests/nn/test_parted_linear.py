@@ -23,9 +23,9 @@ from tests.support import parallel_tasks as tasks
     ],
 )
 def test_a_transformer_block(pool, recipe, norm, sequence):
-    """Of the largest elements: what another order of additions, in float32, makes of a code here and there."""
-    for found in pool.run(tasks.block, (2,), recipe, norm, sequence):
-        assert max(found.values()) < (1e-5 if recipe == "high_precision" else 5e-3)
+    """A block's largest errors are those of another order of additions, in float32, which changes a few codes."""
+    for differing in pool.run(tasks.block, (2,), recipe, norm, sequence):
+        assert max(differing.values()) < (1e-5 if recipe == "high_precision" else 5e-3)
 
 
 def test_splits_that_do_not_divide(pool):
@@ -38,8 +38,8 @@ def test_what_is_frozen_stays_frozen(frozen):
     layer.get_parameter(frozen).requires_grad_(False)
     divide(layer, 2)
     assert "bias=True, splits={'a': 8, 'b': 8}" in repr(layer)  # before it is sharded, too
-    found = [name for name, param in layer.named_parameters() if not param.requires_grad]
-    assert found == [f"a.{frozen}", f"b.{frozen}"]
+    frozen_names = [name for name, param in layer.named_parameters() if not param.requires_grad]
+    assert frozen_names == [f"a.{frozen}", f"b.{frozen}"]
 
 
 def test_blocks_in_fp8_are_not_cut():
@@ -57,9 +57,9 @@ def test_splits_are_stored_in_blocks_afterwards_too():
     for layer in (before, after):
         octavo.convert(layer, octavo.recipes.blockwise(), lambda module, name: True, weight_storage="fp8")
     divide(before, 1)
-    expected, found = before.state_dict(), after.state_dict()
-    assert found["b.weight_scale_inv"].shape == (1, 2) and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, actual = before.state_dict(), after.state_dict()
+    assert actual["b.weight_scale_inv"].shape == (1, 2) and actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     octavo.restore(after)
     for recipe in (octavo.recipes.dynamic(), octavo.recipes.delayed()):
         with pytest.raises(ValueError, match="can be stored in blocks of 128 x 128 alone"):
@@ -84,8 +84,8 @@ def test_splits_in_fp8_have_one_scale_and_one_optimizer():
     for other, factor in ((twice, 2), (saved, 1), (b_alone, 2), (saved, 1), (values, None)):
         layer.load_state_dict(other, strict=False)
         assert torch.equal(layer.weight.dequantize()[128:], layer.b.weight.dequantize())  # by the scale of a
-        found = layer.state_dict()
-        assert torch.equal(found["a.weight_scale_inv"], found["b.weight_scale_inv"])
+        state = layer.state_dict()
+        assert torch.equal(state["a.weight_scale_inv"], state["b.weight_scale_inv"])
         expected = [torch.ones(128, 256)] * 2 if factor is None else [pair(saved, "a"), pair(saved, "b") * factor]
         for weight, value in zip(layer.weights, expected, strict=True):
             torch.testing.assert_close(weight.dequantize(), value, rtol=2**-4, atol=2**-9 * value.abs().max())
