@@ -100,7 +100,7 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_group_items(items: list[pytest.Item]) -> None:
-    """One worker runs a file, with its imports and caches, and one all tests that start ranks."""
+    """Have one worker run each file, with its imports and caches, and one run all tests that start ranks."""
     if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
         # it would read all sources for their constants, seconds in each worker, and draw others after each change
         providers._get_local_constants = lambda: providers._local_constants  # type: ignore[attr-defined]

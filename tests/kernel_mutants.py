@@ -148,7 +148,7 @@ def without(text: str, left_out: set[int], changed: str) -> str:
 
 
 def leave_out_barriers() -> None:
-    """Every barrier alone; of those that follow each other with no access between all."""
+    """Leave out each barrier alone; of barriers with no access between them, all."""
     from tests.kernels.triton.test_compiled import ALL_CASES
 
     rows = []
@@ -224,7 +224,7 @@ def results_in_orders(name: str, seeds: int) -> tuple[str, int]:
 
 
 def run_in_orders() -> None:
-    """Each case in so many orders."""
+    """Run each case in so many orders."""
     rows = []
     for name in LAST:
         met = in_a_fork(functools.partial(results_in_orders, name, SEEDS_OF_KERNELS), 20 * LIMIT, LOG)
@@ -271,13 +271,13 @@ class Mutant(NamedTuple):
 
 
 def all_mutants() -> list[Mutant]:
-    """Those of the table."""
+    """Return the table's mutants."""
     with SOURCES.open(newline="") as file:
         return [Mutant(**row) for row in csv.DictReader(file)]
 
 
 def mutate_sources(sample: int | None = None) -> None:
-    """Every mutant without an outcome, by the emulator and by the interpreter; of a sample, by the former."""
+    """Run mutants without an outcome, by the emulator and the interpreter; of a sample, by the former."""
     if sample is not None:
         drawn = sorted(all_mutants(), key=lambda one: hashlib.sha256(f"{one.source} {one.after}".encode()).digest())
         missed = [mutant for mutant in drawn[:sample] if not mutant.met()]

@@ -152,7 +152,7 @@ ON_TRITON = """
 
 
 def listed() -> dict[str, list[str]]:
-    """The files that CONTRIBUTING names, by what is added."""
+    """Return the files that CONTRIBUTING names, by what is added."""
     rows = ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     return {what: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for what, files in rows}
 

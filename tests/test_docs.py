@@ -87,7 +87,7 @@ def split(text: str) -> tuple[str, list[Block]]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings, and those written as HTML."""
+    """Return the anchors that GitHub makes of a page's headings, and those written as HTML."""
     prose, _ = split(page.read_text(encoding="utf-8"))
     slugs = set(HTML_ANCHOR.findall(prose))
     for heading in HEADING.findall(prose):
@@ -200,7 +200,7 @@ parser = cache(cli.parser)
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name)
 def test_commands_are_taken(page: Path) -> None:
-    """Those of blocks are parsed as a whole; of those within a sentence, which may leave things out, the options."""
+    """Commands of blocks parse as a whole; of commands within a sentence, which may be incomplete, options do."""
     prose, blocks = split(page.read_text(encoding="utf-8"))
     lines = "\n".join(block.code for block in blocks if block.language in SHELL)
     for line in re.findall(rf"(?:^|-m ){COMMAND}", lines.replace("\\\n", " "), re.MULTILINE):

@@ -53,7 +53,7 @@ def test_a_name_that_is_missing_says_what_fails() -> None:
 
 
 def test_exporting_is_not_asked_of_torch() -> None:
-    """torch 2.11 says so whenever torch.compile traces: layers that believed it had no gradients."""
+    """torch 2.11's is_exporting() is true whenever torch.compile traces: layers that believed it had no gradients."""
     asks = [file.name for file in OCTAVO.rglob("*.py") if re.search(r"compiler\.is_exporting\(\)", file.read_text())]
     assert asks == []
     answers: list[bool] = []

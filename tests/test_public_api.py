@@ -22,7 +22,7 @@ DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 @cache
 def public() -> dict[str, griffe.Object]:
-    """Each public name and what it is, read without importing it; not rooms, and not names of other libraries."""
+    """Return each public name and its object, read without an import; not rooms, nor names of other libraries."""
     package = griffe.load("octavo", search_paths=[ROOT], allow_inspection=False)
     objects = {}
     for room in ROOMS:

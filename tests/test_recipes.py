@@ -116,7 +116,7 @@ def mx_pairs(x, format, mode):
 
 
 def test_mx_codes_and_scales_are_torchaos():
-    """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
+    """MX codes and scales are torchao's by RCEIL, cuBLAS's rule too; the OCP's FLOOR has some halves, and clips."""
     halves, shapes = 0, ((8, 64), (1, 32), (17, 96), (3, 5, 64), (0, 32))
     for number in range(400):
         shape, format = shapes[number // 10 % 5 if number % 10 else 0], (E4M3, E5M2)[number % 2]
@@ -136,7 +136,7 @@ def test_mx_codes_and_scales_are_torchaos():
 
 
 def test_where_mx_is_not_torchaos():
-    """docs/concepts/overview.md says why."""
+    """MX differs from torchao's for the reasons in docs/concepts/overview.md."""
     x = torch.ones(4, 32)
     x[:, 0] = torch.tensor([1e-40, torch.inf, torch.nan, 7.0000005])
     x[0] = 1e-40

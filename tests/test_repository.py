@@ -107,7 +107,7 @@ def run_python(*arguments: str, **options: object) -> subprocess.CompletedProces
 
 
 def test_tests_mirror_sources() -> None:
-    """All but those in NO_MIRROR, which are files and have no test."""
+    """Every source has its test file, but for those in NO_MIRROR, which exist and have none."""
     sources = [name(source) for source in SOURCES if source.name != "__init__.py"]
     assert {s for s in sources if not any((ROOT / mirror).is_file() for mirror in mirrors(s))} == NO_MIRROR.keys()
 
@@ -139,7 +139,7 @@ def test_nothing_is_copied() -> None:
 
 
 def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
-    """Then the command starts as ``python -m octavo`` starts it."""
+    """An import needs torch only and prints nothing; then the command starts as ``python -m octavo`` does."""
     code = """if True:
         import sys
         import torch
@@ -254,7 +254,7 @@ def is_private(path: str) -> bool:
 
 
 def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
-    """And the attributes among them in its functions."""
+    """Private names of torch, and the attributes among them in functions, stand in one file and are used."""
     texts = {name(source): text_of(source) for source in SOURCES}
     used_names = texts.pop("octavo/private.py").partition("def __getattr__")[2]
     assert {source: names for source, code in texts.items() if (names := private_names(code))} == {}

@@ -61,7 +61,7 @@ def pages_of(site: Path) -> list[str]:
 
 
 def elsewhere(text: str, *patterns: re.Pattern[str]) -> list[str]:
-    """The addresses on other hosts among what these patterns find."""
+    """Return the addresses on other hosts among what these patterns match."""
     return [address for pattern in patterns for address in pattern.findall(text) if ELSEWHERE.match(address)]
 
 

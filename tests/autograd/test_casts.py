@@ -31,7 +31,7 @@ def test_only_what_is_asked_for_is_cast():
 
 
 def mixed_recipe() -> Recipe:
-    """One cast of each role Delayed, the other not."""
+    """Return a recipe with one Delayed cast of each role, the other not."""
     delayed, row = Cast(E4M3, PerTensor(), Delayed(2)), Cast(E4M3, PerRow(), Dynamic())
     return Recipe(output=(delayed, row), grad_input=(delayed, row), grad_weight=(row, row))
 

@@ -59,13 +59,13 @@ def as_cast_alone(x, recipe, role, exact):
 
 
 def same(actual, expected):
-    """Whether codes and scales are those that are expected."""
+    """Return whether codes and scales are equal, one by one."""
     pairs = zip((*actual.as_is, *actual.transposed), (*expected.as_is, *expected.transposed), strict=True)
     return [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
 
 
 def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
-    """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
+    """Return whether pairs of a gathered input, and of a gathered gradient, equal those of one rank."""
     x, rank, reader = torch.randn(shape), mesh.get_local_rank(), GatherReader(RECIPES[recipe], None, True)
     wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]), exact, None, [])
     part = x.chunk(2, dim)[rank].contiguous()
@@ -96,7 +96,7 @@ def test_pairs_are_those_of_the_whole(pool, recipe, exact, shape, dim):
 
 
 def test_blocks_may_reach_over_ranks(pool):
-    """Unless they are exact: 50 tokens a rank, in blocks of 128 and of 32."""
+    """Blocks of 128 and of 32 may reach over ranks of 50 tokens each, unless gathers are exact."""
     for recipe in ("blockwise", "mx"):
         for _, answers in pool.run(gathered_as_cast_alone, (2,), recipe, (3, 100, 40), 1, False):
             assert answers == [True] * 9

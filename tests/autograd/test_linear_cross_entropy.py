@@ -61,7 +61,7 @@ def batch(rows: int = 300, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 
 def step(loss: Any, head: octavo.nn.Linear, x: Tensor, target: Tensor, factor: float = 3.0) -> list[Tensor]:
-    """(the loss, the gradients of x and of the head's parameters)."""
+    """Return (the loss, the gradients of x and of the head's parameters)."""
     x = x.detach().clone().requires_grad_()
     value = loss(x, head, target)
     return [value.detach(), *torch.autograd.grad(value * factor, [x, *head.parameters()])]

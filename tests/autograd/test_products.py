@@ -21,7 +21,7 @@ MIXED = {**FP8_RECIPES, "high_precision": recipes.high_precision}
 
 
 def run(recipe, x, weight, bias, grad, state=None):
-    """y, dx, dW, db by a recipe."""
+    """Return y, dx, dW and db by a recipe."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     bias = None if bias is None else bias.clone().requires_grad_()
     state = delayed_state(recipe) if state is None else state

@@ -115,7 +115,7 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
 
 
 def test_a_trace_by_torch_jit_holds_no_cast_of_before():
-    """It would be a constant: the codes of the example, whatever the traced layer is given."""
+    """A cast in a trace would be a constant: the example's codes, whatever input the traced layer has."""
     (first, second), x = layers(recipes.dynamic(), 2), torch.randn(T, K)
     first(x)
     with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
@@ -161,7 +161,7 @@ def test_histories_are_shared_until_a_layer_is_called_alone():
 
 
 def test_histories_are_compared_once(monkeypatch):
-    """On a GPU the host waits for it."""
+    """Histories are compared once: on a GPU the host waits for the result."""
     model = layers(recipes.delayed())
     for step in range(3):
         region(model, input_of(seed=step)).sum().backward()

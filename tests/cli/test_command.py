@@ -29,7 +29,7 @@ from tests.support.command_line import TEXT, TINY, one_line, train
 
 @dataclass(frozen=True)
 class Options:
-    """One of each kind."""
+    """An option of each kind."""
 
     how_many: int = option(3, "a number, 100 % of it", 1)
     every: int = option(0, "none", 0)
@@ -262,7 +262,7 @@ def trained(tmp_path_factory):
 
 
 def exported(capsys):
-    """Exports the run; what is said of the file, and of its check."""
+    """Export a run, and check the messages about the file and about its check."""
     assert cli.main(["export", "runs/delayed", "--onnx", "m.onnx", "--data", "text.py"]) == 0
     wrote, checked = capsys.readouterr().out.splitlines()
     assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")

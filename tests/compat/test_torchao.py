@@ -31,7 +31,7 @@ def from_name(*libraries):
 
 
 def results(model, x):
-    """The output, the gradient of the input, and those of the parameters."""
+    """Return the output and the gradients of the input and of the parameters."""
     x = x.clone().requires_grad_()
     output = model(x)
     output.square().mean().backward()

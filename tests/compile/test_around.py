@@ -38,7 +38,7 @@ LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
 
 
 def compiled():
-    """(a function that calls a model, compiled in one graph; what counts its graphs)."""
+    """Return (a function that calls a model, compiled in one graph; a counter of its graphs)."""
     torch.compiler.reset()
     counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
@@ -109,7 +109,7 @@ def tokens_of_step(step):
 
 
 def llama_s_graphs(recipe):
-    """(graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
+    """Return (graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
     model = llama(recipe)
     if recipe is not None:
         assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8

@@ -88,7 +88,7 @@ class OneBucket:
 
 
 def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
-    """This rank's flat gradients; some whole blocks are small, some zero."""
+    """Return this rank's flat gradients; some whole blocks are small, some zero."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(count, generator=generator)
     x *= torch.exp2(spread * torch.randn(-(-count // 64), generator=generator).repeat_interleave(64)[:count])
@@ -97,7 +97,7 @@ def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
 
 
 def hooked(mesh, count, dtype, options, steps=1, faults=()):
-    """Each step's mean, as float64, after faults (rank, element, value) are put in the first step's gradients."""
+    """Return each step's mean, as float64; faults (rank, element, value) are in the first step's gradients."""
     reduction, means = Fp8Reduction(**options, group=mesh.get_group()), []
     for step in range(steps):
         flat = gradients(count, dist.get_rank(), step, dtype)
@@ -188,7 +188,7 @@ def test_random_bits_are_the_optimizers():
 @pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"format": E5M2}, {"ranks_per_server": 2}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_faults_stay_visible(pool, options, value):
-    """On all ranks, at the element alone, infinity as itself in E5M2; the next step is free of it."""
+    """Faults show on all ranks, at their element alone, infinity as itself in E5M2; the next step has none."""
     ranks = 4 if "ranks_per_server" in options else 2
     for means in pool.run(hooked, (ranks,), 1000, torch.float32, options, 2, [(1, 700, value)]):
         bad = ~np.isfinite(means[0])
@@ -211,7 +211,7 @@ def bytes_sent(mesh, count, options):
 
 @pytest.mark.parametrize("count", [100_000, 100_001])
 def test_bytes(pool, count):
-    """One message each way; scales of blocks are 1/128 beside their codes."""
+    """A reduction sends one message each way; scales of blocks are 1/128 beside their codes."""
     cases = {"blocks": {}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
     shares = {}
     for name, options in cases.items():
@@ -343,7 +343,7 @@ def test_all_ranks_meet_and_only_one_of_each_server(ranks, per_server):
 
 
 def found_by(mesh, said, chosen_size, hosts="aabb"):
-    """(this rank's levels, what is warned of), where LOCAL_WORLD_SIZE is ``said`` on each rank, 0 for not set."""
+    """Return (this rank's levels, warnings), where LOCAL_WORLD_SIZE is ``said`` on each rank, 0 for not set."""
     group = dist.new_group([*range(mesh.size())])
     before, size_here = os.environ.pop("LOCAL_WORLD_SIZE", None), said[dist.get_rank()]
     true_name, socket.gethostname = socket.gethostname, lambda: hosts[dist.get_rank()]
@@ -386,7 +386,7 @@ def test_by_host_names_where_nobody_says_it(pool):
 
 
 def test_servers_of_different_sizes(pool):
-    """One level, with a warning, which all ranks find; an error where two were asked for."""
+    """Unequal servers make one level, with a warning on all ranks, and an error where two levels are asked for."""
     for said, why in (([3] * 4, "[3, 1] of this group"), ([2, 2, 2, 4], "2 on one rank and 4 on another")):
         for levels_here, (warning,) in pool.run(found_by, (4,), said, None):
             assert levels_here == [[1, 1, 1, 1]] and why in warning

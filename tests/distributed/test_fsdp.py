@@ -175,7 +175,7 @@ OF_PAIRS = ("rowwise", "blockwise", "mx")  # on 8 ranks too, of which none has w
 
 
 def cells():
-    """Each recipe in each situation on each mesh, every other one with weights that stay gathered after forward.
+    """Return each recipe in each situation on each mesh; half of the weights stay gathered after forward.
 
     Even shards on 2 ranks and on replicas of 2 are in tests/support/seams. By default: on 2 ranks one recipe in every
     situation, and each scaling in one; uneven parts of 4, one of them empty.

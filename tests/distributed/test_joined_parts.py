@@ -91,7 +91,7 @@ def save(mesh: Any, path: str, recipe: str, *how: Any) -> dict[str, Tensor]:
 
 
 def load(mesh: Any, path: str, recipe: str, *how: Any) -> tuple[dict[str, Tensor], bool]:
-    """(what was loaded; whether it trains on)."""
+    """Return (the loaded tensors, whether all steps are 2 after one more)."""
     model, optimizer = trained(mesh, recipe, 1, *how)
     assert load_checkpoint(path, model, optimizer) == {"step": 2}
     tensors = values(model, optimizer)

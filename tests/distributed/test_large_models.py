@@ -28,7 +28,7 @@ ANY_SCALES = recipes.blockwise(power_of_two=False)
 
 
 def shard(net: Any, mesh: Any) -> Any:
-    """Under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
+    """Shard under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
     if mesh.ndim == 2:
         plan = {name: ours.ColwiseParallel() for name in ("0", "splits") if name in net._modules}
         parallelize_module(net, mesh["shard"], plan | ({"1": ours.RowwiseParallel()} if "1" in net._modules else {}))
@@ -64,7 +64,7 @@ def trains_alike(*nets: Any) -> bool:
 
 
 def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, experts: bool = False) -> nn.Module:
-    """On the meta device."""
+    """Return two layers on the meta device."""
     with torch.device("meta"):
         layers = [nn.Linear(256, width, **BF16), nn.Linear(width, 256, **BF16)]
         if experts:

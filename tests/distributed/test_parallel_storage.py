@@ -50,7 +50,7 @@ def shard(model: nn.Module, mesh: Any, styles: Any = ours) -> Any:
 
 
 def made(mesh: Any, recipe: str, before: bool = True, styles: str = "octavo's", **options: Any) -> tuple[Any, Any]:
-    """(on one rank, on all): the latter stored ``before`` it is parallelized or after."""
+    """Return models (on one rank, on all): the latter stored ``before`` it is parallelized or after."""
     alone, model = pair(**options), pair(**options)
     store(alone, recipe)
     if before:
@@ -70,7 +70,7 @@ def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def compare(mesh: Any, recipe: str, before: bool, styles: str) -> tuple[Any, ...]:
-    """(names of codes and scales that differ, bytes of codes here, differences of forward and backward)."""
+    """Return (names of codes and scales that differ, bytes of codes here, differences of forward and backward)."""
     alone, model = made(mesh, recipe, before, styles)
     parts = [local_stored(layer.weight) for layer in (model.up, model.down)]
     sizes = [part.qdata.untyped_storage().nbytes() for part in parts]
@@ -96,7 +96,7 @@ def restored_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refused(mesh: Any, recipe: str, before: bool, rows: int = 128) -> tuple[str, bool]:
-    """(What is said of blocks that would be cut, whether all is as it was)."""
+    """Return (the error about blocks that would be cut, whether all is as it was)."""
     layer = nn.Linear(256, rows)
     model = store(nn.Sequential(layer), recipe) if before else nn.Sequential(layer)
     with pytest.raises((ValueError, octavo.UnsupportedOpError)) as caught:
@@ -169,7 +169,7 @@ def exact_adamw(model: nn.Module) -> AdamW:
 
 
 def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
-    """(layers whose codes differ from one rank's after three steps, or loaded again; the difference of outputs)."""
+    """Return (layers whose codes differ from one rank's after steps or a load; the difference of outputs)."""
     torch.manual_seed(0)
     alone = store(Splits(recipe), recipe)
     model, other = copy.deepcopy(alone), copy.deepcopy(alone)

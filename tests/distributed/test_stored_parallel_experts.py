@@ -98,7 +98,7 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_equal_to_one_rank(pool, kind, recipe, when, options):
-    """Bit for bit, random bits too: they depend on an element's place among all experts. One rank has no tokens."""
+    """Steps equal one rank's bit for bit, random bits too: they go by an element's place. One rank has no tokens."""
     assert pool.run(compare, (2,), kind, recipe, when, options) == [{}] * 2
 
 

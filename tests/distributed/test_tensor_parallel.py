@@ -23,7 +23,7 @@ IN_BF16 = ("gw_hp", "high_precision")
     "recipe", [pytest.param(it, marks=[pytest.mark.full] * (it in IN_BF16)) for it in tasks.RECIPES]
 )
 def test_equal_to_one_rank(pool, recipe, shared, shape):
-    """Bit for bit where sums are exact, which scales that are powers of two make them."""
+    """Training equals one rank's bit for bit where scales are powers of two, which make sums exact."""
     for (first, second), *_ in pool.run(tasks.sequence_parallel, shape, recipe, shared, torch.float32):
         assert max(second.values()) <= (0.0 if recipe in EXACT else 1e-3)  # a code more or less of what o reads
         assert max(first.values()) <= 1e-3
@@ -89,7 +89,7 @@ def test_checkpointed_and_frozen(pool, recipe):
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 @pytest.mark.parametrize("kind", ["RMSNormMLP", "TransformerBlock"])
 def test_compiled_under_fsdp2(pool, recipe, kind):
-    """One graph for all equal modules, which read weights gathered in FP8: bit for bit as eager, but a bias's sum."""
+    """Equal modules, which read weights gathered in FP8, share one graph, as eager bit for bit but for a bias's sum."""
     assert pool.run(trained, (2, 2), recipe, kind, seconds=240) == [[[], []]] * 4
 
 
@@ -99,13 +99,13 @@ def test_inputs_on_another_mesh(pool):
 
 
 def test_delayed_state_begins_with_scales_of_all_ranks(pool):
-    """Buffers that parallelize_module has written look like committed ones, of which nothing has to be agreed on."""
+    """Scales are all ranks' from the first forward on, though parallelize_module's buffers look like committed ones."""
     for differences in pool.run(fused.begun, (2,)):
         assert len(differences) == 2 and max(differences) < 1e-5
 
 
 def test_a_prepared_input_has_the_scale_of_a_layer_that_reads_it(pool):
-    """Or its own, after a resume, where it is not known who reads it: the same but for a rounding."""
+    """The input has a reading layer's scale, or after a resume its own: the same but for a rounding."""
     for known, resumed, copied in pool.run(fused.of_another_scale, (2,)):
         assert known < 1e-5 and 0 < resumed < 0.1 and copied < 1e-5
 

@@ -226,7 +226,7 @@ def test_a_store_where_a_copy_will_land() -> None:
 
 
 def test_a_copy_reads_as_late_as_its_wait() -> None:
-    """A source that is written after the copy began is what lands."""
+    """A copy takes what is written to its source after it began."""
     body = f"{COPY} {COMMIT} st.global.b32 [%d1], 77; {WAIT.format(0)} {LOOK}"
     data, out = source(), words()
     launch(body, data, out, shared=512)
@@ -275,7 +275,7 @@ def test_a_loop_that_does_not_end(schedule: str) -> None:
 
 
 def test_orders_are_random_and_repeatable() -> None:
-    """Each program takes a ticket; in some order of programs, and of lanes in one atomic."""
+    """Orders are drawn by a seed: programs, and lanes in one atomic, take tickets in some order."""
     body = f"{PLACE} atom.global.gpu.relaxed.add.u32 %r1, [%a1], 1; st.global.b32 [%d1], %r1;"
     tickets = []
     for seed in (0, 0, 1):

@@ -33,7 +33,7 @@ def signed(value: int, kind: str) -> int:
 
 
 def holds(name: str, kinds: str, function: Callable[..., int], *inputs: Any) -> None:
-    """The instruction's bits are those of ``function``; kinds: of the result and the operands."""
+    """Check that the instruction's bits are those of ``function``; kinds: of the result and the operands."""
     to, *kinds_of_operands = kinds.split()
     got = compute(name, *inputs, out=f"u{int(to[1:]) // 8}")
     columns = [[one] * COUNT if isinstance(one, int) else one.tolist() for one in inputs]

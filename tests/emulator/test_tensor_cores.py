@@ -92,7 +92,7 @@ def accumulator(kind: str, exact: Tensor) -> Tensor:
 
 
 def sums(a: str, b: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Many [count, K], [count, K] and [count]: every kind of operand with every kind of accumulator."""
+    """Return many sums, [count, K], [count, K] and [count]: every kind of operand with every kind of accumulator."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for kinds, of_c in itertools.product(OPERANDS, ACCUMULATORS):
         x, y = (operand(kind, element, (count, depth(a))) for kind, element in zip(kinds, (a, b), strict=True))

@@ -53,7 +53,7 @@ def seen_operands() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether named pairs of a model, in the order of its forward, are what its products multiplied, bit for bit."""
+    """Return whether a model's named pairs, in forward's order, are its products' operands, bit for bit."""
     return len(pairs) == len(operands) and all(
         torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s.float())
         for (_, codes, scale_inv), (q, s) in zip(pairs, operands, strict=True)
@@ -114,7 +114,7 @@ def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training:
 
 
 def sharded_peak(mesh: Any) -> tuple[int, int]:
-    """(what iterating a sharded model holds at most, its codes' bytes)."""
+    """Return (the most bytes that iterating a sharded model holds, its codes' bytes)."""
     net = layers("blockwise", True, (1024,) * 9)
     for layer in net[:-1]:
         fully_shard(layer, mesh=mesh)
@@ -187,7 +187,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def assert_same_model(loaded: nn.Module, model: nn.Module) -> None:
-    """Bit for bit: dequantised weights where a layer is in FP8, the parameters themselves elsewhere."""
+    """Check bit for bit: dequantised weights where a layer is in FP8, the parameters themselves elsewhere."""
     modules, theirs = dict(model.named_modules()), dict(loaded.named_parameters())
     ours = dict(model.named_parameters())
     assert theirs.keys() == ours.keys()
@@ -463,7 +463,7 @@ SITUATIONS = [  # weights that are scaled by rows are neither kept nor stored
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("recipe", "situation"), SITUATIONS)
 def test_the_codes_are_those_of_the_forward(recipe, situation, training):
-    """Each weight is cast once; those that are in FP8 already are given as they are."""
+    """Iterating casts each weight once, and gives codes that exist already as they are."""
     net = layers(recipe, stored=situation == "stored")
     optimizer = octavo.optim.AdamW(net.parameters(), lr=0.01)
     for _ in range(2):  # so that a delayed scale is an earlier weight's

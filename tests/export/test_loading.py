@@ -81,7 +81,7 @@ def assert_same_codes(loaded: nn.Module, model: nn.Module, layout: str = "fine-g
     ],
 )
 def test_codes_stay_codes(tmp_path, kind, recipe, trained):
-    """Each expert's matrices too, which are joined with others."""
+    """Loaded codes are the file's, also each expert's matrices, which are joined with others."""
     make, tied = mixtral if kind == "mixtral" else llama, kind == "tied llama"
     options = {"kind": make} | ({"tied": True} if tied else {})
     model = written(tmp_path / "out", recipe, **options)
@@ -121,7 +121,7 @@ def test_what_transformers_writes_is_read_as_transformers_reads_it(tmp_path, mon
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor([[0.01]]).bfloat16()])
 def test_one_scale_in_any_shape_and_dtype(tmp_path, scale):
-    """Some checkpoints have scalars, beside static scales of inputs."""
+    """A scale loads in any shape and dtype: some checkpoints have scalars, beside static scales of inputs."""
     model = layer(tmp_path / "out", recipes.dynamic(), weight_scale_inv=scale).requires_grad_(False)
     load_fp8(model, tmp_path / "out")
     assert torch.equal(model.weight.scale_inv, scale.float().view(1, 1))
@@ -361,7 +361,7 @@ def test_a_file_of_another_folder_is_refused(tmp_path):
 
 
 def test_a_damaged_document_is_a_value_error_or_loads(tmp_path):
-    """One of a stranger: other types, deep lists, names twice, no UTF-8."""
+    """A stranger's document, of other types, deep lists, names twice or no UTF-8, is a ValueError or loads."""
     model, folder = layer(tmp_path / "out"), tmp_path / "out"
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     map_of_one = {"weight_map": dict.fromkeys(("weight", "weight_scale_inv", "bias"), "model.safetensors")}

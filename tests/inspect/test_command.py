@@ -218,7 +218,7 @@ def test_what_can_not_be_done(arguments, says):
 
 
 def test_what_a_files_rules_would_bring(folder, capsys):
-    """Against the model's own recipes: a layer that has none is left out."""
+    """A file's rules are compared with the model's own recipes; a layer that has none is left out."""
     torch.manual_seed(0)
     subject = entry_point("what_if_user:training")
     octavo.convert(subject.model, octavo.recipes.dynamic(), lambda module, name: name == "0")

@@ -26,7 +26,7 @@ SAVED = dataclasses.replace(recipes.dynamic(), saved=Cast(E4M3, PerTensor(), Dyn
 
 
 def rows_of(size: float = 1.0) -> Tensor:
-    """Rows of which those of the fourth expert are spread wide."""
+    """Return rows, those of the fourth expert spread wide."""
     torch.manual_seed(1)
     x = torch.randn(sum(SIZES), 40)
     x[ENDS[2] : ENDS[3]] *= torch.logspace(0, -9, 40)
@@ -44,7 +44,7 @@ def layer_of(recipe: Any) -> octavo.nn.GroupedLinear:
 
 
 def alone(layer: octavo.nn.GroupedLinear) -> nn.ModuleList:
-    """Each expert as a linear layer."""
+    """Return each expert as a linear layer."""
     twins = [octavo.nn.Linear(40, 48, bias=False, recipe=layer.recipe) for _ in SIZES]
     for twin, weight in zip(twins, layer.weight, strict=True):
         twin.weight.data.copy_(weight)

@@ -22,7 +22,7 @@ BEFORE = ("before first", "before mlp", "before last")  # of a model; these and 
 
 
 class _Spoil(torch.autograd.Function):
-    """x, with these added to an element of it, and to one of its gradient."""
+    """Return x with these values added to one of its elements, and to one of its gradient's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _added(x: Tensor, value: Tensor) -> Tensor:
 
 
 class Spoiled(nn.Module):
-    """Three layers; ``added`` [3, 2] is put in before each, forward and backward."""
+    """A model of three layers; ``added`` [3, 2] is put in before each, forward and backward."""
 
     added: Tensor
 
@@ -103,7 +103,7 @@ def _put(model: nn.Module, place: str, value: float) -> None:
 
 
 def spoiled_rank(mesh: Any) -> tuple[Any, ...]:
-    """A training under FSDP2 in which rank 1 has a fault; what each rank reads of it."""
+    """Return a fault's place as each rank reads it, of a training under FSDP2 in which rank 1 has the fault."""
     model = Spoiled(recipes.delayed())
     for layer in (model.first, model.mlp, model.last, model):
         fully_shard(layer, mesh=mesh)

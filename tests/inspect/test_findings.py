@@ -89,7 +89,7 @@ BROKEN = "second"
 
 
 class Network(nn.Module):
-    """Three layers, each behind a norm."""
+    """A model of three layers, each behind a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_flushed() -> None:
 
 
 def test_a_stale_scale_and_what_it_clips() -> None:
-    """One that is far too old is given up; a margin is room."""
+    """A stale scale gets a margin, one that is far too old another cast; what fits a margin is no finding."""
     finding = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
     assert where(finding) == ("stale", "model.layers.1.mlp", "input", 50)
     assert finding.severity == pytest.approx(1 + 2 * math.log(30, 20)) and "3 % are clipped" in finding.cause

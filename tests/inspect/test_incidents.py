@@ -12,7 +12,7 @@ from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
 
 
 def test_a_risen_rate_explains_what_follows() -> None:
-    """But not what was wrong before, nor what begins long after."""
+    """A risen rate explains what follows, but not what was wrong earlier, nor what begins long after."""
     record = made(4, 40)
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * 32
     record.weights["update"][AT] *= 10

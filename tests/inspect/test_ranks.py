@@ -31,7 +31,7 @@ def group_of(mesh: Any) -> Any:
 
 
 def record_sharded(mesh: Any, name: str, folder: str) -> None:
-    """Two steps under FSDP2, each rank with its rows of one batch."""
+    """Record two steps under FSDP2, each rank with its rows of one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     octavo.convert(model, getattr(recipes, name)(), select=lambda *_: True)
@@ -48,7 +48,7 @@ def record_sharded(mesh: Any, name: str, folder: str) -> None:
 
 
 def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
-    """The same where rank 0 can't write what it counts; what is warned of."""
+    """Return the warnings where rank 0 can't write the record."""
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(RecordWriter, "add_counts", side_effect=full), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -72,7 +72,7 @@ def record_tensor_parallel(mesh: Any, recipe: str, folder: str) -> None:
 
 
 def record_experts(mesh: Any, recipe: str, folder: str, sharded: bool = False, storage: Any = None) -> tuple[Any, ...]:
-    """A step of experts on several ranks. What a fault of rank 1 is then traced to.
+    """Record a step of experts on several ranks; return the place to which a later fault of rank 1 is traced.
 
     ``sharded``: by FSDP2, and not computed by the ranks that have them; ``storage``: of their weights.
     """

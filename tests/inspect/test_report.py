@@ -95,7 +95,7 @@ def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") 
 
 
 def with_experts() -> Record:
-    """Two layers of four experts, the parts of one module; the last expert gets nothing from the third record on."""
+    """Return a record of two layers of four experts in one module; the last expert has no tokens from record 3 on."""
     record = made()
     names = [name.replace(".mlp", ".mlp.experts.down") for name in record.layers]
     names[0] = names[1].replace("down", "gate_up")

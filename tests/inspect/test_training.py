@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_fault_is_said_first(name: str) -> None:
-    """And its sentence names the layer and the step; severities stay within bounds."""
+    """The first finding's sentence names the fault's layer and step; severities stay within bounds."""
     kind, layer, put = FAULTS[name]
     record = made(4, RECORDS)
     put(record)

@@ -126,7 +126,7 @@ def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_in_fp8_do_not_move(tmp_path: Path) -> None:
-    """One of E8M0's scales, one of a scale a row; what is trained beside them does."""
+    """Frozen weights, one with E8M0's scales, one with a scale a row, stand still; one trained beside them moves."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     model[:2].requires_grad_(False)
     recipe = octavo.RecipeMap(recipes.mx(), {"1": recipes.rowwise()})

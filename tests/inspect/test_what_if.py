@@ -284,7 +284,7 @@ def test_a_model_that_can_not_be_copied():
 
 @pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
 def test_experts_are_layers(kind: str) -> None:
-    """Each matrix of all experts is one, with the errors that its casts make of each expert's rows."""
+    """All experts' matrices are one layer each, with the errors of each expert's rows."""
     torch.manual_seed(0)
     net = Mixture(kind, 4, 48)
     kinds, before = [type(module) for module in net.modules()], {n: p.clone() for n, p in net.named_parameters()}

@@ -26,7 +26,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a benchmark and returns what it printed."""
+    """Run a benchmark and return what it printed."""
 
     def call(subject: str, *arguments: str | Path) -> str:
         module = subjects.module_of(subject)
@@ -95,7 +95,7 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
 
 
 def test_one_command_on_a_gpu_takes_eight_minutes() -> None:
-    """And a Llama's rows end before their stage does; after 185 s of them the first five are there."""
+    """All stages take eight minutes, and a Llama's rows end in time; after 185 s the first five are there."""
     on_gpu, rows = (importlib.import_module(f"benchmarks.{name}") for name in ("on_gpu", "training.llama_rows"))
     assert [*on_gpu.FIRST] == [*on_gpu.STAGES][: len(on_gpu.FIRST)]
     assert sum(on_gpu.STAGES[number].seconds for number in on_gpu.FIRST) <= 480
@@ -137,7 +137,7 @@ def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_what_tensor_cores_lose() -> None:
-    """Few sums made anew are as good as the committed ones."""
+    """A few new sums are as good as the committed ones."""
     accumulation = importlib.import_module("benchmarks.kernels.accumulation")
     committed = {tuple(row.values())[:5]: row for row in accumulation.read("accumulation")}
     sums_lost = [*accumulation.rows(16, (256, 1024))]
@@ -183,7 +183,7 @@ def test_pages_have_every_table_that_is_made_for_them():
 
 
 def test_every_result_is_made_again_or_is_history() -> None:
-    """Pages name the commits of what is history: `report --check` sees to that."""
+    """Each result is written by a subject or is history; pages name history's commits, as `report --check` sees."""
     names_of_results = [name for names in subjects.ALL.values() for name in names]
     assert sorted({name for name, _ in subjects.results()}) == sorted([*names_of_results, *subjects.STUDIES])
     assert subjects.ALL.keys() <= subjects.subjects().keys() and subjects.OF_TRITON <= subjects.ALL.keys()

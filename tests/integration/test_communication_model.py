@@ -48,7 +48,7 @@ def test_one_gpu_waits_for_nobody() -> None:
 
 
 def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
-    """Against the bytes of each hop, in a world of one second a byte over the network and none over NVLink."""
+    """A wire's time is that of its hops' bytes, in a world of one second a byte on the network and none on NVLink."""
     slow = replace(HARDWARE, nvlink=float("inf"), network=1.0, latency=0.0)
     servers, here = 4, 8
     ranks = servers * here

@@ -140,7 +140,7 @@ def kernel_of(capability: int, case: Any) -> Any:
     "capability", [pytest.param(it, marks=[] if it == 90 else pytest.mark.full) for it in compiled.CAPABILITIES]
 )
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
-    """Ada's and Hopper's: an FADD an element adds its sum to those before."""
+    """On Ada and Hopper an FADD an element adds the accumulator's sum to the earlier ones."""
     kernel = kernel_of(capability, cases.product(cases.LARGE, cases.E4M3, cases.ROW, cases.ROW))
     (loop,) = (loop for loop in machine_code.loops(kernel) if any("MMA" in i.name for i in loop))
     added = sum(i.name.startswith("FADD") for i in loop)

@@ -22,7 +22,7 @@ each_norm = pytest.mark.parametrize("norm", LINEARS)
 
 
 def step(module: nn.Module, x: Tensor, grad: Tensor, x_requires_grad: bool = True) -> dict:
-    """The gradients that a step leaves, those not asked for left out."""
+    """Return the gradients that a step leaves, without those not asked for."""
     module.zero_grad()
     leaf = x.clone().requires_grad_(x_requires_grad)
     module(leaf).backward(grad)
@@ -109,7 +109,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def errors(module: nn.Module, steps: list[tuple[Tensor, Tensor]], truths: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Each result's distance from the truth over all steps."""
+    """Return each result's distance from the truth over all steps."""
     squares: dict[str, float] = defaultdict(float)
     for step, truth in zip(steps, truths, strict=True):
         for name, result in results(module, *step).items():

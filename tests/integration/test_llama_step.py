@@ -28,7 +28,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_rows_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has bf16's readings in the same rounds and the GPU's state beside them; what is not there says why."""
+    """Rows have bf16's readings in the same rounds and the GPU's state beside them; a missing one has its reason."""
     clock = itertools.count(1000)
     monkeypatch.setattr(step, "state_of_gpu", lambda: (float(next(clock)), 650.0, 60.0))
     output = tmp_path / "llama_step.csv"
@@ -143,7 +143,7 @@ def test_where_a_steps_time_goes() -> None:
 
 @pytest.mark.gpu
 def test_replays_have_the_bits_of_plain_calls(kernels: Any) -> None:
-    """And a replay that does something else is found."""
+    """Replays have the bits of plain calls, and a replay that does something else is found."""
     module = kernels.module("replay")
     wrong, calls = replays.faults(kernels.cast, module, step.Deadline(0.02), seed=3)
     assert wrong == [] and calls >= replays.CALLS

@@ -41,7 +41,7 @@ def batches(count: int, seed: int) -> Tensor:
 
 
 def trained(name: str, recipe: octavo.Recipe | None) -> tuple[Any, list[float]]:
-    """After two steps; and their losses."""
+    """Return a model after two steps, and their losses."""
     model, losses = built(name), []
     if recipe is not None:
         octavo.convert(model, recipe, every_layer)

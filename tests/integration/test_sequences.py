@@ -123,7 +123,7 @@ class Subject:
         self.state = State.empty(HISTORY)
 
     def moved(self) -> None:
-        """The layer has other parameters: nothing of before reaches them."""
+        """Go on with the layer's other parameters, which nothing from earlier reaches."""
         self.in_flight: list[InFlight] = []
         self.gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
         self.optimizers: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class Subject:
         self.forget()
 
     def forget(self) -> None:
-        """No write of before is noticed."""
+        """Let no earlier write be noticed."""
         self.gathered: float | None = None  # the amax of the weight when ranks cast it last
         self.known = False  # whether a training forward under delayed scaling has seen the weight
         self.written = self.stepped = False  # since then, by hand and by its optimizer
@@ -145,7 +145,7 @@ class Subject:
         self.written = True
 
     def written_in_flight(self) -> None:
-        """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
+        """Note a write of weights: tensors in flight on ranks read it if weights are gathered anew for backward."""
         self.disturbed = True
         if self.mesh is not None and self.layer.gather.way(self.layer).kind != IN_FP8:
             self.in_flight = []
@@ -258,7 +258,7 @@ class Subject:
             assert gradient is None or torch.equal(self.whole(gradient), wanted), f"the {name}'s gradient"
 
     def unroll(self, calls: int = 3) -> None:
-        """Several calls of the layer, and one backward pass of all of them."""
+        """Call the layer several times, with one backward pass of all calls."""
         if self.mesh is not None:
             return
         in_flight, self.in_flight, before = self.in_flight, [], self.state
@@ -369,7 +369,7 @@ class Subject:
         self.stepped = True
 
     def set_recipe(self, recipe: str = "dynamic") -> None:
-        """Another recipe, or the same anew."""
+        """Set another recipe, or the same anew."""
         if (self.stored or self.mesh is not None) and recipe not in STORABLE:
             return
         if self.mesh is not None and self.in_flight:
@@ -381,7 +381,7 @@ class Subject:
         self.forget()
 
     def load(self, assign: bool = False) -> None:
-        """load_state_dict of other weights."""
+        """Load other weights by load_state_dict."""
         state = {n: value if value.dtype == torch.uint8 else 2 * value for n, value in self.model.state_dict().items()}
         if self.stored or self.mesh is not None:
             assign = False
@@ -403,7 +403,7 @@ class Subject:
             self.known = self.replaced = known
 
     def call_functionally(self) -> None:
-        """functional_call with other parameters, and its backward."""
+        """Call with other parameters by functional_call, and compute the backward."""
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
         replaced = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
@@ -478,7 +478,7 @@ class Routed(octavo.nn.GroupedLinear):
     """Experts of which each token has one already."""
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        """One of the three gets no token."""
+        """Return the experts' output; one of the three experts gets no token."""
         return super().forward(input, torch.tensor([3, 3, TOKENS], dtype=torch.int32))
 
 

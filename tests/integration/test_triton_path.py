@@ -34,7 +34,7 @@ def layer(recipe: octavo.Recipe, bias: bool, sizes: tuple[int, int], dtype: torc
 
 
 def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Each step's output and gradients, and the delayed state after it."""
+    """Return each step's output and gradients, and the delayed state after it."""
     module = module.to(device)
     tensors = []
     for x, grad in zip(inputs, grads, strict=True):

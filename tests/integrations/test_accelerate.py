@@ -263,7 +263,7 @@ def test_gradients_that_are_gone_before_a_clip() -> None:
 
 
 def teach_after(model: nn.Module) -> None:
-    """After each forward in training one in evaluation, before the backward: of a teacher that is the model itself."""
+    """Evaluate after each training forward and before its backward, as with a teacher that is the model itself."""
 
     def teach(module: nn.Module, arguments: Any, output: Any) -> None:
         if module.training:

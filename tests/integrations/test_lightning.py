@@ -124,7 +124,7 @@ QUICK = ("octavo.optim", "schedule")
 
 
 def both(folder: Path, case: dict[str, Any], **changes: Any) -> tuple[Any, Any, Any]:
-    """A whole run's module, that of the rest from its checkpoint, and the latter's plugin."""
+    """Return a whole run's module, a run's that is resumed from its checkpoint, and the latter's plugin."""
     case = {**changes, **case}
     options, kind = case.pop("options", None), case.pop("kind", Module)
     options_of_plugin = {name: case.pop(name) for name in ("precision", "schedule") if name in case}
@@ -264,7 +264,7 @@ def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
 
 
 def on_two(folder: Path, how: str) -> list[Any]:
-    """(losses, those of the run that is resumed, what is gathered in FP8) of each case, on this rank."""
+    """Return (losses, the resumed run's, how many layers gather in FP8) of each case, on this rank."""
     common: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
     cases = ["bf16-mixed", "octavo.optim", "schedule"]
     if how == "fsdp2":

@@ -24,7 +24,7 @@ from octavo.tensor.stored_weight import StoredWeight
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:
-    """Its converter for all layers but the head."""
+    """Return torchtitan's converter for all layers but the head."""
     recipes: Any = octavo.recipes
     return ours.OctavoConverter.Config(
         recipe=getattr(recipes, recipe)(), select=lambda module, name: True, weight_storage=weight_storage

@@ -94,7 +94,7 @@ def trained(trainer: Any, resume: bool = False) -> Trained:
 
 
 def assert_alike(one: Trained, other: Trained) -> None:
-    """Bit for bit: losses, weights, delayed state."""
+    """Check losses, weights and delayed state bit for bit."""
     assert one.losses == other.losses
     states = [{**net.state_dict(), **octavo.nn.delayed_state_dict(net)} for net in (one.model, other.model)]
     assert_equal(*states)
@@ -282,7 +282,7 @@ def test_a_checkpoint_in_several_files_of_hub_names_is_refused(tmp_path: Path) -
 
 
 def on_two(folder: Path, how: str) -> list[Any]:
-    """(losses, those of the run that is resumed, sums of weights, all delayed scales) on this rank."""
+    """Return (losses, the resumed run's, sums of weights, all delayed scales) on this rank."""
     changes: dict[str, Any] = {"ddp_backend": "gloo"}
     if how != "ddp":
         let_accelerate_shard_on_cpus()

@@ -50,7 +50,7 @@ CAST: dict[str, Any] = {
 
 
 def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """A tensor and the pair of one that may be smaller, so that it is clipped."""
+    """Return a tensor, and the pair of one that may be smaller, so that it is clipped."""
     x, tile = values_of(case["values"], case["shape"], case["dtype"]), case["tile"]
     pad = 16 if tile[1] in (-1, 32, 128) else 1
     q, _, scale_inv, *_ = REFERENCE["cast"](x, None, 0, case["fmt"], tile, False, case["margin"], False, pad)
@@ -101,7 +101,7 @@ IN_GROUPS: dict[str, Any] = {
 
 
 def check_groups(ops: Ops, case: dict[str, Any]) -> None:
-    """Each is counted as if it were alone."""
+    """Check that each group is counted as if it were alone."""
     sizes, tile = case["sizes"], case["tile"]
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, cast = values_of(case["values"], (sum(sizes) + 2, case["cols"]), case["dtype"]), (case["fmt"], tile, False, 0)

@@ -69,7 +69,7 @@ CASES = [
 
 
 def check(case: Any, ops: Ops, transpose: bool = True) -> None:
-    """Each tensor's results are those of a cast alone."""
+    """Check each tensor's results against a cast of it alone."""
     tile, scales, pad, fmt, dtype = case
     xs = weights(dtype)
     delayed, out = states(scales), outputs(tile, fmt, pad, transpose)

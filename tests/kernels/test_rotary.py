@@ -35,7 +35,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 def check(ops: Ops, case: dict[str, Any]) -> None:
-    """Against float64, and the reference bit for bit."""
+    """Check against float64, and against the reference bit for bit."""
     batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
     queries, keys = case["heads"]
     q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))

@@ -22,7 +22,7 @@ plain = partial(checkpoint, use_reentrant=False)
 
 
 class Block(nn.Module):
-    """A norm before its layer, so that what that reads is no rounded input."""
+    """A region with a norm before its layer, so that the layer's input is no rounded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_what_a_selective_region_keeps_is_exact() -> None:
 
 
 def test_nested_regions_and_hooks_around_them() -> None:
-    """Those of a region around it, and those that move tensors away, get the pairs."""
+    """Hooks of a region around a region, and hooks that move tensors away, get the pairs."""
     moved: list[torch.dtype] = []
     pack: Any = lambda x: (moved.append(x.dtype), x.clone())[1]  # noqa: E731
     nested = lambda region: lambda block, x: region(lambda x: 2 * region(block, 2 * x), x)  # noqa: E731

@@ -104,7 +104,7 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
 def test_a_weight_that_is_computed_after_conversion(compute):
-    """It takes recipes, is one matrix of the summary, and stays computed when the layer is restored."""
+    """A computed weight takes recipes, is one matrix of the summary, and stays computed after restore."""
     net, x = to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.dynamic()), torch.randn(4, 32)
     compute(net[1])
     for change in (octavo.set_recipe, to_fp8):
@@ -279,7 +279,7 @@ HIGH = recipes.high_precision()
 
 
 def trained() -> nn.Module:
-    """Two layers, each with a recipe of its own, after two steps."""
+    """Return two layers, each with a recipe of its own, after two steps."""
     net = to_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), RecipeMap(recipes.delayed(4), {"1": recipes.mx()}))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(2):

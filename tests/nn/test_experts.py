@@ -51,7 +51,7 @@ def experts_of(recipe: Any, **options: Any) -> Experts:
 
 
 def batch(seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, their experts, of which the last gets none, and weights, the gradient of the result."""
+    """Return tokens, their experts, of which the last gets none, weights, and the gradient of the result."""
     torch.manual_seed(seed)
     weights, index = torch.randn(T, E - 1).softmax(-1).topk(K)
     x, grad = torch.randn(2, T, H).to(dtype)
@@ -67,7 +67,7 @@ def results(net: Any, call: Any = None, seed: int = 1, dtype: torch.dtype = torc
 
 
 class Loop(nn.Module):
-    """One expert after the other; of no delayed state."""
+    """A loop over experts, without delayed state."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def model_of(kind, recipe):
 
 
 class Mixed(nn.Module):
-    """Four experts, each token at two of them."""
+    """A model with four experts, each token at two of them."""
 
     def __init__(self, recipe) -> None:
         super().__init__()

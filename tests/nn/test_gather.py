@@ -111,7 +111,7 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 
 def gathered(codes):
-    """The two layouts of codes from all ranks, and those in storage of their own."""
+    """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
     read = functools.partial(shard_cast.read, shared_scales=[torch.ones(1, 1)], pads=module.recipe.pads)
@@ -120,7 +120,7 @@ def gathered(codes):
 
 
 def test_layouts_of_a_gpu(monkeypatch):
-    """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
+    """Return codes transposed and padded to 16, in storage of their own where they differ from the gathered ones."""
     monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
     monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: CONTRACTION)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
@@ -239,7 +239,7 @@ SENT_BY = {
 
 
 def gathered_from(whole, recipe, ranks):
-    """(What products read, bytes sent an element) where so many ranks have the rows of a weight."""
+    """Return (the pairs that products read, bytes sent an element) where so many ranks have a weight's rows."""
     part, casts = rows_on_each_rank(len(whole), ranks), recipe.weight_casts
     shards = [whole[rank * part : (rank + 1) * part].clone() for rank in range(ranks)]
     shard_casts = [ShardCast(casts, whole.shape, ranks, rank) for rank in range(ranks)]

@@ -182,7 +182,7 @@ def run_of(kind: str, fuse: bool) -> Run:
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_attention_computes_what_its_own_class_does(kind: str) -> None:
-    """Under mx no scale is of two layers, so that layers that are computed as one have the same codes."""
+    """Attention computes as its class does; under mx no scale is of two layers, so joined layers have equal codes."""
     fused, plain = run_of(kind, True), run_of(kind, False)
     # see test_it_computes_what_the_model_does; in autocast, between roundings to bfloat16
     assert distance(fused.values, plain.values) < 1 / 8 / (24 * 64) ** 0.5
@@ -304,7 +304,7 @@ BYPASSED = {
 
 @pytest.mark.parametrize("case", BYPASSED)
 def test_what_is_not_fused_any_more_is_named(case: str) -> None:
-    """Since it saves what its own class's forward saves, as a module that was never fused."""
+    """A module that is fused no more is named, as it saves what its own class's forward saves."""
     change, reason = BYPASSED[case]
     net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
     names = {f"model.layers.{layer}.mlp" for layer in range(2)}

@@ -234,7 +234,7 @@ def test_a_number_and_a_mapping():
 
 @pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "agree_on_scale", "weight_scale_inv"])
 def test_no_split_is_called_like_an_attribute(name):
-    """Under tensor parallelism each is a module of its own name."""
+    """No split has the name of an attribute: under tensor parallelism each is a module of its name."""
     with pytest.raises(ValueError, match=rf"a Linear has \['{name}'\] already"):
         octavo.nn.Linear(8, {"gate": 4, name: 4})
 
@@ -355,7 +355,7 @@ def layer_of(recipe: octavo.Recipe, experts: int = E, **options: Any) -> octavo.
 def batch(
     sizes: Sequence[int], ungrouped: int = 0, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rows and the gradient of what a layer makes of them."""
+    """Return rows and the gradient of a layer's output."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(sizes) + ungrouped
     x, grad = (torch.randn(rows, size, generator=generator).to(dtype) for size in (K, N))

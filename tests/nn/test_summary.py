@@ -144,7 +144,7 @@ def test_a_forward_that_was_replaced_after_convert():
 
 
 class WithHead(nn.Module):
-    """Its head is called in evaluation, and by ``training`` in training: called too, or its weight is read."""
+    """A model whose head is called in evaluation; in training it is called too, or its weight is read."""
 
     def __init__(self, training):
         super().__init__()

@@ -60,7 +60,7 @@ def signs(*shape: int) -> Tensor:
 
 
 def fused(mesh: Any, recipe: str, kind: str, sequence: bool, exact: bool = False) -> tuple[Any, ...]:
-    """(whether it ran as one; differences from one rank of two steps; bytes, and those of its parts; same state)."""
+    """Return (whether it ran as one; two steps' differences from one rank; bytes; its parts' bytes; same state)."""
     alone = Whole(kind, recipe)
     model = copy.deepcopy(alone)
     parallelize_module(model, mesh, plan_of(model, sequence, exact=exact))
@@ -269,7 +269,7 @@ ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequence, shape):
-    """Bit for bit where sums are exact, with the bytes of their parts."""
+    """Fused modules equal one rank bit for bit where sums are exact, and send their parts' bytes."""
     for as_one, (first, second), (sent, of_parts), same_state in pool.run(fused, shape, recipe, kind, sequence):
         assert as_one == ((recipe, sequence) not in ONE_AFTER_THE_OTHER)
         limit = 0.0 if kind.startswith("RMS") and recipe in EXACT else 2e-6

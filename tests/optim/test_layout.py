@@ -52,7 +52,7 @@ def layouts_of(mesh: Any) -> dict[str, Any]:
 
 
 def mine(whole: Tensor, param: Any) -> Tensor:
-    """This rank's part of a tensor that is sharded as a parameter is."""
+    """Return this rank's part of a tensor that is sharded as a parameter is."""
     if not isinstance(param, DTensor):
         return whole
     (chunk, *_) = param.__create_chunk_list__() or [None]
@@ -64,7 +64,7 @@ def mine(whole: Tensor, param: Any) -> Tensor:
 
 
 def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
-    """(layouts whose shards are not where they are said to be; bytes of each shard here, and as they are counted)."""
+    """Return (layouts with shards at wrong places; bytes of each shard here, and as they are counted)."""
     wrong, here, counted = [], [], []
     for name, placements in layouts_of(mesh).items():
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
@@ -159,7 +159,7 @@ def test_whole_blocks_are_those_of_one_rank(layout: str, options: Any, pool: Any
 
 @pytest.mark.parametrize("layout", ["columns", "rows of columns"])
 def test_columns_that_cut_blocks_have_moments_in_bf16(layout: str, pool: Any) -> None:
-    """Two ranks have 150 columns each: one block and a part of the next."""
+    """Moments are in bf16 where columns cut blocks: two ranks have 150 columns each, a block and a part."""
     shape = (2,) * len(LAYOUTS[layout])
     assert pool.run(stepped, shape, layout, FP8, 300, {"moments": "bf16"}) == [[]] * math.prod(shape)
 
@@ -210,7 +210,7 @@ def test_full_state_dicts_go_to_ranks_and_back(pool: Any) -> None:
 
 
 def norms(mesh: Any) -> tuple[float, float, float]:
-    """The global norm of gradients in all layouts, by the same on one rank; the largest; and that of one NaN."""
+    """Return the global norm of gradients in all layouts by one rank's; the largest; and a NaN's norm."""
     wholes = [torch.randn(6, 10) for _ in layouts_of(mesh)] + [torch.randn(5)]
     gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
     gradients.append(wholes[-1])  # of a parameter that is in no plan
@@ -252,7 +252,7 @@ def test_other_layouts_and_one_scale_are_refused(pool: Any) -> None:
 
 
 def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
-    """The sums of weights in several layouts, over a mesh (data, tensor) or over data alone, and those of one rank."""
+    """Return the sums of weights in several layouts, over a mesh (data, tensor) or data alone, and one rank's."""
     data, rows = mesh["replicate"], [Shard(0)]
     ways = [(data, rows), (mesh, LAYOUTS["rows of columns"]), None, (mesh, [Replicate(), Shard(0)]), (data, rows)]
     values = [torch.randn(4, 8) for _ in ways]
@@ -367,7 +367,7 @@ def test_equal_to_whole_weights(pool, cell):
 
 
 def exchanged(mesh: Any, recipe: str) -> list[tuple[int, int]]:
-    """(all-reduces, their bytes) of some steps."""
+    """Return (all-reduces, their bytes) of some steps."""
     net = sharded(recipe, mesh)
     optimizer, counts = adamw(net), []
     for step in range(3):

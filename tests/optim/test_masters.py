@@ -132,7 +132,7 @@ def test_who_cannot_bound_the_update_is_refused(moments):
 
 @each_granularity
 def test_a_float32_master_is_that_of_a_float32_weight(granularity):
-    """Bit for bit, in moments too; and the codes are its cast."""
+    """Training equals a float32 weight's bit for bit, in moments too; and the codes are its cast."""
     weight = parameter(granularity)
     wide = nn.Parameter(plain(weight))
     first, second = AdamW([weight], lr=0.02, master="fp32"), AdamW([wide], lr=0.02, clip_update=True)
@@ -179,7 +179,7 @@ def test_the_fastest_growth_never_saturates(master, granularity):
 
 @each_granularity
 def test_without_a_master_the_mean_is_right(granularity):
-    """Each update is a thirtieth of the codes' distance, so that rounding to nearest would stand still."""
+    """Updates are a thirtieth of the codes' distance, so that rounding to nearest would stand still."""
     start, ulp, lr, steps = 0.3125, 2.0**-5, 1e-3, 10
     weight = parameter(granularity, torch.full((512, 512), start))
     optimizer = AdamW([weight], lr=lr, weight_decay=0.0, moments="fp32", master=None)

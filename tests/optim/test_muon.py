@@ -176,7 +176,7 @@ def stacked(groups: Any, **options: Any) -> Muon:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_expert_is_a_matrix_of_torchs(shape: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """One in bf16 is half of its master, which is the float32 matrix that torch moves."""
+    """Experts move as torch's matrices; one in bf16 is half of its master, the float32 matrix that torch moves."""
     (experts,) = matrices(dtype, [shape])
     torchs = [nn.Parameter(one.float()) for one in experts.detach()] or [nn.Parameter(torch.ones(1, 1))]
     optimizer = stacked([experts], moments="fp32", **options)

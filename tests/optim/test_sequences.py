@@ -203,7 +203,7 @@ class Subject:
                 self.optimizer.state[param] = {name: value.clone() for name, value in state.items()}
 
     def replace_parameter(self, at: int) -> None:
-        """Another in its place, as accelerate's FSDP2 does; its state begins anew."""
+        """Replace a parameter, as accelerate's FSDP2 does; its state begins anew."""
         for group in self.optimizer.param_groups:
             for number, param in enumerate(group["params"]):
                 if param is self.params[at] and not isinstance(param, StoredWeight):

@@ -100,7 +100,7 @@ def test_weights_loaded_after_those_of_the_state_are_not_cast_by_its_history(ord
 
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_a_peak_of_each_step_is_remembered_with_any_number_of_micro_batches(micro_batches):
-    """Against float64, which has no history."""
+    """A step's peak counts with any number of micro-batches, against float64, which has no history."""
     layer = octavo.nn.Linear(16, 16, bias=False, recipe=recipes.delayed(2))
     optimizer, noise = torch.optim.SGD(layer.parameters(), lr=1e-6), []
     for _ in range(3):

@@ -29,7 +29,7 @@ def bytes_in(*tensors: Tensor) -> int:
 
 
 def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
-    """(weights, masters, moments)."""
+    """Return the bytes of (weights, masters, moments)."""
     states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     named = [(name, value) for state in states for name, value in state.items() if value.ndim]  # not step, master_kind
     return (
@@ -40,7 +40,7 @@ def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
 
 
 def saved(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of storages that a real forward saves, besides those that are there anyway."""
+    """Return bytes of storages that a real forward saves, besides those that exist anyway."""
     there = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
     known = {part.untyped_storage().data_ptr() for part in there}
     storages: dict[int, Tensor] = {}

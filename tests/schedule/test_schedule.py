@@ -78,7 +78,7 @@ def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
 
 
 def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
-    """Every tenth step, and no more once nothing waits for it."""
+    """A resumed schedule reads the resolution every tenth step, and no more once nothing waits for it."""
     phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.02)]
 
     def rated(model, optimizer, schedule, steps):

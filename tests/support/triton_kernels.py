@@ -29,10 +29,7 @@ COPIED = (PACKAGE, "octavo.tune")
 
 
 class TritonKernels:
-    """Each kernel by its op's name: ``kernels.cast(...)``; ``gpu``: where torch's own products run, a CPU without one.
-
-    They take CPU tensors everywhere, as references do, whose results on a GPU are not the same bit for bit.
-    """
+    """The kernels by their ops' names: ``kernels.cast(...)``; ``gpu``: the device of torch's own products, else a CPU."""
 
     def __init__(self, interpreted: bool) -> None:
         self.interpreted = interpreted

@@ -113,7 +113,7 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
     ids=str,
 )
 def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled, state):
-    """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences.
+    """The curve is one process's up to the order of additions; a tensor's scale is each pair of ranks' own.
 
     Random bits of layers with named splits are others, and codes of columns that ranks share.
     """
@@ -165,7 +165,7 @@ def short(config):
     ids=str,
 )
 def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
-    """And nearly so on half of the ranks; its model is read by one process."""
+    """A stopped run goes on exactly, and nearly so on half of the ranks; one process can read its model."""
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     short, shape = changed(short, state=state), (2 * tensor_parallel,)
     config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
@@ -312,7 +312,7 @@ def rows(folder):
 
 
 def wait_for(folder, step, ranks):
-    """Until the log has that many steps."""
+    """Wait until the log has that many steps."""
     deadline = time.monotonic() + SECONDS
     while rows(folder)[0] < step and time.monotonic() < deadline:
         if any(process.poll() is not None for process in ranks.processes):

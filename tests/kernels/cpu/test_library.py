@@ -43,7 +43,7 @@ def test_without_a_compiler_the_reference_runs(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> Path:
-    """Have any library compiled in no time, for it has one function; return the folder that it is kept in."""
+    """Have any library compiled in no time, as it has one function; return the folder of its file."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         """#!/bin/sh

@@ -39,7 +39,7 @@ def off(actual: Tensor, truth: Tensor) -> Tensor:
 
 
 def grid() -> Tensor:
-    """[n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
+    """Return [n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     h = torch.cat((every[every.abs() <= 1e38], torch.linspace(-20, 20, 10_001), 2 * torch.randn(10_000)))
     return h[: len(h) // 64 * 64].view(-1, 64)

@@ -40,7 +40,7 @@ UPDATE = (LIMITS, [False, True, False], [0, 1, 2])
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("powers", [[False] * 3, [True] * 3, [True, False, True], [False, False, True]], ids=str)
 def test_a_step_rolls_each_role_once_by_its_largest_amax(powers: list[bool], length: int, reduce: str) -> None:
-    """However many backward passes it has, and calls in each; what a pass casts reads the scales of before it."""
+    """A step rolls each history once, by all its passes and calls; casts read the scales from before their pass."""
     state = State.empty(length)
 
     def call(amaxes: list[float | None], margins: list[int]) -> list[Tensor]:

@@ -132,7 +132,7 @@ each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor
 
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Each element's scale."""
+    """Return each element's scale."""
     if scales.numel() == 1:
         return scales.expand(shape)
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]

@@ -184,7 +184,7 @@ def test_stores_fill_sectors(name: str) -> None:
 
 
 def test_each_kernel_was_launched() -> None:
-    """After the tests above, which one worker runs."""
+    """Each kernel was launched by the tests above, which one worker runs."""
     if not {*BY_DEFAULT} <= _launched.keys():
         pytest.skip("not all of them ran")
     folder = Path(cases.__file__).parents[1] / "kernels" / "triton"

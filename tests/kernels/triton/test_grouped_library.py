@@ -82,7 +82,7 @@ def test_torch_s_product(form: Any, sizes: list[int], ungrouped: int, emulated: 
 
 @pytest.mark.parametrize(("sizes", "ungrouped"), [*SIZES[1:4], ([130, 0, 257], 2)], ids=lambda v: str(v)[:20])
 def test_torch_s_product_of_1x32(sizes: list[int], ungrouped: int, emulated: TritonKernels) -> None:
-    """Each group's swizzled scales begin with 128 rows of their own."""
+    """Swizzled scales of each group begin with 128 rows of their own."""
     check_torch_s((*e4m3(rows_in_groups(sizes, ungrouped, (MX, MX), 48, 160)), None, torch.bfloat16, False), emulated)
 
 

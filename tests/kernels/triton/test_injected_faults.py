@@ -53,7 +53,7 @@ def test_orders(name: str) -> None:
 
 @pytest.mark.full
 def test_faults_in_sources() -> None:
-    """Each in a process that has not imported the kernels."""
+    """Faults in sources are found, each in a process that has not imported the kernels."""
     command = [sys.executable, "-m", "tests.kernel_mutants", "sources", "--sample", "3"]
     process = subprocess.run(command, cwd=kernel_mutants.ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

@@ -36,7 +36,7 @@ def commit(kernels: TritonKernels, state: State, *amaxes: float | None) -> None:
 def commit_twice(
     kernels: TritonKernels, known: Callable[[Tensor], list[bool]], state: State, *amaxes: float | None
 ) -> None:
-    """After the second, what the first wrote is known."""
+    """Commit twice: after the second commit the host knows the scales that the first one wrote."""
     commit(kernels, state, *amaxes)
     known(state.scale)  # as a forward asks
     commit(kernels, state, *amaxes)

@@ -71,7 +71,7 @@ def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch
 def test_what_is_captured_on_a_stream_has_another_workspace(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch hands a graph's stream out again, and the graph may be replayed beside what runs on it."""
+    """A graph may be replayed beside later work on its stream, as torch hands the stream out again."""
     launch = kernels.module("launch")
     streams, is_capturing = iter([7, 7, 7, 8]), iter([False, True, True, True])
     monkeypatch.setattr(launch, "_work", {})
@@ -109,7 +109,7 @@ def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatc
 
 
 def test_every_launch_is_made_by_launch() -> None:
-    """It says whether multiply-adds fuse; of launches that don't Triton 3.9 warns."""
+    """Every launch goes through ``launch``, which says whether multiply-adds fuse: Triton 3.9 warns of others."""
     root, files = Path(__file__).parents[3], set()
     for file in (file for folder in ("octavo", "tests", "benchmarks") for file in (root / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")

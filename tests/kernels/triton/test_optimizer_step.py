@@ -49,7 +49,7 @@ def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: 
 
 @pytest.fixture
 def large(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tiles in the interpreter, where one takes as long whatever its size."""
+    """Use large tiles: fewer of them in the interpreter, where one takes as long whatever its size."""
     if kernels.interpreted:
         set_tiles(kernels, monkeypatch, 128, 1)
 
@@ -87,7 +87,7 @@ LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256,
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 @pytest.mark.parametrize("rule", RULES)
 def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, of which the second divides its gradients, and what they add to the resolution's sums."""
+    """Two steps, the second with divided gradients, give the reference's weights and sums of the resolution."""
     number, group = 10 * seed + [*RULES].index(rule), RULES[rule]
     torch.manual_seed(number)
     bounded = (not isinstance(group, SgdGroup) and group.clip) or rule == "decoupled, bounded"  # as FP8 masters need
@@ -302,7 +302,7 @@ PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
 
 
 def test_experts_in_one_launch(kernels: TritonKernels, large: None) -> None:
-    """Several and one, their gradients in codes."""
+    """One launch updates experts of several weights and of one, with gradients in codes."""
     cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
     updates = [
         experts(count, shape, *cell, PREVIOUS, number)

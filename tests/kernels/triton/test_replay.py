@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Each recording's steps and the replay, if one was made of them."""
+    """Return each recording's steps and the replay, or None if none was made of them."""
     replay, recordings = kernels.module("replay"), []
     monkeypatch.setattr(replay, "REPLAYS", {})
     real_replay = replay.CallRecorder.replay
@@ -153,7 +153,7 @@ def test_what_torch_has_not_negated_yet_is_read_with_its_sign(
 
 
 def test_what_a_capture_can_not_ask_is_not_recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes Triton's product, as nobody has asked whether torch's is right; later calls take what is known then."""
+    """A capture takes Triton's product while nobody has asked whether torch's is right; later calls take torch's."""
     library, codes, one = kernels.module("library_matmul"), torch.randn(16, 128).to(E4M3), torch.ones(1, 1)
     call = codes, one, ALL, codes, one, ALL, None, torch.bfloat16, False
     monkeypatch.setattr(library, "_known", {})

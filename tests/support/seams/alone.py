@@ -71,7 +71,7 @@ def looks_first(run: TrainingRun) -> None:
 
 @situation("two optimizers", LOOP)
 def two_optimizers(run: TrainingRun) -> None:
-    """One for each part."""
+    """Train with an optimizer for each part."""
     run.begin(lambda make: [make(part.parameters()) for part in run.model])
     run.train()
 
@@ -130,7 +130,7 @@ def two_losses(run: TrainingRun) -> None:
     },
 )
 def plain_weights(run: TrainingRun) -> None:
-    """torch.func.functional_call with larger weights of the first part, between steps."""
+    """Call with larger weights of the first part, by torch.func.functional_call, between steps."""
     for step in range(3):
         run.train(1)
         larger = {f"0.{name}": 4 * values_of(weight) for name, weight in run.model[0].named_parameters()}
@@ -217,7 +217,7 @@ ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin'
     exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, *LLAMA, *LORA): KEPT},
 )
 def written_between(run: TrainingRun) -> None:
-    """Both parts read it, the second after a write."""
+    """Write a tensor between the reads of both parts."""
 
     def call(x: Tensor) -> Tensor:
         read = x + 0
@@ -257,7 +257,7 @@ def autocast(run: TrainingRun) -> None:
     exceptions={"fused modules": Sound(8, "parts run one after the other, the norm by torch's own kernel")},
 )
 def hooked(run: TrainingRun) -> None:
-    """Before every second linear layer."""
+    """Multiply the input by a hook before every second linear layer."""
     layers = [one for one in run.model.modules() if isinstance(one, nn.Linear | octavo.nn.Linear | TwinLinear)]
     for layer in layers[::2]:
         layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
@@ -266,7 +266,7 @@ def hooked(run: TrainingRun) -> None:
 
 @situation("two threads", READS)
 def two_threads(run: TrainingRun) -> None:
-    """Each computes a forward of the same tensor; one backward of both."""
+    """Compute a forward of the same tensor in each thread; then one backward of both."""
 
     def call(x: Tensor) -> Tensor:
         read = x.detach() + 0
@@ -316,7 +316,7 @@ def _shared(run: TrainingRun, reentrant: bool) -> None:
 
 
 def _two_ahead(run: TrainingRun, recompute: bool) -> None:
-    """Two forwards, then two backwards; each forward may be a region."""
+    """Compute two forwards, then two backwards; each forward may be a region."""
     run.begin()
     for step in range(3):
         call = run.call
@@ -437,7 +437,7 @@ def deep_copy(run: TrainingRun) -> None:
 
 @situation("a pickled module", COPIES)
 def pickled(run: TrainingRun) -> None:
-    """torch.save of the whole module before training."""
+    """Save the whole module by torch.save, and load it, before training."""
     if run.is_library:
         file = io.BytesIO()
         torch.save(run.model, file)
@@ -447,7 +447,7 @@ def pickled(run: TrainingRun) -> None:
 
 
 def _load(run: TrainingRun, assign: bool) -> None:
-    """Back to what was saved, after a step; a twin takes no such step."""
+    """Go back to a saved state after a step; a twin takes no such step."""
     if run.is_library:
         state = copy.deepcopy(run.model.state_dict())
         run.train(1, seed=9)
@@ -467,7 +467,7 @@ for name, assign in {"load_state_dict": False, "load_state_dict(assign=True)": T
     exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales average to no weight")},
 )
 def averaged(run: TrainingRun) -> None:
-    """torch's AveragedModel, evaluated at the end."""
+    """Evaluate torch's AveragedModel at the end."""
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for _ in range(3):
         run.train(1)
@@ -505,7 +505,7 @@ def _fail(*_: Any) -> None:
 
 @situation("an exception in forward", FAULTS)
 def fails_in_forward(run: TrainingRun) -> None:
-    """After the first part; then on with the next batch."""
+    """Fail after the first part; then go on with the next batch."""
     run.train(1)
     if run.is_library:
         handle = run.model[0].register_forward_hook(_fail)
@@ -522,7 +522,7 @@ def fails_in_forward(run: TrainingRun) -> None:
     exceptions={"updates in backward": Sound(10, "weights whose gradients came before the fault have been updated")},
 )
 def fails_in_backward(run: TrainingRun) -> None:
-    """After the second part's, whose history rolls; then zero_grad, and on with the next batch."""
+    """Fail after the second part's backward, whose history rolls; then zero_grad, and on with the next batch."""
     run.train(1)
 
     def between(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

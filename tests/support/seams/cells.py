@@ -105,7 +105,7 @@ def noise(trace: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -
 
 
 def sample() -> set[Cell]:
-    """Each situation once, each feature at least three times, delayed scaling wherever one process runs eager code.
+    """Return each situation once, each feature thrice or more, delayed scaling wherever one process runs eager code.
 
     And where ranks' delayed states become one.
     """

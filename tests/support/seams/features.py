@@ -56,7 +56,7 @@ class Part(nn.Module):
 
 
 class MixturePart(nn.Module):
-    """Four experts, two a token by a rule that leaves one of them without any."""
+    """A mixture of four experts, two a token by a rule that leaves one expert without tokens."""
 
     def __init__(self, recipe: octavo.Recipe) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixturePart(nn.Module):
 
 
 class SharedPart(Part):
-    """Two layers that read one input, as gate and up do, and a third that reads twice that."""
+    """A part with two layers that read one input, as gate and up do, and a third that reads twice that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,16 +113,16 @@ class KnownPart(nn.Module):
 
 
 def targets(x: Tensor) -> Tensor:
-    """A column for each token, of those that a last layer has when it has lost half; the first token has none."""
+    """Return a column for each token, among half of a layer's; the first token has none."""
     token = torch.arange(x.shape[0], device=x.device)
     return torch.where(token > 0, 7 * token % (WIDTH // 2), -100)
 
 
 class LossPart(Part):
-    """A head and its cross entropy, which is added to what the head reads, as every part returns as much."""
+    """A head and its cross entropy, which is added to the head's input, as parts return [T, WIDTH]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         of_twin = isinstance(self.linear, TwinLinear)
         loss = cross_entropy_by_hand if of_twin else octavo.nn.cross_entropy
         return x + loss(self.linear(x), targets(x))
@@ -132,7 +132,7 @@ class HeadPart(LossPart):
     """The same in chunks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         if isinstance(self.linear, TwinLinear):
             return x + self.linear(x, target=targets(x))
         return x + octavo.nn.linear_cross_entropy(x, self.linear, targets(x))
@@ -249,7 +249,7 @@ class Feature:
 
     @property
     def has_history(self) -> bool:
-        """Whether it casts by what was seen before."""
+        """Whether the recipe casts by earlier passes' amaxes."""
         return self.recipe.delayed is not None
 
     def plain(self) -> nn.Module:
@@ -267,27 +267,27 @@ class Feature:
         return octavo.optim.AdamW(parameters, lr=LR, **self.adamw)
 
     def begin(self, run: TrainingRun) -> None:
-        """Once the library's optimizers are made."""
+        """Begin, once the library's optimizers exist."""
 
     def accumulate(self, run: TrainingRun) -> list[Any]:
-        """Those whose ``accumulate()`` is around a backward of the library that others of its step follow."""
+        """Return objects with an ``accumulate()`` that goes around each of a step's backwards but the last."""
         return []
 
     def wrapped(self, run: TrainingRun) -> None:
-        """Once a program has put the model under DDP or FSDP2, ``run.call``."""
+        """Set up ``run.call``, once a program has put the model under DDP or FSDP2."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        """(a parameter, which of it stay) for a last layer of half as many rows."""
+        """Return (a parameter, the part of it that stays) for a last layer of half as many rows."""
         return [(p, slice(WIDTH // 2)) for p in model[1].get_submodule(self.last).parameters()]
 
     def rounded(self, run: TrainingRun) -> None:
         """A twin's gradients are complete."""
 
     def stepped(self, run: TrainingRun) -> None:
-        """After a step of the library's optimizers."""
+        """Follow a step of the library's optimizers."""
 
     def twin_stepped(self, run: TrainingRun, steps: int) -> None:
-        """After so many steps of a twin's since it began."""
+        """Follow so many steps of a twin since it began."""
 
 
 class ByMuon(Feature):
@@ -358,7 +358,7 @@ class Decoder(Feature):
 
 
 class HeadsLoss(Feature):
-    """A head and its loss; what a part returns is as far from float64's as the loss is."""
+    """A head and its loss; a part's output is as far from float64's as the loss is."""
 
     by_chance = ("output", "evaluation")
 
@@ -399,7 +399,7 @@ class RegionPart(Part):
     """Computed again from its input in FP8; a twin's is rounded by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         region = octavo.checkpoint_in_fp8 if isinstance(self.linear, octavo.nn.Linear) else region_by_hand
         return region(super().forward, x)  # type: ignore[no-any-return]
 

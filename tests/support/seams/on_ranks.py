@@ -63,14 +63,14 @@ for name, options in {
 
 @situation("DDP, accumulation", REPLICATED, TWO, exceptions=OF_DDP)
 def ddp_accumulates(run: TrainingRun) -> None:
-    """Two micro-batches a step, each with its exchange of what is accumulated."""
+    """Train with two micro-batches a step; each exchange has the accumulated gradients."""
     ddp(run)
     run.train(micro=2, after=lambda number: None if number else run.average())
 
 
 @situation("DDP, no_sync", REPLICATED, TWO, exceptions=OF_DDP)
 def ddp_without_sync(run: TrainingRun) -> None:
-    """Two micro-batches a step, one exchange."""
+    """Train with two micro-batches a step and one exchange."""
     ddp(run)
     within = contextlib.ExitStack()
 
@@ -102,7 +102,7 @@ def ddp_begins_differently(run: TrainingRun) -> None:
 
 
 def shard(run: TrainingRun, mesh: Any = None, **options: Any) -> None:
-    """Under FSDP2, a part a group."""
+    """Shard the model by FSDP2, a part a group."""
     mesh = run.mesh if mesh is None else mesh
     if run.is_library:
         for part in run.model:
@@ -155,7 +155,7 @@ def fsdp1(run: TrainingRun) -> None:
 
 @situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
 def fsdp2_accumulates(run: TrainingRun) -> None:
-    """Two micro-batches a step, each with its exchange, whose results are added."""
+    """Train with two micro-batches a step, each with its exchange, whose results are added."""
     shard(run)
     first: dict[Any, Any] = {}
 
@@ -174,7 +174,7 @@ def fsdp2_accumulates(run: TrainingRun) -> None:
 
 @situation("FSDP2, accumulation without exchange", SHARDED, TWO, exceptions=OF_FSDP2)
 def fsdp2_without_sync(run: TrainingRun) -> None:
-    """Two micro-batches a step, one exchange."""
+    """Train with two micro-batches a step and one exchange."""
     shard(run)
 
     def before(number: int) -> None:
@@ -186,7 +186,7 @@ def fsdp2_without_sync(run: TrainingRun) -> None:
 
 @situation("FSDP2, checkpointing", SHARDED, TWO, exceptions=OF_FSDP2)
 def fsdp2_recomputes(run: TrainingRun) -> None:
-    """Each part computes its forward again."""
+    """Compute each part's forward again in backward."""
     if run.is_library:
         for part in run.model:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
@@ -217,7 +217,7 @@ for name, train, verdict, exceptions in (
     exceptions={**OF_FSDP2, STORED: Sound(12, "a scale that ranks share is that of the larger part's whole weight")},
 )
 def fsdp2_begins_differently(run: TrainingRun) -> None:
-    """Each rank's shard is of its own values."""
+    """Shard on each rank its own values."""
     if not run.is_library:
         for one, other in zip(run.model.parameters(), another(run).parameters(), strict=True):
             half = one.shape[0] // 2
@@ -309,7 +309,7 @@ def on_one_rank(run: TrainingRun) -> None:
 
 @situation("FSDP2, a checkpoint of two ranks on four", FILES, FOUR, exceptions=OF_FSDP2)
 def on_four_ranks(run: TrainingRun) -> None:
-    """Two by two train and write alike; what the first two wrote is read by all, as replicas of shards."""
+    """Train two by two alike; all ranks read the first two's file, as replicas of shards."""
     _moved(run, run.mesh["shard"], run.mesh)
 
 
@@ -330,7 +330,7 @@ GROWS = Documented("concepts/delayed-scaling.md#what-changes-it", "gradients gro
 
 @situation("FSDP2, from the meta device", FILES, TWO, exceptions={**OF_FSDP2, KNOWN[1]: GROWS})
 def fsdp2_from_meta(run: TrainingRun) -> None:
-    """fully_shard, to_empty, and values."""
+    """Shard a model on the meta device, give it memory by to_empty, then values."""
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(p.shape, generator=generator) / 16 for p in run.model.parameters()]
     if run.is_library:
@@ -396,7 +396,7 @@ def _split(run: TrainingRun, mesh: Any, styles: Any, tokens: Any) -> None:
 
 
 def _tensor_parallel(run: TrainingRun, styles: Any = ours, tokens: Any = Shard(0), shards: bool = False) -> None:  # noqa: B008
-    """Between the layers tokens are divided, or on all ranks; ``shards``: on a mesh of two dimensions, under FSDP2."""
+    """Train with tokens divided between layers, or on all ranks; ``shards``: under FSDP2 too, on a 2-D mesh."""
     mesh, replicas = (run.mesh["shard"], run.mesh["replicate"]) if shards else (run.mesh, None)
     run.divide(replicas)
     if run.is_library:

@@ -52,7 +52,7 @@ SITUATIONS: dict[str, Situation] = {}
 
 
 class Situation(NamedTuple):
-    """A program that trains what a feature has made, and what is to be said of it."""
+    """A program that trains a feature's model, and the verdicts on it."""
 
     name: str  # in tests, and the row in the page
     program: Program  # see training_run.py; run on the library and on a twin

@@ -92,7 +92,7 @@ class TrainingRun:
         self.optimizers: list[Any] = []
 
     def begin(self, optimizers: Callable[[Any], list[Any]] | None = None) -> None:
-        """Make the optimizer and what else the feature has; a program may give several optimizers, of the groups.
+        """Make the optimizer and the feature's other objects; a program may give several optimizers, of the groups.
 
         ``optimizers`` is called with a function that makes the feature's optimizer of parameters.
         """
@@ -114,7 +114,7 @@ class TrainingRun:
         return 0 if self.mesh is None else torch.distributed.get_rank()
 
     def divide(self, mesh: Any) -> None:
-        """Each rank of this mesh has a batch of its own; None: all have the same."""
+        """Give each rank of this mesh a batch of its own; None: all have the same."""
         self.data_mesh, self.group = mesh, None
         if mesh is not None:
             self.group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
@@ -152,7 +152,7 @@ class TrainingRun:
             self.trace[name] = tensor.detach().clone()
 
     def forward(self, name: str, x: Tensor, call: Any = None) -> tuple[Tensor, Tensor]:
-        """(the input as a leaf, the output), noted under ``name``."""
+        """Return (the input as a leaf, the output), noted under ``name``."""
         x = x.clone().requires_grad_()
         y = (self.call if call is None else call)(x)
         self.note(f"output {name}", y)
@@ -160,7 +160,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def accumulating(self, more: bool) -> Iterator[None]:
-        """Around a backward; ``more``: others of its step follow."""
+        """Accumulate around a backward; ``more``: others of its step follow."""
         with contextlib.ExitStack() as stack:
             for one in self.feature.accumulate(self) if more and self.is_library else ():
                 stack.enter_context(one.accumulate())
@@ -204,7 +204,7 @@ class TrainingRun:
             self.feature.rounded(self)
 
     def update(self, zero_to_none: bool = True, by: Any = None) -> None:
-        """The optimizers' step, ``by`` a GradScaler's or their own; what the feature does after it, and zero_grad."""
+        """Step the optimizers, ``by`` a GradScaler or themselves; then let the feature follow, and zero_grad."""
         for optimizer in self.optimizers:
             optimizer.step() if by is None else by(optimizer)
         self.step_number += 1
@@ -218,7 +218,7 @@ class TrainingRun:
             optimizer.zero_grad(set_to_none=zero_to_none)
 
     def train(self, steps: int = STEPS, zero_to_none: bool = True, by: Any = None, **how: Any) -> None:
-        """Some steps, the optimizer made before the first; ``how``: see ``gradients``."""
+        """Train some steps, with the optimizer made before the first; ``how``: see ``gradients``."""
         if not self.optimizers:
             self.begin()
         for _ in range(steps):
@@ -285,7 +285,7 @@ def whole(parameter: Any) -> Tensor:
 
 
 def values_of(weight: Any) -> Tensor:
-    """A weight's values as a plain tensor, of one in FP8 what its codes read."""
+    """Return a weight's values as a plain tensor: of one in FP8, its codes' values."""
     return weight.dequantize().detach() if isinstance(weight, StoredWeight) else weight.detach()
 
 

@@ -59,7 +59,7 @@ class Casts:
 
     @contextlib.contextmanager
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
-        """Another recipe, or the same with a history that is thrown away."""
+        """Follow another recipe, or the same with a history that is thrown away."""
         self.settle()
         state = self.recipe, self.own, self.entered
         if self.own is not None:
@@ -111,7 +111,7 @@ class Casts:
         self.pending = recipe, history, torch.maximum(seen, torch.stack(amaxes))
 
     def end_step(self) -> None:
-        """An optimizer has stepped: what the next backward pass sees is another entry."""
+        """End an optimizer's step: the next backward pass is another entry."""
         self.settle()
         self.entered = False
 
@@ -152,7 +152,7 @@ def product(casts: Any, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtyp
 
 
 class _Products(torch.autograd.Function):
-    """x . W^T + b, and its gradients, in the recipe's casts."""
+    """The product x . W^T + b, and its gradients, in the recipe's casts."""
 
     @staticmethod
     def forward(
@@ -235,7 +235,7 @@ UNIT = History(torch.full((3,), 2.0**15), torch.zeros(3, 1))  # of numbers in [-
 
 
 def _loss_and_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the mean cross entropy, the gradient of the sum [T, V] in float32, how many rows have no negative target)."""
+    """Return (the mean cross entropy, the gradient of the sum [T, V] in float32, the rows with a target)."""
     z, counts = logits.float(), target >= 0
     lse, place = z.logsumexp(1), target.clamp(min=0)[:, None]
     losses = torch.where(counts, lse - z.gather(1, place)[:, 0], 0.0)
@@ -336,7 +336,7 @@ class TwinExperts(nn.Module):
         assert experts.activation == "relu"
 
     def linear(self, layer: Any, x: Tensor, expert: int) -> Tensor:
-        """One expert's rows times its matrix."""
+        """Multiply one expert's rows by its matrix."""
         stored = isinstance(layer.weight, StoredWeight)
         weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]
         if layer.casts.recipe is None:
@@ -357,7 +357,7 @@ class TwinExperts(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) * gamma over rows, in the order of the definition in the kernels' documentation."""
+    """The norm x / sqrt(mean(x^2) + eps) * gamma over rows, in the order of the kernels' documentation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -448,7 +448,7 @@ class TwinAttention(ReadsAsOne):
         self.width = attention.head_dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """cos, sin [T, D] of the angles of positions."""
+        """Return the attention's output; cos, sin [T, D] of the angles of positions."""
         parts = self.each((self.q_proj, self.k_proj, self.v_proj), x)
         q, k, v = (part.unflatten(1, (-1, self.width)).transpose(0, 1) for part in parts)  # [heads, T, D]
         q, k = (_turned(heads, cos, sin) for heads in (q, k))
@@ -503,5 +503,5 @@ def computing_apart(apart: bool) -> Iterator[None]:
 
 
 def casts_of(model: nn.Module) -> list[Casts]:
-    """Those of all twins in a model."""
+    """Return the casts of all twins in a model."""
     return [module.casts for module in model.modules() if isinstance(getattr(module, "casts", None), Casts)]
