@@ -29,7 +29,10 @@ COPIED = (PACKAGE, "octavo.tune")
 
 
 class TritonKernels:
-    """The kernels by their ops' names: ``kernels.cast(...)``; ``gpu``: the device of torch's own products, else a CPU."""
+    """The kernels by their ops' names: ``kernels.cast(...)``; ``gpu``: the device of torch's products, or a CPU.
+
+    They take CPU tensors everywhere, as references do, whose results on a GPU are not the same bit for bit.
+    """
 
     def __init__(self, interpreted: bool) -> None:
         self.interpreted = interpreted
