@@ -186,7 +186,7 @@ def why_not_found(place: str, reached: bool) -> str:
 
 
 def neighbours(text: str) -> list[list[tuple[int, re.Match[str]]]]:
-    """The barriers of PTX, each with its number, and with those that follow with no access or jump between."""
+    """Return PTX's barriers, each with its number, and with the later ones that no access or jump parts from it."""
     groups: list[list[tuple[int, re.Match[str]]]] = []
     for number, site in enumerate(BARRIER.finditer(text)):
         last = groups[-1][-1][1] if groups else site

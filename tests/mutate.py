@@ -62,7 +62,7 @@ def other(pairs: str, name: str) -> str:
 
 
 def faults(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may stand in a node's place."""
+    """Yield the nodes that may stand in a node's place."""
     match node:
         case ast.operator() | ast.cmpop() | ast.boolop() if name := other(OPERATORS, type(node).__name__):
             yield getattr(ast, name)()

@@ -1,4 +1,4 @@
-"""The notebooks: what is committed has their sources' cells, and each runs within a minute."""
+"""The notebooks: committed ones have their sources' cells, and each runs within a minute."""
 
 import importlib.util
 import json

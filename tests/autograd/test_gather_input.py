@@ -103,7 +103,7 @@ def test_blocks_may_reach_over_ranks(pool):
 
 
 def summed(mesh, shape, dim):
-    """Whether sums by an FP8 reduction, forward and backward, are those of what each rank has rounded once."""
+    """Return whether sums by an FP8 reduction, forward and backward, are those of ranks' terms rounded once."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     every = [torch.randn(shape) for _ in range(ranks)]
     how = functools.partial(_summed_in_fp8, Fp8Reduction())

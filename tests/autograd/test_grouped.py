@@ -1,4 +1,4 @@
-"""Casts and products of rows in groups, held against those of each group alone."""
+"""Casts and products of rows in groups, against each group's alone."""
 
 import pytest
 import torch

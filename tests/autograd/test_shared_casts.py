@@ -1,4 +1,4 @@
-"""Layers that read one tensor share its cast, and compute bit for bit what each would that casts for itself."""
+"""Layers that read one tensor share its cast, with the bits of layers that cast for themselves."""
 
 import dataclasses
 import gc

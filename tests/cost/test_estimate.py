@@ -1,4 +1,4 @@
-"""A predicted step: its work equals what a counted real step computes, and its time follows the rates."""
+"""A predicted step: its work equals a counted real step's, and its time follows the rates."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_estimates_of_recipes() -> None:
 
 
 def test_the_device_waits_where_the_host_takes_longer() -> None:
-    """The host is late in the blocks' forward, and what the device does after that hides backward's."""
+    """The host is late in the blocks' forward; the device's later work hides backward's launches."""
     model = gpt()
     work = work_of(on_meta(model), (TOKENS,))
 

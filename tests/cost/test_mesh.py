@@ -1,4 +1,4 @@
-"""A step on a mesh: ranks hold a model together, replicas cost what they must, bad meshes say what would do."""
+"""A step on a mesh: ranks hold a model together, replicas cost their exchange, errors name meshes that would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of what parts move: the operations of a block of transformers' Llama and of a ViT's, before and after fusing."""
+"""Bytes that parts move: the operations of a block of transformers' Llama and of a ViT's, before and after fusing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ledger(TorchDispatchMode):
 
 
 def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledger], list[tuple[str, str, float]]]:
-    """Count a module's forward and backward as it is ("plain"), converted or fused, and name what was fused."""
+    """Count a module's forward and backward as it is ("plain"), converted or fused, and name the fused parts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(torch.bfloat16)
     try:

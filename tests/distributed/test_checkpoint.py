@@ -428,7 +428,7 @@ def fill(folder, name, data):
 
 
 def replaced(folder, **changes):
-    """Put values into octavo.pt, or leave out those that are None."""
+    """Put values into octavo.pt; leave out keys whose value is None."""
     path = folder / "save-00000001" / "octavo.pt"
     content = torch.load(path, weights_only=True) | changes
     torch.save({name: value for name, value in content.items() if value is not None or name not in changes}, path)

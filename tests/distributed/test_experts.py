@@ -1,4 +1,4 @@
-"""Experts on several ranks compute, bit for bit, what one rank computes with the tokens of all."""
+"""Experts on several ranks equal one rank's with the tokens of all, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [24, 0, 7, 13]  # tokens of each rank
 
 @functools.cache
 def alone() -> Any:
-    """A mesh of this rank, made without the others: not all of the pool's may run the task."""
+    """Return a mesh of this rank, made without the others: not all of the pool's may run the task."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return dist.DeviceMesh.from_group(group, "cpu")
 
@@ -93,7 +93,7 @@ ALL += [pytest.param(name, marks=pytest.mark.full) for name in ("gw_hp", "high_p
 
 
 def check(recipe, answers):
-    """Rows that grad_weight reads in another scaling were rounded before: to powers of two what underflows there."""
+    """Check that weights alone differ from one rank's: grad_weight casts rows that were rounded once before."""
     for differences, from_itself in answers:
         assert not from_itself
         first = {name: by for name, by in differences.items() if name.endswith(" 0")}

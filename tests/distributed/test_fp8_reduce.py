@@ -177,7 +177,7 @@ def draws(mesh, options, steps):
 
 
 def test_random_bits_are_the_optimizers():
-    """A code goes up where the bits reach what is left below it."""
+    """Random bits are the optimizers': a code goes up where the bits are below the remainder."""
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
     read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
@@ -252,7 +252,7 @@ def data(rank, step):
 
 
 def between_replicas(mesh, dtype):
-    """(what the hook took of each module's gradients, what it left, this rank's shards then), float64 all."""
+    """Return (gradients that the hook took of each module, those it left, this rank's shards then), float64 all."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
     octavo.convert(net, octavo.recipes.rowwise(), select=lambda module, name: True)

@@ -53,7 +53,7 @@ def trained(mesh: Any, recipe: str, steps: int, compact: Any = None, width: int 
 
 
 def of_file(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Values of a model's or its optimizer's tensors by a checkpoint's names, whole; those of a state by one name each.
+    """Return whole values of a model's or its optimizer's tensors by a checkpoint's names; a state's by one name each.
 
     Of what parts have in common, which has to be equal, one.
     """

@@ -73,7 +73,7 @@ def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, exper
 
 
 def written(folder: Any) -> None:
-    """Checkpoints of such layers."""
+    """Write checkpoints of such layers."""
     torch.manual_seed(0)
     net, wide = (nn.Sequential(nn.Linear(256, n, **BF16), nn.Linear(n, 256, **BF16)) for n in (320, 512))
     for name, model, recipe in (
@@ -116,7 +116,7 @@ def passed(net: Any) -> list[torch.Tensor]:
 
 
 def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
-    """The checkpoints that shards hold otherwise than the shards of what is loaded whole."""
+    """Return the checkpoints of which shards get other values than the shards of a model that loads them whole."""
     warnings.simplefilter("ignore")
     wrong = []
     for name, options in CASES.items():

@@ -1,4 +1,4 @@
-"""docs/tensor-parallel.md: its matrix has every recipe, and says what is counted."""
+"""docs/tensor-parallel.md: its matrix has every recipe, with the counted bytes."""
 
 from pathlib import Path
 

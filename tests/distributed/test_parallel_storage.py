@@ -1,4 +1,4 @@
-"""Weights that live in FP8 under tensor parallelism are those of one rank, and so is what is computed with them."""
+"""Weights that live in FP8 under tensor parallelism, and computations with them, are those of one rank."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ SPLITS = {"a": 512, "b": 512}
 
 
 class Splits(nn.Module):
-    """Named splits of one input, and what reads them."""
+    """A module with named splits of one input, and their readers."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ EXACT = ("power of two", "blockwise")  # scales of inputs are powers of two, so 
 @pytest.mark.parametrize("before", [True, False], ids=["stored first", "parallel first"])
 @pytest.mark.parametrize("recipe", ALL)
 def test_equal_to_one_rank(pool, recipe, before, styles, shape):
-    """Codes and scales, forward and backward, high precision, what is exported, and what restore gives."""
+    """Codes and scales, forward and backward, high precision, exports and restored layers equal one rank's."""
     for unequal, sizes, largest, same in pool.run(compare, shape, recipe, before, styles):
         assert unequal == [] and same
         assert sizes == [256 * 512 // shape[0]] * 2
@@ -279,5 +279,5 @@ def test_steps_equal_those_of_one_rank(pool, recipe, master, shape):
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_named_splits(pool, recipe, tmp_path):
-    """Forward and after set_recipe; steps, whose scale is of all splits on all ranks; another storage; a checkpoint."""
+    """Named splits equal one rank's: forward, set_recipe, steps by one scale of all, another storage, a checkpoint."""
     assert pool.run(splits, (2, 2), recipe, str(tmp_path)) == [([], 0.0)] * 4

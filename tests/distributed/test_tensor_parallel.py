@@ -1,4 +1,4 @@
-"""Sequence parallelism with inputs gathered in FP8: what one rank computes, in half of the bytes."""
+"""Sequence parallelism with inputs gathered in FP8: one rank's results, in half of the bytes."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_reductions_that_are_refused():
 
 @pytest.mark.parametrize("recipe", ["gw_hp", *(pytest.param(one, marks=pytest.mark.full) for one in ("delayed", "mx"))])
 def test_checkpointed_and_frozen(pool, recipe):
-    """Forward computed again gives the same gradients; frozen weights have tokens sent for what is left to compute."""
+    """Forward computed again gives the same gradients; with frozen weights ranks send tokens for other gradients."""
     for again, frozen, gathered in pool.run(tasks.checkpointed_and_frozen, (2,), recipe):
         assert max(again.values()) == 0.0 and frozen == 0.0
         assert BF16 <= gathered <= 1.04 * BF16  # codes of the input and of the gradient

@@ -1,4 +1,4 @@
-"""Each thing that a GPU would fault at or leave undefined is found; beside each, that the right program passes."""
+"""Each kind of fault and undefined result on a GPU is found; beside each, the right program passes."""
 
 from __future__ import annotations
 

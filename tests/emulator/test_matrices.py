@@ -1,4 +1,4 @@
-"""Matrix instructions: who holds which element, by the PTX manual, and what may be done before a product has ended."""
+"""Matrix instructions: the lane of each element, by the PTX manual, and what may run before a product has ended."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_transformers_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_experts_that_keep_their_tensors() -> None:
-    """octavo's own, and those in high precision, whose names are those of state_dict, as of any model."""
+    """octavo's experts, and those in high precision, keep their tensors, by state_dict's names."""
     experts = octavo.nn.Experts(3, 128, 256, recipe=recipes.blockwise())
     shapes = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
     assert shapes == {"gate_up.weight": ((3, 512, 128), (3, 4, 1)), "down.weight": ((3, 128, 256), (3, 1, 2))}
@@ -155,7 +155,7 @@ def test_what_no_server_reads_is_refused(make: Any, exceptions: dict[str, None],
 
 
 def tensors(model: nn.Module) -> list[tuple[str, list[int], float]]:
-    """Names, shapes and something of the values of what is iterated."""
+    """Return names, shapes and a few values of the iterated tensors."""
     parts = [(name, tensor, scale_inv) for name, tensor, scale_inv in iterate_fp8(model)]
     return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in parts]
 

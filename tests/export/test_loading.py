@@ -535,7 +535,7 @@ def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:
 
 
 def test_ranks_read_the_matrices_of_their_experts(tmp_path):
-    """Whether codes stay is the same on all ranks, whose experts each are."""
+    """Ranks read their experts' matrices; whether codes stay is the same on all ranks."""
     experts_written(tmp_path / "out", recipes.blockwise())
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     try:

@@ -1,4 +1,4 @@
-"""Exported files are standard ONNX, hold FP8 weights, and compute in onnxruntime what octavo computes."""
+"""Exported files are standard ONNX, hold FP8 weights, and have octavo's results in onnxruntime."""
 
 import copy
 import functools
@@ -95,7 +95,7 @@ def test_every_module(kind, recipe, tmp_path):
 
 @pytest.fixture(scope="module")
 def small_bf16(tmp_path_factory):
-    """A model of three recipes in bf16, and its file with weights beside it, as of one that would be too large."""
+    """A model of three recipes in bf16, and its file with weights beside it, as for too large models."""
     layer = trained_a_little(octavo.nn.Linear(K, 256, recipe=recipes.delayed()), 8, K)
     mlp = octavo.nn.LayerNormMLP(
         256, 160, "gelu", zero_centered_gamma=True, recipe=ALL_RECIPES["rowwise and blockwise"]()

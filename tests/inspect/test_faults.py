@@ -1,4 +1,4 @@
-"""The first inf or NaN is found where it was put, with what the steps before it were like."""
+"""The first inf or NaN is found in the place where it was put, with the rows of the steps before it."""
 
 import functools
 import itertools

@@ -136,7 +136,7 @@ def test_a_full_disk_of_one_rank_holds_up_no_other(pool: Any, tmp_path: Path) ->
     ],
 )
 def test_tensor_parallel_ranks_leave_the_record_of_one(recipe: str, pool: Any, tmp_path: Path) -> None:
-    """Inputs that are gathered in FP8 are counted by each rank's own tokens; what each rank has whole, by each rank."""
+    """Inputs gathered in FP8 are counted by each rank's tokens; tensors that each rank has whole, by each rank."""
     record_tensor_parallel(None, recipe, str(tmp_path / "alone"))
     pool.run(record_tensor_parallel, (2,), recipe, str(tmp_path / "ranks"))
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))

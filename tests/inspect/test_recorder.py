@@ -1,4 +1,4 @@
-"""Records of small trainings: that they change nothing, and what switches leave."""
+"""Records of small trainings: they change nothing in them, and note switches."""
 
 import contextlib
 import errno
@@ -119,7 +119,7 @@ WAITS = {"item": Tensor.item, "tolist": Tensor.tolist, "bool": bool, "cpu": Tens
 def test_a_recorded_step_does_not_wait_for_the_device(
     named: str, wait: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors on the meta device have no values to read: what would wait for a GPU fails."""
+    """Tensors on the meta device have no values to read: a read that would wait for a GPU fails."""
     read = Recorder._count
 
     def count(self: Recorder) -> dict[str, Tensor]:

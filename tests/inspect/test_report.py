@@ -136,7 +136,7 @@ def test_as_text() -> None:
 
 
 def test_two_runs() -> None:
-    """A finding whose severity grows by 1 is worse; one that another run has as a consequence is not new."""
+    """A finding whose severity grows by 1 is worse; a consequence in the other run is not new."""
     record, (first, second) = broken(3, 6)
     (effect,) = diagnose(put(made(3, 6), 0, flushed=0.2))
     earlier = [replace(first, severity=first.severity - 1, consequences=(second,)), effect]

@@ -1,4 +1,4 @@
-"""The rows of a record, and that what observers count is what float64 says of the tensors that were cast."""
+"""The rows of a record, and observers' counts, which are float64's of the tensors that were cast."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Any one fault that is put into a healthy record is what is said first."""
+"""The first finding in a healthy record with any one fault put into it is that fault."""
 
 from __future__ import annotations
 

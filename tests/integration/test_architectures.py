@@ -28,7 +28,7 @@ SIZES = DECODER | GPT2 | T5 | NO_DROPOUT | EXPERTS | LATENT | GROUPS | DROPOUTS
 
 
 def tiny(name):
-    """A model whose configuration takes what it knows of SIZES."""
+    """Return a model whose configuration takes those of SIZES that it has."""
     config = CONFIG_MAPPING[name]
     known = {*config().to_dict(), *getattr(config, "attribute_map", ())}
     torch.manual_seed(0)

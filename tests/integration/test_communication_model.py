@@ -1,4 +1,4 @@
-"""The formulas of a training step on many GPUs: against what is published, and against what they must come to."""
+"""The formulas of a training step on many GPUs: against published times, and in cases with known results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay hands the kernels what the call that it repeats did, without Triton's binder."""
+"""A replay hands the kernels the arguments of the call that it repeats, without Triton's binder."""
 
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Training steps of fused modules beside those of their parts: what is computed, what is committed, what is not."""
+"""Training steps of fused modules beside their parts': results, and the commits of delayed scales."""
 
 import copy
 from collections import defaultdict

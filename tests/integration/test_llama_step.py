@@ -1,4 +1,4 @@
-"""Rows of a Llama's step, rehearsed without a GPU: what their names mean, what a cut leaves, where the time goes."""
+"""Rows of a Llama's step, rehearsed without a GPU: names' meanings, a run that is cut off, the account of time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rows_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_cut_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is written before the next begins; one that fails is named, and what would not fit is left out."""
+    """A row is written before the next begins; a failing one is named, and one that would not fit is left out."""
     output = tmp_path / "llama_step.csv"
     row = step.row_of(rows.Variant.of("bf16"), [step.Reading(1.0)], [step.Reading(1.0)], 0.0, True)
 

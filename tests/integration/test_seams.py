@@ -1,4 +1,4 @@
-"""Every feature in every situation: each cell of the table is what docs/combinations.md says of it.
+"""Every feature in every situation: each cell of the table has docs/combinations.md's verdict.
 
 The lists are in tests/support/seams; a cell is built by one function from a feature and a situation.
 """

@@ -192,7 +192,7 @@ class Subject:
             self.run(x, self.model, weight, keep=mode == "grad")
 
     def run(self, x: Tensor, call: Any, weight: Tensor | None = None, keep: bool = True) -> None:
-        """Compare ``call`` of x with the twin's forward; ``weight``: what it computes with, if not with its own."""
+        """Compare ``call`` of x with the twin's forward; ``weight``: the one it computes with, if not the layer's."""
         of_parameter = weight is None
         weight = self.whole(self.parameter("weight")) if weight is None else weight
         if self.mesh is not None and (self.disturbed or self.layer.recipe.delayed is not None):
@@ -357,7 +357,7 @@ class Subject:
             self.kept = None
 
     def rest(self) -> None:
-        """A step that updates nothing, of an optimizer with masters: the weight stays what it was written to be."""
+        """Take a step that updates nothing, by an optimizer with masters: the weight stays as it was written."""
         if self.stored or self.parameter("weight").dtype == torch.float32 or self.mesh is not None:
             return
         if "masters" not in self.optimizers:

@@ -1,4 +1,4 @@
-"""The table of what is tested with other libraries is what the tests are.
+"""The table of tests with other libraries has the first sentences of those tests' docstrings.
 
 ``python -m tests.integration.test_tested`` writes it into docs/integrations.md.
 """

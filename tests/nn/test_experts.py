@@ -1,4 +1,4 @@
-"""Experts compute what a loop over experts does whose two linear layers are fused as LayerNormMLP's."""
+"""Experts equal a loop over experts whose two linear layers are fused as LayerNormMLP's."""
 
 import copy
 import dataclasses

@@ -203,7 +203,7 @@ def test_copies_find_their_scales_in_a_group_of_their_own():
 
 
 def two_in_flight(mesh):
-    """The error of an input's gradient, of a forward whose weight was cast by another scale since."""
+    """Return the error of an input's gradient, of a forward whose weight was cast by another scale since."""
     torch.manual_seed(0)
     layer = octavo.convert(nn.Sequential(nn.Linear(256, 64)), recipes.delayed(), select=lambda module, name: True)
     fully_shard(layer, mesh=mesh)

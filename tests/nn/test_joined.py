@@ -30,7 +30,7 @@ def feed_forward(recipe: octavo.Recipe, dtype: torch.dtype = torch.float32) -> A
 
 
 def own_of(mlp: Any) -> octavo.nn.RMSNormMLP:
-    """octavo's module of the same weights, whose norm does nothing that the test does not do before the other."""
+    """Return octavo's module of the same weights; its norm is the one that the test applies to the other's input."""
     octavos = octavo.nn.RMSNormMLP(WIDTH, HIDDEN, eps=1e-6, bias=False, recipe=mlp.down_proj.recipe)
     gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     octavos.load_state_dict(

@@ -1,4 +1,4 @@
-"""Layers with named splits under tensor parallelism: each split is sharded, and computes what it does on one rank."""
+"""Layers with named splits under tensor parallelism: each split is sharded, and equals one rank's."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Weights that live in FP8 under FSDP2: what is gathered, trained, saved and loaded."""
+"""Weights that live in FP8 under FSDP2: gathers, training, files."""
 
 from typing import Any
 

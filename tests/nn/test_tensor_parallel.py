@@ -1,4 +1,4 @@
-"""Linear layers under torch's own parallelize_module compute what one rank computes, for every recipe."""
+"""Linear layers under torch's own parallelize_module equal one rank's, for every recipe."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def joined(tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
 
 
 def not_fused(mesh: Any, why: str) -> bool:
-    """Whether a module whose parts have to run one after the other ran as one."""
+    """Return whether a module whose parts have to run one after the other ran as one."""
     module = Whole("RMSNormMLP", "dynamic")
     styles = torch_parallel if why == "torch's styles" else ours
     plan = plan_of(module, True, styles)

@@ -1,4 +1,4 @@
-"""Whose kernels make a recipe's products: what is said of an architecture, what is done there, what a user is told."""
+"""The kernels of a recipe's products: the table of architectures, the products' own choice, the user's warning."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Updates in backward equal a step after it, bit for bit; gradients do not stay; what can't be exact is refused."""
+"""Updates in backward equal a step after it, bit for bit; gradients do not stay; inexact options are refused."""
 
 import copy
 import gc

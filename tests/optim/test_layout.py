@@ -1,4 +1,4 @@
-"""Weights that ranks share by rows, columns or both: what an optimizer makes of them is what one rank does."""
+"""Weights that ranks share by rows, columns or both: an optimizer updates them as one rank does."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Random sequences of what happens to an optimizer, beside a twin that keeps nothing.
+"""Random sequences of an optimizer's calls, beside a twin that keeps nothing.
 
 The twin is an optimizer made anew for each step, of its own weights and states, and its gradients are given whole.
 """
@@ -54,7 +54,7 @@ class Subject:
         self.attached()
 
     def made(self, params: list[nn.Parameter], coded: bool) -> Any:
-        """An optimizer of these weights; those that came later are groups of their own."""
+        """Return an optimizer of these weights; weights that came later are groups of their own."""
         optimizer = self.make(params[: self.first], gradient_storage="fp8" if coded else None)
         for param in params[self.first :]:
             optimizer.add_param_group({"params": [param]})
@@ -183,7 +183,7 @@ class Subject:
         self.attached()
 
     def go_on_with_a_copy(self, pickled: bool) -> None:
-        """The one that was copied stays as it was."""
+        """Go on with a copy; the original stays as it was."""
         both = self.params, self.optimizer
         self.params, self.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.hooked = []

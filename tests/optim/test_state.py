@@ -203,7 +203,7 @@ def step_with_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(("first", "second"), [("bf16", "stored"), ("stored", "bf16")])
 @pytest.mark.parametrize("master", ["fp16_scaled", "split16"])
 def test_a_master_of_another_storage_is_not_taken_as_it_is(master, first, second):
-    """Names, shapes and dtypes are the same: what is kept is not."""
+    """A master of another storage is not taken, though names, shapes and dtypes are the same."""
     values = torch.randn(64, 128).bfloat16()
     of = {"bf16": lambda: nn.Parameter(values.clone()), "stored": lambda: nn.Parameter(StoredWeight.cast(values))}
     before, after = (AdamW([of[how]()], lr=1e-5, weight_decay=0.0, master=master) for how in (first, second))

@@ -165,7 +165,7 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
 
 @each_granularity
 def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
-    """Zeroed ones are added to; those that were rounded before the storage changed are refused, with as many scales."""
+    """Gradients are added to zeroed ones; codes from before the storage changed are refused, with as many scales."""
     shape = (2, 15, 120)
     weight = nn.Parameter(StoredWeight.cast(torch.randn(shape), granularity))
     optimizer = AdamW([weight], moments="fp8", gradient_storage="fp8")

@@ -1,4 +1,4 @@
-"""A gradient in FP8 behind the facade of any tensor: what torch does with a gradient is exact, or raises."""
+"""A gradient in FP8 behind the facade of any tensor: torch's functions on it are exact, or raise."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""It is said where a kernel's results are not its reference's."""
+"""Differences between a kernel's results and its reference's are named."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""``octavo tune``: what it writes, what stays when it is interrupted, what it says, and how it is forgotten."""
+"""``octavo tune``: the file it writes, its rows after an interruption, its output, and how it is forgotten."""
 
 import importlib
 import json

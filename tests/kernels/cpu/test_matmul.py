@@ -1,4 +1,4 @@
-"""A CPU's products, and gradients of norms, in chunks: bit for bit what the reference computes at once."""
+"""A CPU's products, and gradients of norms, in chunks: bit for bit the reference's, which has none."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CHUNKS = [1, 500, 5000, 1 << 18]
 
 
 def operand(shape: tuple[int, int], tile: Tile, fmt: torch.dtype, how: str, exact: bool) -> tuple[Tensor, Tensor, Tile]:
-    """Codes that are small integers, whose sums are exact, and any scales if those alone multiply these."""
+    """Return codes that are small integers, whose sums are exact, and any scales if these multiply alone."""
     scales = torch.rand(scale_shape(shape, tile)) + 1
     if not exact:
         scales = 2.0 ** torch.randint(-2, 3, scale_shape(shape, tile)).float()

@@ -1,4 +1,4 @@
-"""Compiled kernels: what Triton makes of them for several architectures, run by the emulator of PTX.
+"""Compiled kernels: Triton's code for several architectures, run by the emulator of PTX.
 
 Each kernel at least once for sm_90, a product for sm_89, sm_100 and sm_120 too; in the full set more, and casts.
 All other tests of kernels run so by ``./dev test --compiled sm_90``.
@@ -175,7 +175,7 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cast columns", "cast 1x32 + 32x1"])
 def test_stores_fill_sectors(name: str) -> None:
-    """Stores of rows of codes fill whole sectors; what a warp stores beside them lies together too."""
+    """Stores of rows of codes fill whole sectors; a warp's other stores lie together too."""
     with emulating(90, Options(counts=True)) as launches:
         assert cases.wrong(name, (64, 256)) == ""
     accesses = [access for one in launches for access in one.launch.counts.items()]

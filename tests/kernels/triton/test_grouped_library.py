@@ -1,4 +1,4 @@
-"""torch's own product of operands in groups: how it is called, what is written after it, and whether it is trusted."""
+"""torch's own product of operands in groups: its call, the memory after it, and whether it is trusted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which delayed scales are known to exist, and what a cast leaves out then."""
+"""The delayed scales that are known to exist, and the launches that a cast leaves out then."""
 
 import gc
 from collections.abc import Callable

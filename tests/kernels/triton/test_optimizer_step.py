@@ -1,4 +1,4 @@
-"""The launch beside its reference, bit for bit: what is stored after some steps of many weights."""
+"""The launch beside its reference, bit for bit: the tensors after some steps of many weights."""
 
 import copy
 import itertools
@@ -242,7 +242,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
 
 
 def test_nothing_to_update(kernels: TritonKernels) -> None:
-    """Alone, skipped too, or among others."""
+    """Weights without elements are updated alone, skipped too, or among others."""
     for skip in (None, torch.ones(())):
         both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
         both.step(skip)

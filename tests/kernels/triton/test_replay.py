@@ -74,7 +74,7 @@ def test_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_tensor_twice(kernels: TritonKernels, recorded: list[tuple[Any, Any]]) -> None:
-    """A replay takes for one what was one when it was recorded, and nothing else."""
+    """A replay takes for one tensor what was one when it was recorded, and nothing else."""
     gamma, rows = torch.ones(48), torch.ones(33)
 
     def gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Situations of one process: how it trains; what is made of a model, what fails, and what is written by hand."""
+"""Situations of one process: training loops, conversions and copies of a model, faults, and writes by hand."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.it
     },
 )
 def recipe_between(run: TrainingRun) -> None:
-    """The graph keeps the recipe that it was built with."""
+    """Set a recipe between forward and backward; the graph keeps the one that it was built with."""
     changes = iter([None, HIGH, run.feature.recipe, None])
 
     def backward(y: Tensor) -> None:
@@ -417,7 +417,7 @@ def traced(run: TrainingRun) -> None:
     verdict=Refused(UnsupportedOpError, r"torch\.jit\.trace", "TorchScript compiles no autograd function in Python"),
 )
 def scripted(run: TrainingRun) -> None:
-    """The model as it is."""
+    """Script the model as it is."""
     run.note("output scripted", torch.jit.script(run.model)(run.data(7)))
 
 

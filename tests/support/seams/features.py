@@ -184,7 +184,7 @@ class KnownDecoderLayer(nn.Module):
 
 
 class DecoderPart(nn.Module):
-    """A decoder layer whose forward octavo knows, of tokens that are one sequence."""
+    """A decoder layer whose forward octavo knows; its tokens are one sequence."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults in what joins features, one guard, reset or ignore list each, and the cell that finds it: mutants.csv.
+"""Faults where features meet, one guard, reset or ignore list each, and the cell that finds it: mutants.csv.
 
 ``python -m tests.support.seams.mutants [part of a file's name]`` makes each in a copy of octavo and runs its cell,
 which has to fail; it prints what the cell says. A process is forked for each, which imports octavo anew.

@@ -315,7 +315,7 @@ def on_four_ranks(run: TrainingRun) -> None:
 
 @situation("FSDP2, broadcast_from_rank0", FILES, FOUR, exceptions={**OF_FSDP2, STORED[:3]: FROM_CODES})
 def fsdp2_broadcasts(run: TrainingRun) -> None:
-    """Rank 0 has the values, the others get them with torch's functions, which take all ranks of the process."""
+    """Broadcast rank 0's values with torch's functions, which take all ranks of the process."""
     if run.is_library:
         values = {name: value.clone() for name, value in run.model.state_dict().items()}
         run.take(another(run))

@@ -38,7 +38,7 @@ class Refused(NamedTuple):
 
 
 class Documented(NamedTuple):
-    """A link into docs/, and what it says there."""
+    """A link into docs/, and the reason that is given there."""
 
     link: str
     why: str

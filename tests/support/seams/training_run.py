@@ -1,4 +1,4 @@
-"""A feature's model in training, or a twin of it; what happened to it is its trace.
+"""A feature's model in training, or a twin of it, and its trace.
 
 A situation's program is written once, for the library and for the twins: what only the library meets (a wrapper,
 recomputation) it does under ``if run.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:

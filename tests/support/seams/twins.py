@@ -1,4 +1,4 @@
-"""Modules that compute what octavo's do and keep nothing: every call casts anew, by the definitions of the tests.
+"""Modules with octavo's computations that keep nothing: every call casts anew, by the definitions of the tests.
 
 Casts are those of tests/support/definitions.py (numpy, ml_dtypes, gfloat); only the products of codes are octavo's, so
 that sums round in the same order. Delayed scaling is as the documentation defines it: a history has an entry for each
@@ -203,7 +203,7 @@ class _Products(torch.autograd.Function):
 
 
 def held(weight: Any, exact: bool) -> Any:
-    """A weight; ``exact``: of one in FP8 the values that it was stored from."""
+    """Return a weight; ``exact``: of one in FP8 the values that it was stored from."""
     if exact and isinstance(weight, StoredWeight):
         return nn.Parameter(weight.before_cast(), weight.requires_grad)
     return weight
@@ -259,7 +259,7 @@ class _Loss(torch.autograd.Function):
 
 
 def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean cross entropy of rows whose target is not -100; of float64 torch's."""
+    """Return the mean cross entropy of rows whose target is not -100; of float64 torch's."""
     if logits.dtype is torch.float64:
         return F.cross_entropy(logits, target)
     return _Loss.apply(logits, target)  # type: ignore[no-any-return]
