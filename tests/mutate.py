@@ -90,16 +90,16 @@ def mutants(tree: ast.AST, function: str = "", line: int = 0) -> Iterator[tuple[
             if field in SKIPPED_FIELDS or not isinstance(node, ast.AST) or isinstance(node, SKIPPED):
                 continue
             shown = node if hasattr(node, "lineno") else tree  # an operator has no text of its own
-            here, before = getattr(node, "lineno", line), ast.unparse(shown).partition("\n")[0]
+            line_of_node, before = getattr(node, "lineno", line), ast.unparse(shown).partition("\n")[0]
             for fault in faults(node):
                 nodes[index] = fault
                 setattr(tree, field, value if isinstance(value, list) else fault)
                 after = ast.unparse(fault if shown is node else tree).partition("\n")[0]
-                yield f"{function}: {before} -> {after}", here
+                yield f"{function}: {before} -> {after}", line_of_node
                 nodes[index] = node
                 setattr(tree, field, value if isinstance(value, list) else node)
             named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            yield from mutants(node, f"{function}.{node.name}".strip(".") if named else function, here)
+            yield from mutants(node, f"{function}.{node.name}".strip(".") if named else function, line_of_node)
 
 
 def of_file(source: str, wanted: set[str] | None = None) -> Iterator[tuple[str, int, Any]]:
@@ -221,10 +221,10 @@ def main() -> None:
     drawn = {*sorted(names, key=lambda name: hashlib.sha256(f"{args.seed} {name}".encode()).digest())[: args.sample]}
     path = args.state / "outcomes.json"
     outcomes: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    known = {name for name, by in outcomes.items() if by or not args.again}
+    finished = {name for name, by in outcomes.items() if by or not args.again}
     for source in args.sources:
         anywhere = list({test for reaching in tests[source].values() for test in reaching})
-        for name, line, code in of_file(source, drawn - known):
+        for name, line, code in of_file(source, drawn - finished):
             direct = [test for test in anywhere if f"/test_{Path(source).stem}.py::" in test]  # a value may be cached
             order = cheapest([*(tests[source].get(line) or anywhere), *direct], seconds, args.budget)
             work = functools.partial(meet, source, code, order)

@@ -154,7 +154,7 @@ ON_TRITON = """
 def listed() -> dict[str, list[str]]:
     """Return the files that CONTRIBUTING names, by what is added."""
     rows = ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    return {what: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for what, files in rows}
+    return {kind: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for kind, files in rows}
 
 
 def changed(folder: Path) -> dict[str, str]:
@@ -201,12 +201,12 @@ def run_in(copy: Path, program: str) -> None:
 def test_the_list_is_short_and_names_what_is_there() -> None:
     files_of_additions = listed()
     assert ADDED.keys() <= files_of_additions.keys()
-    for what, files in files_of_additions.items():
-        assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], what
-    for what, text in ADDED.items():
-        assert len(files_of_additions[what]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {
-            *files_of_additions[what]
-        }, what
+    for kind, files in files_of_additions.items():
+        assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], kind
+    for kind, text in ADDED.items():
+        assert len(files_of_additions[kind]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {
+            *files_of_additions[kind]
+        }, kind
     for file, text in changed(ROOT).items():
         compile(text, file, "exec")
 

@@ -180,8 +180,8 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     size = ["--width", "64", "--layers", "1", "--heads", "2", "--context", "32", "--tokens", "128"]
     assert cli.main(["plan", *size]) == 2
     assert "octavo: error: the rates of this device" in capsys.readouterr().err
-    here = replace(H200, device=device_label(torch.device("cpu")))
-    monkeypatch.setattr("octavo.cost.measure", lambda: here)
+    rates_of_cpu = replace(H200, device=device_label(torch.device("cpu")))
+    monkeypatch.setattr("octavo.cost.measure", lambda: rates_of_cpu)
     assert cli.main(["info", "--measure"]) == 0
     assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
     monkeypatch.setattr(command, "RECIPES", {name: command.RECIPES[name] for name in ("dynamic", "mx")})

@@ -237,20 +237,20 @@ def fail_later(mesh, folder, failing):
             patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         saving = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks)
         error = saving.exception(60)
-    left = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
+    remaining_files = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
     extra, before = {"list": [4]}, everything(model, optimizer)
     with stored.save_later(folder, model, optimizer, extra, ranks=ranks, keep=2):
         train(model, optimizer, 2, 3, Ranks(mesh.get_group()))
         extra["list"][0] = 5
     extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
-    return type(error), str(error), left, extra, equal(everything(model, optimizer), before)
+    return type(error), str(error), remaining_files, extra, equal(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_save_in_the_background_says_its_faults_and_what_it_saves_does_not_change(pool, failing, tmp_path):
-    for kind, text, left, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
+    for kind, text, remaining_files, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
         assert kind is CheckpointError and f"rank {failing} failed: Full; what was saved before is kept" in text
-        assert left == ["save-00000001"] and extra == {"list": [4]} and same
+        assert remaining_files == ["save-00000001"] and extra == {"list": [4]} and same
     assert len(list(tmp_path.iterdir())) == 2
     message = pool.run(on_the_group_that_trains, (2,), str(tmp_path), whole=True)[0]
     assert "training uses the default process group meanwhile" in message

@@ -256,12 +256,12 @@ def between_replicas(mesh, dtype):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
     octavo.convert(net, octavo.recipes.rowwise(), select=lambda module, name: True)
-    between, taken, left = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
+    between, taken, averaged = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
 
     def hook(flat):
         taken.append(flat.double().numpy().copy())
         between.all_reduce(flat)
-        left.append(flat.double().numpy().copy())
+        averaged.append(flat.double().numpy().copy())
 
     for part in (net[0], net):
         fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
@@ -273,7 +273,7 @@ def between_replicas(mesh, dtype):
         net(data(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
     shards = [p.grad.to_local().flatten().double().numpy() for p in net.parameters()]
-    return taken, left, np.concatenate(shards)
+    return taken, averaged, np.concatenate(shards)
 
 
 def test_between_replicas_equals_a_simulation_in_float64(pool, shape=(2, 2), dtype=torch.float32):
@@ -285,12 +285,12 @@ def test_between_replicas_equals_a_simulation_in_float64(pool, shape=(2, 2), dty
         for number in range(4):  # two modules, two steps
             mean = simulated([taken[number] for taken, _, _ in replicas_of_shard], E4M3)
             expected = torch.from_numpy(mean).to(dtype).double().numpy()
-            for taken, left, _ in replicas_of_shard:
+            for taken, averaged, _ in replicas_of_shard:
                 assert (taken[number] != replicas_of_shard[0][0][number]).any() or taken is replicas_of_shard[0][0]
-                np.testing.assert_array_equal(left[number], expected)
+                np.testing.assert_array_equal(averaged[number], expected)
         assert len(replicas_of_shard) == replicas
-        for _, left, gradients in replicas_of_shard:
-            assert np.isin(gradients, np.concatenate(left)).all()
+        for _, averaged, gradients in replicas_of_shard:
+            assert np.isin(gradients, np.concatenate(averaged)).all()
             np.testing.assert_array_equal(gradients, replicas_of_shard[0][2])
 
 

@@ -25,10 +25,10 @@ def values(mesh):
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_values_of_all_ranks(pool, size):
-    for rank, (total, mean, stacked, one, none, first, of_rank, known) in enumerate(pool.run(values, (size,))):
+    for rank, (total, mean, stacked, one, none, first, of_rank, size_of_group) in enumerate(pool.run(values, (size,))):
         assert total.tolist() == [sum(range(size)), size] and mean.tolist() == [(size - 1) / 2, 1.0]
         assert stacked.tolist() == [[r, 1.0] for r in range(size)] and of_rank.tolist() == [rank, 1.0]
-        assert one and not none and first == {"of": 0} and known == size
+        assert one and not none and first == {"of": 0} and size_of_group == size
 
 
 def faults(mesh, failing):

@@ -105,7 +105,7 @@ def test_equal_to_one_rank(pool, kind, recipe, when, options):
 def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dict[str, float]]:
     """Return what differs after a step that follows a checkpoint: on ranks that load it anew, and on one rank alone."""
     rank, ranks = mesh.get_rank(), Ranks(mesh.get_group())
-    here, every = range(rank, rank + 1), range(mesh.size())
+    ranks_here, every = range(rank, rank + 1), range(mesh.size())
 
     def pair(on: Any) -> tuple[Mixture, Any]:
         net = made(on, kind, recipe)
@@ -113,7 +113,7 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
 
     net, optimizer = pair(mesh)
     for index in range(2):
-        step(net, optimizer, index, here)
+        step(net, optimizer, index, ranks_here)
     checkpoint.save_checkpoint(folder, net, optimizer, ranks=ranks)
     again, other = pair(mesh)
     checkpoint.load_checkpoint(folder, again, other, ranks=ranks)
@@ -122,7 +122,7 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
     for p in lone.experts.parameters():  # which are averages on ranks
         p.register_hook(lambda grad: grad / mesh.size())
     states = []
-    for each, by, of in ((net, optimizer, here), (again, other, here), (lone, its, every)):
+    for each, by, of in ((net, optimizer, ranks_here), (again, other, ranks_here), (lone, its, every)):
         step(each, by, 2, of)
         states.append(held(each, by))
     return [off(one, states[0]) for one in states[1:]]

@@ -106,8 +106,8 @@ def test_delayed_state_begins_with_scales_of_all_ranks(pool):
 
 def test_a_prepared_input_has_the_scale_of_a_layer_that_reads_it(pool):
     """The input has a reading layer's scale, or after a resume its own: the same but for a rounding."""
-    for known, resumed, copied in pool.run(fused.of_another_scale, (2,)):
-        assert known < 1e-5 and 0 < resumed < 0.1 and copied < 1e-5
+    for second_step, resumed, copied in pool.run(fused.of_another_scale, (2,)):
+        assert second_step < 1e-5 and 0 < resumed < 0.1 and copied < 1e-5
 
 
 def test_a_frozen_norm_stays_frozen(pool):

@@ -16,8 +16,8 @@ from tests.support.ptx import launch, module
 PLACE = "mul.wide.u32 %d1, %n, 4; add.s64 %d1, %d1, %a0;"  # of a thread's 32 bits in the first array
 
 
-def finds(what: str, body: str, *arrays: np.ndarray, **options: Any) -> None:
-    with pytest.raises(emulator.Fault, match=what):
+def finds(message: str, body: str, *arrays: np.ndarray, **options: Any) -> None:
+    with pytest.raises(emulator.Fault, match=message):
         launch(body, *arrays, **options)
 
 

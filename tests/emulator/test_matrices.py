@@ -343,8 +343,8 @@ def test_what_may_not_be_done_with_scales() -> None:
         begin.replace("%r99, 68;", "%r99, 127;") + after: "out of bounds",
         begin.replace("%r99, 68;", "%r99, 65604;") + after: "out of bounds",
     }
-    for body, what in faults.items():
-        with pytest.raises(emulator.Fault, match=what):
+    for body, message in faults.items():
+        with pytest.raises(emulator.Fault, match=message):
             one.launch(body)
     one.launch(begin + one.commit + one.wait + write + one.look)
     for bit in (0, 6, 8, 13, 23, 24, 28, 31):
@@ -384,8 +384,8 @@ def test_what_may_not_be_done_with_tensor_memory(schedule: str) -> None:
         + after: "out of bounds",
         begin + "@%p2 st.shared.b32 [memory], 0;" + after: "race",
     }
-    for body, what in faults.items():
-        with pytest.raises(emulator.Fault, match=what):
+    for body, message in faults.items():
+        with pytest.raises(emulator.Fault, match=message):
             one.launch(body, schedule=schedule, most=4000)
 
 

@@ -30,9 +30,9 @@ SIZES = DECODER | GPT2 | T5 | NO_DROPOUT | EXPERTS | LATENT | GROUPS | DROPOUTS
 def tiny(name):
     """Return a model whose configuration takes those of SIZES that it has."""
     config = CONFIG_MAPPING[name]
-    known = {*config().to_dict(), *getattr(config, "attribute_map", ())}
+    option_names = {*config().to_dict(), *getattr(config, "attribute_map", ())}
     torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key in known}
+    sizes = {key: value for key, value in SIZES.items() if key in option_names}
     return transformers.AutoModelForCausalLM.from_config(config(**sizes, use_cache=False)).float().train()
 
 

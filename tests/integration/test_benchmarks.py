@@ -124,8 +124,8 @@ def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Results of the sources as they are stay, and are emulated again only where --only names them."""
     emulated, written = subjects.module_of("emulated"), []
     row = {"right": "yes", "made": "before", "triton": "", "commit": "new"}
-    known = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
-    monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, known))
+    rows_by_case = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
+    monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, rows_by_case))
     monkeypatch.setattr(emulated, "change_since", lambda commit, measures: "" if commit == "new" else "a file")
     monkeypatch.setattr(emulated, "NAMES", ["amax", "cast rows"])
     monkeypatch.setattr(emulated, "rows_of", lambda capability, name: [row | {"made": name}])
@@ -143,8 +143,8 @@ def test_what_tensor_cores_lose() -> None:
     sums_lost = [*accumulation.rows(16, (256, 1024))]
     assert len(sums_lost) == len(committed) // 2
     for row in sums_lost:
-        known = committed[tuple(str(value) for value in row.values())[:5]]
-        assert abs(float(row["sqnr_db"]) - float(known["sqnr_db"])) < 3 or not row["instruction"], row
+        committed_row = committed[tuple(str(value) for value in row.values())[:5]]
+        assert abs(float(row["sqnr_db"]) - float(committed_row["sqnr_db"])) < 3 or not row["instruction"], row
 
 
 def test_subjects_say_what_they_are_and_what_they_measure():

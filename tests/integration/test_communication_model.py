@@ -50,15 +50,15 @@ def test_one_gpu_waits_for_nobody() -> None:
 def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
     """A wire's time is that of its hops' bytes, in a world of one second a byte on the network and none on NVLink."""
     slow = replace(HARDWARE, nvlink=float("inf"), network=1.0, latency=0.0)
-    servers, here = 4, 8
-    ranks = servers * here
+    servers, ranks_per_server = 4, 8
+    ranks = servers * ranks_per_server
     ring = slow.wire(ranks, ranks, 1)  # a byte for each rank, on one card of each server in its turn
-    assert ring == pytest.approx((servers - 1) * here / here)
+    assert ring == pytest.approx((servers - 1) * ranks_per_server / ranks_per_server)
     straight = slow.wire(ranks, ranks, 1, directly=True)  # each rank's byte from all ranks elsewhere
-    assert straight == ranks - here
+    assert straight == ranks - ranks_per_server
     assert slow.exchange(ranks, ranks, 1, 1) == straight
     assert slow.exchange(ranks, ranks, 1, 2) == pytest.approx(ring)  # of as many bytes
-    alone = (slow.wire(servers, servers, here, directly) for directly in (False, True))
+    alone = (slow.wire(servers, servers, ranks_per_server, directly) for directly in (False, True))
     assert list(alone) == [servers - 1, servers - 1]
 
 

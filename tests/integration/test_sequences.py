@@ -204,8 +204,8 @@ class Subject:
                 empty_state(self.state, WEIGHT)
             self.known = True
             self.written = self.replaced = self.swapped = False
-        twin, now = self.twin(weight), float(self.state.scale[WEIGHT])
-        used = now
+        twin, scale_now = self.twin(weight), float(self.state.scale[WEIGHT])
+        used = scale_now
         if delayed and self.mesh is not None and self.layer.gather.way(self.layer).kind == IN_FP8:
             amax = float(weight.abs().max())
             moved = self.gathered not in (None, amax) and not self.stepped
@@ -216,7 +216,7 @@ class Subject:
         self.state.scale[WEIGHT] = used
         x_of_layer, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
         twin_y = twin(twin_x)
-        self.state.scale[WEIGHT] = now
+        self.state.scale[WEIGHT] = scale_now
         y = call(x_of_layer)
         assert torch.equal(y, twin_y), f"output is off by {(y - twin_y).abs().max()} of {twin_y.abs().max()}"
         if keep:
@@ -264,12 +264,12 @@ class Subject:
         in_flight, self.in_flight, before = self.in_flight, [], self.state
         for call in range(calls):
             self.run(self.random(TOKENS, IN) * 4**call, self.model)
-        here, self.in_flight = self.in_flight, in_flight
-        gradients = [self.random(*one.y.shape) * 4**call for call, one in enumerate(here)]
-        torch.autograd.backward([one.y for one in here], gradients)
+        calls_here, self.in_flight = self.in_flight, in_flight
+        gradients = [self.random(*one.y.shape) * 4**call for call, one in enumerate(calls_here)]
+        torch.autograd.backward([one.y for one in calls_here], gradients)
         sums: dict[str, Tensor | None] = dict.fromkeys(self.gradients)
         amaxes = []
-        for one, gradient in reversed(list(zip(here, gradients, strict=True))):
+        for one, gradient in reversed(list(zip(calls_here, gradients, strict=True))):
             if (delayed := self.layer.recipe.delayed) is not None:
                 one.twin.__dict__["delayed_state"] = state = before.clone()
                 one.twin_y.grad_fn.plan = one.twin_y.grad_fn.plan._replace(state=state)  # type: ignore[union-attr]
@@ -398,9 +398,9 @@ class Subject:
     def replace(self) -> None:
         if self.mesh is None and not self.stored:
             self.layer.weight = nn.Parameter(self.random(*self.weight_shape))
-            known = self.known
+            was_known = self.known
             self.moved()
-            self.known = self.replaced = known
+            self.known = self.replaced = was_known
 
     def call_functionally(self) -> None:
         """Call with other parameters by functional_call, and compute the backward."""

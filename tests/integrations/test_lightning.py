@@ -222,12 +222,12 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
 
 
 def test_arguments_that_mean_nothing() -> None:
-    for arguments, what in (
+    for arguments, message in (
         (("delaid",), "'delaid' is no recipe"),
         (("Recipe",), "'Recipe' is no recipe"),
         (("delayed", "16-mixed"), "use one of bf16-mixed, bf16-true, 32-true"),
     ):
-        with pytest.raises(ValueError, match=what):
+        with pytest.raises(ValueError, match=message):
             OctavoPrecision(*arguments)
     with pytest.raises(ValueError, match="the recipe is another"):
         OctavoPrecision("dynamic", schedule=SWITCHING)

@@ -225,7 +225,7 @@ def test_a_recipe_or_storage_that_is_refused_changes_nothing():
 def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     model, calls = net(), []
     weight = model[0].weight
-    known = weakref.ref(weight)
+    weak = weakref.ref(weight)
     weight.group = "attention"
     weight.register_hook(lambda gradient: calls.append("gradient"))
     weight.register_post_accumulate_grad_hook(lambda param: calls.append(param is weight))
@@ -233,7 +233,7 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     calls.clear()
     for move in (nn.Module.float, lambda model: model.to("meta"), lambda model: model.to_empty(device="cpu")):
         move(model)
-        assert known() is model[0].weight and weight.group == "attention"
+        assert weak() is model[0].weight and weight.group == "attention"
         assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.device == weight.device
     weight.detach().normal_()
     trace(model, inputs(dtype=torch.float32))

@@ -65,7 +65,7 @@ def mine(whole: Tensor, param: Any) -> Tensor:
 
 def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
     """Return (layouts with shards at wrong places; bytes of each shard here, and as they are counted)."""
-    wrong, here, counted = [], [], []
+    wrong, sizes, counted = [], [], []
     for name, placements in layouts_of(mesh).items():
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
             count = torch.Size(shape).numel()
@@ -75,15 +75,15 @@ def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
             index = (first_row + rows) * row_length + first_column + columns
             if not torch.equal(index.float(), part):
                 wrong.append(f"{name} {shape}")
-            here.append(part.numel() * 4)
+            sizes.append(part.numel() * 4)
             counted.append(bytes_of_shard(param))
-    return wrong, here, counted
+    return wrong, sizes, counted
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_shards_are_where_they_are_said_to_be(shape: tuple[int, ...], pool: Any) -> None:
-    wrong, here, counted = zip(*pool.run(places, shape), strict=True)
-    assert not any(wrong) and list(map(max, zip(*here, strict=True))) == counted[0]
+    wrong, sizes, counted = zip(*pool.run(places, shape), strict=True)
+    assert not any(wrong) and list(map(max, zip(*sizes, strict=True))) == counted[0]
     assert all(counts == counted[0] for counts in counted) and bytes_of_shard(torch.ones(5, 3)) == 60
 
 

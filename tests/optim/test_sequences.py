@@ -84,8 +84,8 @@ class Subject:
         before = [part.clone() for param in self.params for part in self.parts(param)]
 
         def backward() -> None:
-            for number, some in enumerate(grads):
-                losses = [self.read(self.params[at]).mul(grad).sum() for at, grad in some.items()]
+            for number, grads_of_batch in enumerate(grads):
+                losses = [self.read(self.params[at]).mul(grad).sum() for at, grad in grads_of_batch.items()]
                 with self.optimizer.accumulate() if number < len(grads) - 1 else nullcontext():
                     if losses:
                         loss = torch.stack([loss.float() for loss in losses]).sum()
@@ -126,7 +126,7 @@ class Subject:
     @staticmethod
     def spoil(grads: list[dict[int, Tensor]]) -> bool:
         """Put a NaN into a gradient, if there is one."""
-        full = [grad for some in grads for grad in some.values() if grad.numel()]
+        full = [grad for grads_of_batch in grads for grad in grads_of_batch.values() if grad.numel()]
         if full:
             full[-1].view(-1)[0] = math.nan
         return bool(full)
@@ -137,9 +137,9 @@ class Subject:
         for at, param in enumerate(self.params):
             wide = self.coded and self.hooked[at]
             total = None if param.grad is None else torch.zeros(param.shape, dtype=param.dtype)
-            for some in grads:
-                if at in some:
-                    grad = some[at].float() if wide else some[at]
+            for grads_of_batch in grads:
+                if at in grads_of_batch:
+                    grad = grads_of_batch[at].float() if wide else grads_of_batch[at]
                     total = grad if total is None else total + grad
             if wide and at in grads[-1] and total is not None and total.numel():
                 rounded = nn.Parameter(total)

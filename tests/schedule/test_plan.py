@@ -41,8 +41,8 @@ def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
 
 def saved(model: nn.Module, *inputs: Tensor) -> int:
     """Return bytes of storages that a real forward saves, besides those that exist anyway."""
-    there = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
-    known = {part.untyped_storage().data_ptr() for part in there}
+    existing_parts = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
+    existing_storages = {part.untyped_storage().data_ptr() for part in existing_parts}
     storages: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def saved(model: nn.Module, *inputs: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(*inputs)
-    total = sum(part.untyped_storage().nbytes() for key, part in storages.items() if key not in known)
+    total = sum(part.untyped_storage().nbytes() for key, part in storages.items() if key not in existing_storages)
     output.float().sum().backward()
     return total
 

@@ -502,7 +502,7 @@ def test_taking_out_and_replacing_are_refused():
 
 def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_back():
     weight = nn.Parameter(torch.randn(128, 128))
-    known, calls = weakref.ref(weight), []
+    weak, calls = weakref.ref(weight), []
     weight.owner = "layer 1"
     first = weight.register_hook(lambda gradient: calls.append("gradient"))
     weight.register_post_accumulate_grad_hook(lambda param: calls.append(param is weight))
@@ -510,7 +510,7 @@ def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_
     for tensor, kind in ((StoredWeight.cast(weight), StoredWeight), (torch.eye(128), nn.Parameter)):
         put_into(weight, tensor)
         assert type(weight) is kind and isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
-        assert known() is weight and weight.owner == "layer 1" and float(weight.grad.sum()) == 128 * 128
+        assert weak() is weight and weight.owner == "layer 1" and float(weight.grad.sum()) == 128 * 128
         (weight.dequantize() if kind is StoredWeight else weight).sum().backward()
         assert calls == ["gradient", True] and float(weight.grad.sum()) == 2 * 128 * 128
         calls.clear()

@@ -78,8 +78,8 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
     folder.start_log([])
     with pytest.raises(RunCheckpointError, match="already holds a run: add --resume"):
         RunFolder(folder.path).open(resume=False)
-    left = folder.path / "log.csv.12345678.partial"
-    left.touch()  # by a run that was killed
+    leftover = folder.path / "log.csv.12345678.partial"
+    leftover.touch()  # by a run that was killed
     with RunFolder(folder.path).open(resume=True):
         for resume in (True, False):
             with pytest.raises(
@@ -87,7 +87,7 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
             ):
                 RunFolder(folder.path).open(resume)
     with RunFolder(folder.path).open(resume=True):
-        assert not left.exists()
+        assert not leftover.exists()
     assert RunFolder(folder.path).load(IDENTITY) is None and list(folder.path.iterdir()) == [folder.log]
 
 

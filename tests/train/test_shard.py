@@ -180,8 +180,8 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
     assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
-    left = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
-    assert left == ["checkpoint", "config.json", "log.csv"]
+    remaining_names = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
+    assert remaining_names == ["checkpoint", "config.json", "log.csv"]
     config = changed(config, run={"out": tmp_path / "half"}, ranks={"tensor_parallel": 1})
     for again, interrupted, _ in pool.run(train_on, (tensor_parallel,), config, recipe):
         assert not interrupted and nearly(again, whole, 0.05)

@@ -72,5 +72,5 @@ def test_gradients_of_norms(case: dict[str, Any], norm: str, monkeypatch: pytest
     dx, *sums = cpu.KERNELS["norm_backward"](dy, x, gamma, *strided, *others)
     expected, *other = reference.KERNELS["norm_backward"](dy, x, gamma, mean, rstd, *others)
     assert same_bits(dx, expected)
-    for actual, due in zip(sums, other, strict=True):  # in another order
-        torch.testing.assert_close(actual, due, rtol=2.0**-7, atol=1e-3)
+    for actual, reference_sum in zip(sums, other, strict=True):  # in another order
+        torch.testing.assert_close(actual, reference_sum, rtol=2.0**-7, atol=1e-3)

@@ -264,8 +264,8 @@ def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: p
     monkeypatch.setattr(both.module, "is_capturing", lambda: True)  # as if one were being captured
     both.step()
     other = ADAM._replace(lr=0.02)
-    for groups, plans, what in (([other], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
-        with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{what}"):
+    for groups, plans, message in (([other], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
+        with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{message}"):
             both.module.optimizer_step(both.ours, groups, None, None, plans)
     monkeypatch.setattr(both.module, "is_capturing", lambda: False)
     ((*read,),) = both.plans["captured"]

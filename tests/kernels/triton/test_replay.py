@@ -84,8 +84,8 @@ def test_one_tensor_twice(kernels: TritonKernels, recorded: list[tuple[Any, Any]
     one, two = torch.randn(2, 33, 48)
     expected = [gradient(one, one), gradient(two, one)]
     for _ in range(3):
-        for actual, due in zip([gradient(one, one), gradient(two, one)], expected, strict=True):
-            assert torch.equal(actual, due)
+        for actual, expected_dx in zip([gradient(one, one), gradient(two, one)], expected, strict=True):
+            assert torch.equal(actual, expected_dx)
     assert len(recorded) == 2
 
 

@@ -71,8 +71,8 @@ def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
     if said or not feature.has_history:
         return said
     unknown = ("weight", *situation.grows, *feature.by_chance)
-    known = {name: value for name, value in trace.items() if not name.startswith(unknown)}
-    return lost(known, *(run(feature, situation, role, mesh) for role in ("twin that forgets", "float64")))
+    comparable = {name: value for name, value in trace.items() if not name.startswith(unknown)}
+    return lost(comparable, *(run(feature, situation, role, mesh) for role in ("twin that forgets", "float64")))
 
 
 def differences(trace: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:

@@ -70,11 +70,11 @@ def in_copy(mutant: Mutant) -> str:
 if __name__ == "__main__":
     for name in WARM:
         importlib.import_module(name)
-    left = 0
+    missed = 0
     for mutant in MUTANTS:
         if all(part in mutant.file for part in sys.argv[1:]):
             said = in_copy(mutant)
-            left += not said
+            missed += not said
             cell = f"{mutant.feature} x {mutant.situation}"
             print(f"{mutant.file}: {mutant.old.strip()!r}, {cell}: {said[:120] or 'NOT FOUND'}", flush=True)
-    sys.exit(f"{left} are not found" if left else 0)
+    sys.exit(f"{missed} are not found" if missed else 0)

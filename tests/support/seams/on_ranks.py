@@ -507,8 +507,8 @@ def _piped(run: TrainingRun, of_stages: Callable[..., Any], places: Sequence[int
     stages = []
     for number, part in zip(stages_of_rank, run.model.values(), strict=True):
         entering = run.data(0).requires_grad_(number > 0)
-        known = {} if run.is_library else {"input_args": entering, "output_args": run.data(0).requires_grad_()}
-        stages.append(pipelining.PipelineStage(part, number, len(parts), cpu, group=group, **known))
+        examples = {} if run.is_library else {"input_args": entering, "output_args": run.data(0).requires_grad_()}
+        stages.append(pipelining.PipelineStage(part, number, len(parts), cpu, group=group, **examples))
     schedule = of_stages(stages, n_microbatches=MICRO, loss_fn=lambda y, target: run.loss(y) / MICRO, scale_grads=False)
     run.feature.wrapped(run)
     run.begin()
