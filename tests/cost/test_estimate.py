@@ -123,15 +123,15 @@ def test_the_device_waits_where_the_host_takes_longer() -> None:
     model = gpt()
     work = work_of(on_meta(model), (TOKENS,))
 
-    def found(**host: HostTime) -> Estimate:
+    def estimated(**host: HostTime) -> Estimate:
         return estimate(model, (TOKENS,), None, replace(H200, host=host), work=work)
 
-    idle = found()
+    idle = estimated()
     forward, after = idle.device
     assert idle.waits == 0 and min(forward, after) > 0 and work.blocks is not None
-    late = found(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
+    late = estimated(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
     assert late.waits == pytest.approx(forward) and late.total == pytest.approx(idle.total + forward)
-    hidden, never = (found(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
+    hidden, never = (estimated(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
     assert hidden.waits == 0 and never.waits == pytest.approx(2 * after - forward)
 
 
@@ -205,15 +205,15 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     x = (torch.empty(256, 512, dtype=torch.bfloat16, device="meta"),)
     work = work_of(model, x)
 
-    def found(recipe: object, select: object = None) -> Estimate:
+    def estimated(recipe: object, select: object = None) -> Estimate:
         return estimate(model, x, recipe, H200, select, work=work)  # type: ignore[arg-type]
 
-    assert [layer.work.name for layer in found(recipes.dynamic()).layers] == ["0"]
-    every = found(recipes.dynamic(), lambda module, name: name != "1")
+    assert [layer.work.name for layer in estimated(recipes.dynamic()).layers] == ["0"]
+    every = estimated(recipes.dynamic(), lambda module, name: name != "1")
     assert [layer.work.name for layer in every.layers] == ["0", "2"]
-    mapped = found(RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}))
+    mapped = estimated(RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}))
     assert mapped.casts == 0.0 and not mapped.layers  # "1" is too small for the default select
-    assert found(recipes.dynamic(), lambda module, name: False).products == found(None).products
+    assert estimated(recipes.dynamic(), lambda module, name: False).products == estimated(None).products
 
 
 def llama() -> nn.Module:
@@ -226,10 +226,10 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     model, rates = llama(), PUBLISHED["H100"]
     work = work_of(on_meta(model), (TOKENS,))
 
-    def found(recipe: object, **how: bool) -> Estimate:
+    def estimated(recipe: object, **how: bool) -> Estimate:
         return estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=work, **how)  # type: ignore[arg-type]
 
-    plain, fused = (found(None, fuse=fuse) for fuse in (False, True))
+    plain, fused = (estimated(None, fuse=fuse) for fuse in (False, True))
     assert (plain.name, fused.name) == ("bf16", "bf16, fused")
     assert fused.products == plain.products and fused.casts == 0 and not fused.layers
     x, wide, logits = TOKENS.numel() * 64, TOKENS.numel() * 176, work.logits
@@ -243,20 +243,20 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     head = head_of(work)
     assert head is not None and head.name == "lm_head"
     recipe = RecipeMap(recipes.delayed(), {"lm_head": recipes.dynamic_with_output_hp()})
-    whole, chunked = (found(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
+    whole, chunked = (estimated(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
     spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)[GRAD_OUTPUT]
     assert whole.casts - chunked.casts == pytest.approx(spared) and spared > 0
     assert chunked.other == pytest.approx(whole.other)  # 6 bytes a logit as well
     # all are one chunk; the gradient of the head's input is there too
     assert (whole.loss, chunked.loss) == (4 * logits, logits + 3 * logits + 2 * x)
     # blocks' scales are not known beforehand: the recipe casts their gradient
-    block, in_chunks = (found(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
+    block, in_chunks = (estimated(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
     assert block.casts == in_chunks.casts > 0 and in_chunks.loss == logits + 5 * logits + 2 * x
     many = work._replace(logits=8192 * 64, linears=(*work.linears[:-1], head._replace(tokens=8192)))
     chunks = estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=many, chunked_loss=True)
     assert chunks.loss == 8192 * 64 + 3 * 4096 * 64 + 2 * 8192 * 64
     with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
-        found(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
+        estimated(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
     with pytest.raises(PlanError, match="no layer computes logits"):
         estimate(nn.Linear(8, 8), (torch.ones(2, 8),), recipes.delayed(), rates, chunked_loss=True)
 

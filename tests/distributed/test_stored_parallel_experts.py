@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
+def mixture_of(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
     """Experts in FP8 on the ranks of a mesh, stored ``before`` they were shared or ``after``; on one: no mesh."""
     net = built(kind, recipe, E, storage="fp8" if when == "before" or mesh is None else None)
     if mesh is not None:
@@ -75,7 +75,7 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
     By powers of two: what a first moment has of them, a second has squared.
     """
     size, rank = mesh.size(), mesh.get_rank()
-    net, lone = made(mesh, kind, recipe, when), made(None, kind, recipe)
+    net, lone = mixture_of(mesh, kind, recipe, when), mixture_of(None, kind, recipe)
     both = [(net, range(rank, rank + 1)), (lone, range(size))]
     optimizers = [optimizer_of(each, options) for each, _ in both]
     traces: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -108,7 +108,7 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
     ranks_here, every = range(rank, rank + 1), range(mesh.size())
 
     def pair(on: Any) -> tuple[Mixture, Any]:
-        net = made(on, kind, recipe)
+        net = mixture_of(on, kind, recipe)
         return net, optimizer_of(net, "few bytes")
 
     net, optimizer = pair(mesh)
@@ -137,7 +137,7 @@ def test_checkpoints_for_any_number_of_ranks(pool, tmp_path, kind, recipe, ranks
 
 def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
     """Return what differs from a model's weights where others load ranks' own, all, one rank's, or plain ones."""
-    net, full = made(mesh, kind, "dynamic"), StateDictOptions(full_state_dict=True)
+    net, full = mixture_of(mesh, kind, "dynamic"), StateDictOptions(full_state_dict=True)
     step(net, optimizer_of(net, "few bytes"), 0, range(1))
 
     def values(net: Mixture) -> dict[str, torch.Tensor]:
@@ -145,8 +145,8 @@ def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
 
     wanted = values(net)
     lone, (own_state, first, second, last) = (
-        made(None, kind, "dynamic"),
-        (made(mesh, kind, "dynamic") for _ in range(4)),
+        mixture_of(None, kind, "dynamic"),
+        (mixture_of(mesh, kind, "dynamic") for _ in range(4)),
     )
     own_state.load_state_dict(net.state_dict())
     set_model_state_dict(first, get_model_state_dict(net, options=full), options=full)

@@ -76,14 +76,14 @@ def test_a_cut_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_reading_is_begun_after_the_deadline() -> None:
     calls: list[str] = []
 
-    def made(name: str) -> Any:
+    def noted_step(name: str) -> Any:
         return lambda: calls.append(name) or torch.zeros(())
 
     past, ahead = step.Deadline(-1.0), step.Deadline(1.0)
-    assert [len(each) for each in step.pair(made("a"), made("b"), past, False)] == [1, 1]
+    assert [len(each) for each in step.pair(noted_step("a"), noted_step("b"), past, False)] == [1, 1]
     assert calls == ["b"] * step.STEPS + ["a"] * step.STEPS
-    assert len(step.pair(made("a"), made("b"), ahead, False)[0]) == step.ROUNDS
-    assert len(step.readings(made("a"), 3, past, False)) == 1
+    assert len(step.pair(noted_step("a"), noted_step("b"), ahead, False)[0]) == step.ROUNDS
+    assert len(step.readings(noted_step("a"), 3, past, False)) == 1
 
 
 def test_what_names_mean() -> None:

@@ -127,7 +127,7 @@ class Subject:
         self.in_flight: list[InFlight] = []
         self.gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
         self.optimizers: dict[str, Any] = {}
-        self.kept: octavo.nn.KeptWeights | None = None
+        self.kept_weights: octavo.nn.KeptWeights | None = None
         self.model.zero_grad()
         self.forget()
 
@@ -354,7 +354,7 @@ class Subject:
         if self.mesh is None:
             octavo.nn.invalidate(self.layer)
             empty_state(self.state, WEIGHT)
-            self.kept = None
+            self.kept_weights = None
 
     def rest(self) -> None:
         """Take a step that updates nothing, by an optimizer with masters: the weight stays as it was written."""
@@ -377,7 +377,7 @@ class Subject:
         octavo.set_recipe(self.model, RECIPES[recipe]())
         if recipe != "delayed" or self.recipe_name != "delayed":
             self.empty_state()
-        self.recipe_name, self.kept = recipe, None
+        self.recipe_name, self.kept_weights = recipe, None
         self.forget()
 
     def load(self, assign: bool = False) -> None:
@@ -391,7 +391,7 @@ class Subject:
         self.empty_state()
         self.forget()
         self.written_in_flight()
-        self.kept = None
+        self.kept_weights = None
         if assign:
             self.moved()
 
@@ -469,9 +469,9 @@ class Subject:
     def keep(self, anew: bool = True) -> None:
         if self.mesh is not None or self.stored or self.recipe_name not in ("dynamic", "blockwise") or self.in_flight:
             return
-        if anew or self.kept is None:
-            self.kept = octavo.nn.KeptWeights(self.model)
-        self.kept.cast()
+        if anew or self.kept_weights is None:
+            self.kept_weights = octavo.nn.KeptWeights(self.model)
+        self.kept_weights.cast()
 
 
 class Routed(octavo.nn.GroupedLinear):

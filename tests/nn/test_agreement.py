@@ -112,7 +112,7 @@ def saved(mesh: Any, settings: Settings) -> None:
     gather_delayed(model, Ranks(mesh.get_group()))
 
 
-def said(mesh: Any, name: str, *settings_of_ranks: Settings) -> str:
+def error_of_rank(mesh: Any, name: str, *settings_of_ranks: Settings) -> str:
     """Return this rank's error where ranks have different settings, or "nothing"."""
     case = CASES[name]
     try:
@@ -158,7 +158,7 @@ OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, Pe
     ],
 )
 def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Settings, there: Settings, says: str) -> None:
-    first, second = pool.run(said, (2,), name, here, there, seconds=60)
+    first, second = pool.run(error_of_rank, (2,), name, here, there, seconds=60)
     assert first == second and first.startswith(RanksDifferError.__name__)
     assert says in first
 
@@ -173,12 +173,12 @@ def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Settings, the
 )
 def test_replicas_of_shards_that_differ_say_in_what(pool: Any, here: Settings, there: Settings, says: str) -> None:
     """Under HSDP the ranks of a shard group are of one replica, and have the same settings."""
-    first, *others = pool.run(said, (2, 2), "optimizer", here, here, there, there, seconds=60)
+    first, *others = pool.run(error_of_rank, (2, 2), "optimizer", here, here, there, there, seconds=60)
     assert others == [first] * 3
     assert first.startswith(RanksDifferError.__name__) and says in first
 
 
-def asked(mesh: Any) -> list[int]:
+def counts_of_reductions(mesh: Any) -> list[int]:
     """Return how often values are reduced: in a forward, after other recipes, in two steps, in DDP's first forward."""
     model, counts = fsdp2(mesh, {}), []
     with ByteCounter() as counter:
@@ -206,4 +206,4 @@ def asked(mesh: Any) -> list[int]:
 
 def test_ranks_are_asked_once_and_ddps_never(pool: Any) -> None:
     amaxes = 1  # of whole weights, or of their columns, in each forward
-    assert pool.run(asked, (2,)) == [[amaxes, amaxes + 1, amaxes + 1, 1, 0, 0, 0]] * 2
+    assert pool.run(counts_of_reductions, (2,)) == [[amaxes, amaxes + 1, amaxes + 1, 1, 0, 0, 0]] * 2

@@ -43,7 +43,7 @@ def fill(params: list[nn.Parameter], seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def kept(params: list[nn.Parameter], optimizer: CompactOptimizer) -> list[Tensor]:
+def copies_of(params: list[nn.Parameter], optimizer: CompactOptimizer) -> list[Tensor]:
     """Copies of all weights and states."""
     states = [value for param in params for value in optimizer.state[param].values()]
     return [tensor.detach().clone() for tensor in (*params, *states)]
@@ -59,7 +59,7 @@ def trained(steps: int, kind: type, **options: Any) -> list[Tensor]:
     for seed in range(steps):
         fill(params, seed)
         optimizer.step()
-    return kept(params, optimizer)
+    return copies_of(params, optimizer)
 
 
 @each_kind
@@ -76,7 +76,7 @@ def test_options_may_be_tensors_which_stay_as_they_are(kind: type) -> None:
         for step in range(3):
             fill(params, step)
             optimizer.step()
-        results.append(kept(params, optimizer))
+        results.append(copies_of(params, optimizer))
         assert {name: optimizer.param_groups[0][name] for name in arguments} == options | betas
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -95,7 +95,7 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
         fill(params, seed)
         result = compiled(torch.ones(3))
         assert torch.equal(result, torch.full((3,), 2.0) + params[1].detach().sum())
-    assert equal(kept(params, optimizer), trained(3, octavo.optim.AdamW))
+    assert equal(copies_of(params, optimizer), trained(3, octavo.optim.AdamW))
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(3))

@@ -50,10 +50,10 @@ class Subject:
         self.states: list[dict[str, Any]] = [{} for _ in values]
         self.options: dict[str, float] = {}
         self.hooked: list[bool] = []
-        self.optimizer = self.made(self.params, coded)
+        self.optimizer = self.optimizer_of(self.params, coded)
         self.attached()
 
-    def made(self, params: list[nn.Parameter], coded: bool) -> Any:
+    def optimizer_of(self, params: list[nn.Parameter], coded: bool) -> Any:
         """Return an optimizer of these weights; weights that came later are groups of their own."""
         optimizer = self.make(params[: self.first], gradient_storage="fp8" if coded else None)
         for param in params[self.first :]:
@@ -150,7 +150,7 @@ class Subject:
         return totals
 
     def twin_steps(self, gradients: list[Tensor | None], spoiled: bool) -> None:
-        twin = self.made(self.weights, False)
+        twin = self.optimizer_of(self.weights, False)
         twin.skip_nonfinite, twin.skip = False, torch.tensor(1.0) if spoiled else None
         for weight, state, grad in zip(self.weights, self.states, gradients, strict=True):
             twin.state[weight] = state
@@ -178,7 +178,7 @@ class Subject:
         file.seek(0)
         self.optimizer, self.hooked = None, []
         gc.collect()  # the hooks of the one before
-        self.optimizer = self.made(self.params, self.coded)
+        self.optimizer = self.optimizer_of(self.params, self.coded)
         self.optimizer.load_state_dict(torch.load(file, weights_only=True))
         self.attached()
 

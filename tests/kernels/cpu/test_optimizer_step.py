@@ -10,7 +10,7 @@ from octavo.kernels.cpu import library as libraries
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.reference.optimizer_step import optimizer_step
-from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, made
+from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, update_of_case
 
 SHAPES = [(1, 1), (1, 300), (3, 128), (130, 256), (200, 300), (64, 384), (5, 1000)]
 KINDS = [*MASTERS, *IN_FP8]
@@ -21,7 +21,7 @@ def differences_of(seed: int, count: int, recorded: Any = step_in_place) -> list
     torch.manual_seed(seed)
     differing = []
     for number, case in enumerate(dealt_weights(seed, count, KINDS, SHAPES)):
-        update = made(case, slice(2), number)._replace(group=0)
+        update = update_of_case(case, slice(2), number)._replace(group=0)
         ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
         group = (ADAM, OTHER)[number % 2]._replace(clip=True, decoupled=number % 3 > 0)
         scale = [None, torch.tensor(8.0), torch.tensor(3.0)][number % 3]

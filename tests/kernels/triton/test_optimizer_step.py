@@ -33,9 +33,9 @@ from tests.support.optimizer_both import (
     dealt_weights,
     differences,
     fp8_update,
-    made,
     mixed,
     update_of,
+    update_of_case,
 )
 from tests.support.triton_kernels import TritonKernels
 
@@ -96,7 +96,7 @@ def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: 
     updates = []
     for in_fp8 in (False, True) if bounded and rule != "coupled" else (False,):
         kinds = dealt_weights(number, 2, IN_FP8, LARGER) if in_fp8 else dealt_weights(number, 3, MASTERS, ORDINARY)
-        updates += [made(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
+        updates += [update_of_case(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
     if kernels.interpreted and bounded:  # in the interpreter a tile takes as long whatever its size
         set_tiles(kernels, monkeypatch, 64 if number % 4 == 3 else 128, 1)
     elif number % 4 < 2:

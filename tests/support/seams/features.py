@@ -327,7 +327,7 @@ class InBackward(Feature):
         return run.extra
 
 
-class Kept(Feature):
+class WithKeptWeights(Feature):
     """KeptWeights, cast after each step; a twin keeps none."""
 
     def begin(self, run: TrainingRun) -> None:
@@ -443,7 +443,7 @@ FEATURES: dict[str, Feature] = {
         ByMuon("Muon", BLOCKS, **STORED),
         StoredGradients("FP8 gradients", DYNAMIC, **FP32),
         InBackward("updates in backward", DYNAMIC, "in backward", **FP32),
-        Kept("KeptWeights", DYNAMIC, "kept"),
+        WithKeptWeights("KeptWeights", DYNAMIC, "kept"),
         Feature("fused modules", DYNAMIC, "fused", MLP, "fc2"),
         Experts("experts", DYNAMIC, part=functools.partial(MixturePart, DYNAMIC)),
         Feature("shared inputs", BLOCKS, "shared", SharedPart, ""),

@@ -262,9 +262,9 @@ def _merged(run: TrainingRun, group: Any) -> None:
     """A twin's delayed state on another number of ranks: the largest amax, the smallest scale."""
     for casts in casts_of(run.model):
         casts.settle()
-        if casts.own is not None:
-            torch.distributed.all_reduce(casts.own.amaxes, torch.distributed.ReduceOp.MAX, group)
-            torch.distributed.all_reduce(casts.own.scale, torch.distributed.ReduceOp.MIN, group)
+        if casts.own_history is not None:
+            torch.distributed.all_reduce(casts.own_history.amaxes, torch.distributed.ReduceOp.MAX, group)
+            torch.distributed.all_reduce(casts.own_history.scale, torch.distributed.ReduceOp.MIN, group)
 
 
 def _moved(run: TrainingRun, saving: Any, loading: Any) -> None:

@@ -43,7 +43,7 @@ class Casts:
     """The casts of a layer's tensors, with the state that delayed scaling has by its definition."""
 
     def __init__(self, recipe: octavo.Recipe | None) -> None:
-        self.own: History | None = None
+        self.own_history: History | None = None
         self.forgets = False  # whether there is no history
         self.entered = False  # whether the optimizer step that is under way has an entry
         self.pass_id = -1  # of the last backward pass
@@ -55,34 +55,34 @@ class Casts:
         """Follow another recipe from the next call on."""
         self.recipe = None if recipe is None or recipe.is_high_precision else recipe
         if recipe is None or recipe.delayed is None:
-            self.own, self.entered = None, False
+            self.own_history, self.entered = None, False
 
     @contextlib.contextmanager
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
         """Follow another recipe, or the same with a history that is thrown away."""
         self.settle()
-        state = self.recipe, self.own, self.entered
-        if self.own is not None:
-            self.own = History(*(part.clone() for part in self.own))
+        state = self.recipe, self.own_history, self.entered
+        if self.own_history is not None:
+            self.own_history = History(*(part.clone() for part in self.own_history))
         self.set(recipe)
         yield
         self.settle()
-        self.recipe, self.own, self.entered = state
+        self.recipe, self.own_history, self.entered = state
 
     def history(self) -> History | None:
         """The layer's on this rank, if its recipe has any."""
         self.settle()
         if self.recipe.delayed is None or self.forgets:
             return None
-        if self.own is None:
+        if self.own_history is None:
             with torch.inference_mode(False):
-                self.own = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
-        return self.own
+                self.own_history = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
+        return self.own_history
 
     def forget(self, role: int) -> None:
         """Empty the history of a role."""
         self.settle()
-        for part in self.own or ():
+        for part in self.own_history or ():
             part[role] = 0
 
     def cast(self, x: Tensor, cast: octavo.Cast, role: int, history: History | None, transposed: bool = False) -> Pair:
