@@ -62,7 +62,7 @@ def pool() -> Iterator[Pool]:
     pool.stop()
 
 
-# --- which tests run, and what they take ------------------------------------------------------------------------------
+# --- which tests run, and their seconds -------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -135,7 +135,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()
-    gc.freeze()  # what is collected stays: no later collection looks at it
+    gc.freeze()  # collected tests stay: no later garbage collection looks at them
     gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
 
 

@@ -160,7 +160,7 @@ def leave_out_barriers() -> None:
                 change = functools.partial(without, one.text, numbers)
                 seeds = SEEDS if is_asked_for(place) else 0
                 work = functools.partial(in_some_order, one.case, one.capability, change, seeds)
-                answer = in_a_fork(work, LIMIT, LOG)  # what a fault leaves in memory meets no other
+                answer = in_a_fork(work, LIMIT, LOG)  # in a fork: a fault's memory reaches no other case
                 met = CRASH if answer is None else answer
             why = "" if met else why_not_found(place, bool(numbers & one.reached))
             which = " ".join(map(str, sorted(numbers)))

@@ -224,7 +224,7 @@ def test_pages_say_what_they_are_for_and_are_in_the_navigation() -> None:
     assert [name for name, first in guides.items() if not first.startswith("After this page")] == []
 
 
-# The checks themselves: each finds what it is for.
+# The checks themselves: each finds its own kind of fault.
 
 
 def test_split_keeps_lines_and_no_run() -> None:

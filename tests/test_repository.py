@@ -183,7 +183,7 @@ def unsafe_reads(code: str) -> list[str]:
     return reads
 
 
-# The one unpickler, which refuses what it does not know; and what runs text that octavo itself has made.
+# The one unpickler, which refuses unknown classes; and the functions that run text made by octavo itself.
 RUNS_CODE = {"octavo/distributed/checkpoint.py": 1, "octavo/kernels/triton/replay.py": 1}
 
 
@@ -263,7 +263,7 @@ def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
     assert [word for word in private.ATTRIBUTES if word not in used_names] == []
 
 
-# The checks themselves: each finds what it is for.
+# The checks themselves: each finds its own kind of fault.
 
 
 def test_private_names() -> None:

@@ -20,7 +20,7 @@ from tests.support.freed import Fsdp, Zero3
 from tests.support.helpers import FP8_RECIPES
 
 E4M3_ROWS, SQUARES = Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerBlock(32, 32), Dynamic())
-MIXED = {  # casts of grad_output whose scales need an amax beside those that need none, and an input in E5M2
+MIXED = {  # casts of grad_output by scales that need an amax and by others, and an input in E5M2
     "blocks forward, rows back": Recipe(
         output=(Cast(E4M3, PerBlock(128, 128), Dynamic()), E4M3_ROWS),
         grad_input=(Cast(E4M3, PerBlock(1, 32), Dynamic()), Cast(E4M3, PerRow(), Dynamic())),

@@ -151,7 +151,7 @@ def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
             assert torch.equal(f, e)
 
 
-# --- what can't be honoured -------------------------------------------------------------------------------------------
+# --- refused options --------------------------------------------------------------------------------------------------
 
 
 def test_options_that_cant_be_honoured_say_what_to_write():

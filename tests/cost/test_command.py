@@ -89,7 +89,7 @@ def test_whether_a_step_fits() -> None:
     text = plan(16384, *[65536] * 7)
     assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in text and "the fastest" not in text
     assert "None fits one device: it needs 2" in text
-    # in between, the fastest is of those that fit
+    # in between, the fastest of the meshes that fit
     bf16, fp8 = steps(16384, 8192, 8192)
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
     text = command.describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))

@@ -142,7 +142,7 @@ def convert_between(mesh, folder):
     model = shared(build(seed=1), mesh)
     load_checkpoint(folder + "/plain", model, ranks=ranks)
     same = [torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-    model(torch.randn(4, WIDTH)).sum().backward()  # gathered anew, not what was cast before
+    model(torch.randn(4, WIDTH)).sum().backward()  # gathers the loaded values, not the codes of an earlier cast
     save_checkpoint(folder + "/sharded", model, ranks=ranks)
     back = build(None, seed=2, dtype=torch.bfloat16)
     load_checkpoint(folder + "/sharded", back, ranks=ranks)

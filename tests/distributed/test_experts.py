@@ -98,7 +98,7 @@ def check(recipe, answers):
         assert not from_itself
         first = {name: by for name, by in differences.items() if name.endswith(" 0")}
         assert {name.partition(" ")[0].rpartition(".")[2] for name in first} <= {"weight", "gate_up_proj", "down_proj"}
-        off_by = {"rowwise": 0.05, "blockwise": 1e-6, "mx": 1e-6}.get(recipe, 0)  # the first is what a cast is off by
+        off_by = {"rowwise": 0.05, "blockwise": 1e-6, "mx": 1e-6}.get(recipe, 0)  # the first is a cast's error
         assert max(first.values(), default=0) <= off_by
         assert recipe == "rowwise" or max(differences.values(), default=0) <= off_by
 

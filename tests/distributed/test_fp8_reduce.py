@@ -28,7 +28,7 @@ BLOCK = 128
 GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.format_info_ocp_e5m2}
 
 
-# --- what is right, in float64 and without octavo's casts -------------------------------------------------------------
+# --- expected means, in float64 and without octavo's casts ------------------------------------------------------------
 
 
 def rounded(x, fmt, width):
@@ -352,7 +352,7 @@ def found_by(mesh, said, chosen_size, hosts="aabb"):
         with warnings.catch_warnings(record=True) as heard, ByteCounter() as counter:
             warnings.simplefilter("always")
             levels_here = own_levels(group, chosen_size)
-        assert sum(counter.calls.values()) == (0 if chosen_size else 2)  # the sizes of what is told, and that
+        assert sum(counter.calls.values()) == (0 if chosen_size else 2)  # the messages' lengths, then the messages
         return levels_here, [str(warning.message) for warning in heard]
     except ValueError as error:
         return str(error)

@@ -61,7 +61,7 @@ def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def check(got: np.ndarray, exact: list[Fraction | None], kind: str) -> None:
-    chosen = [index for index, value in enumerate(exact) if value]  # of zero and of what is not finite, others
+    chosen = [index for index, value in enumerate(exact) if value]  # zero and infinities have other results
     assert len(chosen) > 500
     want = np.array([rounded(exact[index], kind) for index in chosen]).astype(got.dtype)
     wrong = np.flatnonzero(bits_of(got[chosen]) != bits_of(want))

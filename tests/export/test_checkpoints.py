@@ -182,7 +182,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
         pytest.importorskip("compressed_tensors")
         options = transformers.CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*already has a `quantization_config`")  # it is told how to read that one
+        warnings.filterwarnings("ignore", ".*already has a `quantization_config`")  # which says how to read it
         return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
 
 

@@ -115,7 +115,7 @@ def spoiled_rank(mesh: Any) -> tuple[Any, ...]:
     return named.layer, named.role, named.step, named.rank, len(named.before), named.share
 
 
-PLACES = {  # where a fault is put in step 1: where it is found
+PLACES = {  # the place of a fault in step 1: the place that is reported
     "before first": ("first", "input", 1),
     "before mlp": ("mlp.fc1", "input", 1),
     "in mlp": ("mlp.fc2", "input", 1),

@@ -106,7 +106,7 @@ def test_a_compiled_training_leaves_the_same_record(kind: Any, backend: str, tmp
             train(model, range(3), recorder, called)
         train(model, range(1), called=called)
         records.append(octavo.inspect.load(tmp_path / name))
-    assert counter.frame_count == 2  # with what is counted, and without
+    assert counter.frame_count == 2  # with counts, and without
     for name, values in records[0].measures.items():
         np.testing.assert_allclose(records[1].measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
 

@@ -166,7 +166,7 @@ def test_more_layers_are_no_more_launches(storage: str | None) -> None:
                 before, launches.count = launches.count, 0
                 updates.begin(layers_of, is_as_before=True)
                 updates.end()
-        assert before >= launches.count  # what is made once
+        assert before >= launches.count  # made once
         counted.append(launches.count)
     assert counted[0] == counted[1] < 100
 

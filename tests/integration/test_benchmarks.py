@@ -91,7 +91,7 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
         ours = [row for row in rows if not any(name in row.get("variant", "") for name in others)]
         assert_numbers(ours, *columns.split())
     again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
-    assert "---" not in again and "stage 7" in again  # what is done is not done again
+    assert "---" not in again and "stage 7" in again  # finished stages do not run again
 
 
 def test_one_command_on_a_gpu_takes_eight_minutes() -> None:

@@ -28,7 +28,7 @@ def waited(planned: mesh.Step) -> dict[str, float]:
 def test_steps_take_what_is_published(row) -> None:
     """Bounds are communication_model.py's, with their reason."""
     ratio = row.stage.step.tflops * 1e12 / row.shapes.flop(row.layout.sequence) / row.tokens
-    low, high = row.bounds or (1.0, 2.0)  # no formula of ours is slower than what is known to be left out
+    low, high = row.bounds or (1.0, 2.0)  # our formulas leave out parts of a step, so none is slower
     assert low <= ratio <= high
 
 

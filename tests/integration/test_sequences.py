@@ -209,7 +209,7 @@ class Subject:
         if delayed and self.mesh is not None and self.layer.gather.way(self.layer).kind == IN_FP8:
             amax = float(weight.abs().max())
             moved = self.gathered not in (None, amax) and not self.stepped
-            used = 0.0 if moved or used * amax > 2 * 448 else used  # far beyond what it was
+            used = 0.0 if moved or used * amax > 2 * 448 else used  # far larger than before
             self.gathered = amax
         if (training and of_parameter) or self.mesh is not None:
             self.stepped = False
@@ -290,7 +290,7 @@ class Subject:
     def step(self, name: str = "SGD") -> None:
         """A step of an optimizer that owns the layer's parameters."""
         if self.stored:
-            name, self.in_flight = "octavo", []  # whose backward would read codes that were written since, and raise
+            name, self.in_flight = "octavo", []  # their backward would read codes that were written since, and raise
         elif self.mesh is not None and name == "fused":
             name = "SGD"
         if name not in self.optimizers:

@@ -218,7 +218,7 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-# --- what can't be ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_mean_nothing() -> None:

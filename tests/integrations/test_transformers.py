@@ -234,7 +234,7 @@ def test_it_records_what_casts_do(tmp_path: Path) -> None:
         trained(trainer_of(tmp_path, "llama", [callback()]))
 
 
-# --- what can't be ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_refused_before_it_trains(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
 def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     x, q, scale_inv, tile = pair_of(case)
     sums, extremes = counts = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
-    for _ in range(times):  # what is there is added to
+    for _ in range(times):  # counts are added to
         ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *counts)
     codes = q[:, : x.shape[1]]
     ones = torch.ones_like(codes.float()).to(codes.dtype)

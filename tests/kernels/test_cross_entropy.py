@@ -34,7 +34,7 @@ def truth_of(x: Tensor, target: Tensor, smoothing: float, softcap: float) -> Ten
 def check(ops: Ops, case: dict[str, Any]) -> None:
     (rows, cols), dtype = case["shape"], case["dtype"]
     logits = torch.randn(rows, cols) * case["scale"]
-    logits[::2, -1:] += 5 * case["scale"]  # the largest is what a program reads last
+    logits[::2, -1:] += 5 * case["scale"]  # a program reads the largest last
     logits = logits.to(dtype)
     target = torch.randint(0, cols, (rows,))
     if case["ignored"]:

@@ -91,7 +91,7 @@ def test_the_hybrid_is_to_nearest_but_where_that_changes_nothing(fmt: Format) ->
     code, x, _ = between_codes(fmt)
     drawn, nearest = random32(x.shape), rounded(x, fmt, NEAREST)
     stochastic = encode_moment(x.clone(), fmt, drawn)
-    for stored in (code, code + 1, code + 2, (code * 0)):  # what is replaced: either neighbour, or another code
+    for stored in (code, code + 1, code + 2, (code * 0)):  # the replaced code: either neighbour, or another
         stored = stored.clamp(max=len(code)).to(torch.uint8).expand(x.shape)
         expected = torch.where(nearest == stored, stochastic, nearest)
         assert torch.equal(encode_moment(x.clone(), fmt, drawn, stored), expected)

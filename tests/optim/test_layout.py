@@ -275,7 +275,7 @@ def test_resolutions_count_each_weight_once_however_ranks_share_it(pool: Any) ->
         assert ranks == pytest.approx(alone, rel=1e-9) and alone[0] > 0
 
 
-# Trainings of a model that ``make(seed)`` makes: each returns what is compared.
+# Trainings of a model that ``make(seed)`` makes: each returns the tensors that are compared.
 
 
 def three_steps(make: Any, master: str | None = "auto", moments: Any = "fp8") -> tuple[Any, Any]:

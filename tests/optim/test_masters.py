@@ -69,7 +69,7 @@ def test_names_of_other_weights():
 def test_a_weight_that_was_written_goes_on_from_there(write):
     p = nn.Parameter(torch.randn(2, 200).bfloat16())
     optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, moments="fp32", master="split32")
-    for values in (None, 7e4, 1e-3):  # far above what it was; far below
+    for values in (None, 7e4, 1e-3):  # far above the weight; far below
         if values is not None:
             new = torch.full((2, 200), values).bfloat16()
             if write == "data =":
@@ -225,7 +225,7 @@ def test_weights_that_were_loaded_later_are_not_lost(master):
         weight.copy_(values := 100 * torch.randn(SHAPE))
     before = plain(weight)
     step(optimizer, torch.zeros(SHAPE))
-    # begun from what was loaded, except without a master, which has only the codes
+    # begun from the loaded values; without a master there are only the codes
     assert torch.allclose(plain(weight), before if master is None else values, rtol=0.07, atol=100 * 2.0**-12)
 
 

@@ -46,7 +46,7 @@ def test_save_and_load_continue_bit_for_bit():
     octavo.nn.load_delayed_state_dict(other, saved)
     torch.manual_seed(2)
     expected = [step(net, size) for size in (0.5, 2.0)]
-    assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # what was saved is a copy
+    assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # the saved state is a copy
     torch.manual_seed(2)
     assert [step(other, size) for size in (0.5, 2.0)] == expected
     assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))

@@ -142,7 +142,7 @@ def test_its_blocks_compute_as_plain_torch_until_they_get_a_recipe():
     with CountOps() as ops, torch.autocast("cpu", torch.bfloat16):
         next_byte_loss(model(torch.randint(256, (2, 24))), torch.randint(256, (2, 24))).backward()
     assert not ops.calls
-    # what a checkpoint holds are parameters: the rotary tables are made anew
+    # a checkpoint holds parameters only: the rotary tables are made anew
     assert all(name.endswith("weight") for name in model.state_dict())
 
 

@@ -39,7 +39,7 @@ from tests.support.product_cases import BLOCK, MX, SQUARE, of_flat, rows_in_grou
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
-SHAPE = (33, 160)  # of what is cast: several programs, and edges
+SHAPE = (33, 160)  # shapes of casts: several programs, and edges
 # sums of columns in several parts, and two parts of tall blocks
 SHAPES = {"cast+transpose+sum+commit": (130, 160), "cast 1x128 + 128x1": (130, 160)}
 PRODUCT = (48, 144, 272)  # M, N, K

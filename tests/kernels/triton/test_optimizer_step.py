@@ -202,7 +202,7 @@ def test_a_plan_stays_while_weights_do(kernels: TritonKernels) -> None:
     both.steps(2)
     (plan,) = both.plans.values()
     table, sent = plan.table, dict(plan.sent)
-    both.step()  # with what was there before
+    both.step()  # with the earlier content
     assert all(plan.sent[name] is sent[name] for name in ("gradients", "groups"))
     both.ours = [u._replace(gradient=u.gradient.clone()) for u in both.ours]
     both.step()

@@ -615,7 +615,7 @@ for name, options, exceptions in (
     ("descent through .data, octavo.nn.invalidate", {"write": _by_data, "seen": _invalidate}, {}),
     ("descent through torch._foreach_", {"write": _by_foreach, "seen": TrainingRun.wrote}, {}),
 ):
-    # twice the weights make all else larger, at most 30 times, and gradients again when what was clipped is not
+    # twice the weights make all else larger, at most 30 times; gradients grow again once nothing is clipped
     larger = "output 2", "input's gradient 2", "input's gradient 3"
     add = situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions, grows=larger)
     add(functools.partial(_descend, **options))

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "combinations.md"
 Cell = tuple[str, str]  # names of a feature and of a situation
 HISTORY_COSTS = 6  # dB at most, where tensors are up to twice as large as in the steps before
-OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with what shows the defect; to be emptied
+OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with the defect's sign; to be emptied
 
 
 def all_cells() -> list[Cell]:

@@ -61,7 +61,7 @@ class Situation(NamedTuple):
     exceptions: Mapping[str, Verdict]  # by features' names
     group: str  # the heading in the page
     slow: bool  # whether no cell of it is in the default sample
-    grows: tuple[str, ...]  # the beginnings of names in the trace of what is larger there than a history can know
+    grows: tuple[str, ...]  # beginnings of names in the trace: tensors that grow by more than a history can know
 
 
 def situation(

@@ -47,7 +47,7 @@ class Casts:
         self.forgets = False  # whether there is no history
         self.entered = False  # whether the optimizer step that is under way has an entry
         self.pass_id = -1  # of the last backward pass
-        self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # what it shall roll, its largest amaxes [3]
+        self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # of the last pass; its largest amaxes [3]
         self.gathered: list[float] | None = None  # the weight's scales since its gather, of which the first holds
         self.set(recipe)
 
@@ -184,7 +184,7 @@ class _Products(torch.autograd.Function):
         casts, history, grad_input, grad_weight = ctx.casts, ctx.history, ctx.recipe.grad_input, ctx.recipe.grad_weight
         if ctx.rolls is not None:
             casts.saw(ctx.recipe, ctx.rolls, [*ctx.amaxes, amax_of(g)])
-            # another pass over a graph that is kept casts as this one, and enters its gradient alone
+            # another pass over the same graph casts as this one, and notes only its gradient's amax
             ctx.history, ctx.amaxes = History(history.scale.clone(), history.amaxes), [torch.zeros(())] * 2
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
