@@ -136,11 +136,8 @@ def test_two_layers_are_the_same_in_three_ways(name, activation):
     chain, halves, apart = in_three_ways(FP8_RECIPES[name](), activation)
     for i in (0, 4, 5):  # bit for bit: the result, and the gradients of the second weight and bias
         assert torch.equal(halves[i], chain[i])
-    for in_another_way in (
-        halves,
-        apart,
-    ):  # but for the last bit of the activation and of h's gradient, and what it rounds to
-        assert all(sqnr(a, b) > 30 for a, b in zip(in_another_way, chain, strict=True))
+    for way in (halves, apart):  # but for the last bit of the activation and of h's gradient, and what it rounds to
+        assert all(sqnr(a, b) > 30 for a, b in zip(way, chain, strict=True))
 
 
 def test_what_is_activated_may_be_saved_in_fp8_and_read_in_high_precision():

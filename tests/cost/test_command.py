@@ -264,7 +264,7 @@ def test_the_command_for_a_mesh(
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | LLAMA | {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]
-    mesh_options = [
+    layout = [
         "--mesh",
         "fsdp=4,tensor=2,replicate=2",
         "--micro-batches",
@@ -273,9 +273,9 @@ def test_the_command_for_a_mesh(
         "1",
         "--checkpoint-in-fp8",
     ]
-    assert cli.main([*asked, *mesh_options]) == 0
+    assert cli.main([*asked, *layout]) == 0
     text = capsys.readouterr().out
-    assert "64 sequences of 64 tokens" in text and f"{' '.join(mesh_options[2:])}, micro-batches of 1 seq" in text
+    assert "64 sequences of 64 tokens" in text and f"{' '.join(layout[2:])}, micro-batches of 1 seq" in text
     for words in ("bf16       ", "compiled", "eager", "tensor: waits of all", "masters", "NVIDIA H100 SXM has 79"):
         assert words in text
     assert cli.main([*asked, "--algorithm", "muon"]) == 0  # the mesh is found

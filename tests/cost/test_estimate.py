@@ -95,24 +95,18 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
-    work, recipes_by_name = (
-        work_of(model, (many,)),
-        {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")},
-    )
-    estimates = {
-        name: estimate(model, (many,), recipe, H200, work=work)
-        for name, recipe in {"bf16": None, **recipes_by_name}.items()
+    work, chosen = (work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")})
+    plans = {
+        name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **chosen}.items()
     }
-    assert {name: estimate.name for name, estimate in estimates.items()} == {name: name for name in estimates}
-    bf16 = estimates["bf16"]
+    assert {name: estimate.name for name, estimate in plans.items()} == {name: name for name in plans}
+    bf16 = plans["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers
-    assert estimates["dynamic"].casts > estimates["delayed"].casts > 0.0
-    assert estimates["dynamic"].products == estimates["delayed"].products < bf16.products
-    assert estimates["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
-    assert {layer.work.name for layer in estimates["mx"].slower} == {
-        layer.work.name for layer in estimates["mx"].layers
-    }
-    for each in estimates.values():
+    assert plans["dynamic"].casts > plans["delayed"].casts > 0.0
+    assert plans["dynamic"].products == plans["delayed"].products < bf16.products
+    assert plans["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
+    assert {layer.work.name for layer in plans["mx"].slower} == {layer.work.name for layer in plans["mx"].layers}
+    for each in plans.values():
         busy = each.products + each.casts + each.other
         assert sum(each.device) == pytest.approx(busy) and each.total == busy + each.optimizer + each.waits
         assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)

@@ -91,16 +91,12 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
     assert keep(RATES) == keep(mine) == cache / "rates.json"
     assert rates_of(device=CPU) == mine
     rates_of_devices = json.loads((cache / "rates.json").read_text())
-    rates_of_cpu = rates_of_devices[mine.device]
-    without = {name: value for name, value in rates_of_cpu.items() if name != "memory"}  # as an older octavo kept it
+    of_cpu = rates_of_devices[mine.device]
+    without = {name: value for name, value in of_cpu.items() if name != "memory"}  # as an older octavo kept it
     (cache / "rates.json").write_text(json.dumps({mine.device: without}))
     assert rates_of(device=CPU) == dataclasses.replace(mine, memory=memory_of(CPU)) and memory_of(CPU) > 1 << 30
-    products = {kind: points for kind, points in rates_of_cpu["products"].items() if kind != "mx"}
-    for text in (
-        "{",
-        "[1]",
-        *(json.dumps({mine.device: rates_of_cpu | {name: products}}) for name in ("newer", "products")),
-    ):
+    products = {kind: points for kind, points in of_cpu["products"].items() if kind != "mx"}
+    for text in ("{", "[1]", *(json.dumps({mine.device: of_cpu | {name: products}}) for name in ("newer", "products"))):
         (cache / "rates.json").write_text(text)  # as another version, or a full disk, may leave it
         with pytest.raises(ValueError, match="are not known"):
             rates_of(device=CPU)
@@ -118,12 +114,8 @@ def test_measured_rates_have_what_is_known_of_such_a_device(monkeypatch: pytest.
     mine = dataclasses.replace(RATES, device="NVIDIA H100 80GB HBM3, torch 2", memory=1e9)
     keep(mine)
     monkeypatch.setattr(rates, "device_label", lambda device: mine.device)
-    combined, published = rates_of(device=CPU), PUBLISHED["H100"]
-    assert (combined.products, combined.attention, combined.host) == (
-        mine.products,
-        published.attention,
-        published.host,
-    )
+    both, published = rates_of(device=CPU), PUBLISHED["H100"]
+    assert (both.products, both.attention, both.host) == (mine.products, published.attention, published.host)
 
 
 def test_published_rates() -> None:

@@ -12,22 +12,16 @@ def ranks_of(mesh):
 
 def values(mesh):
     ranks = ranks_of(mesh)
-    of_rank = torch.tensor([float(ranks.rank), 1.0])
-    results = (
-        ranks.sum(of_rank),
-        ranks.mean(of_rank),
-        ranks.gather(of_rank),
-        ranks.any(ranks.rank == 1),
-        ranks.any(False),
-    )
-    return *results, ranks.first(lambda: {"of": ranks.rank}), of_rank, ranks.size
+    mine = torch.tensor([float(ranks.rank), 1.0])
+    results = (ranks.sum(mine), ranks.mean(mine), ranks.gather(mine), ranks.any(ranks.rank == 1), ranks.any(False))
+    return *results, ranks.first(lambda: {"of": ranks.rank}), mine, ranks.size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_values_of_all_ranks(pool, size):
-    for rank, (total, mean, stacked, one, none, first, of_rank, size_of_group) in enumerate(pool.run(values, (size,))):
+    for rank, (total, mean, stacked, one, none, first, mine, size_of_group) in enumerate(pool.run(values, (size,))):
         assert total.tolist() == [sum(range(size)), size] and mean.tolist() == [(size - 1) / 2, 1.0]
-        assert stacked.tolist() == [[r, 1.0] for r in range(size)] and of_rank.tolist() == [rank, 1.0]
+        assert stacked.tolist() == [[r, 1.0] for r in range(size)] and mine.tolist() == [rank, 1.0]
         assert one and not none and first == {"of": 0} and size_of_group == size
 
 

@@ -226,13 +226,8 @@ def test_what_a_files_rules_would_bring(folder, capsys):
     (folder / "mine.json").write_text('{"default": "mx", "rules": {"0": {"output": null}}}')
     assert what_if_command(options("--rules", "mine.json"), subject, folder) == 0
     out = capsys.readouterr().out
-    columns_by_name = {
-        line.split("  ")[0]: line.split() for line in out.partition("high precision   ")[2].splitlines()[1:]
-    }
-    assert (
-        float(columns_by_name["its own"][2]) > float(columns_by_name["mine.json"][1]) > 0
-        and not (folder / "what_if.json").exists()
-    )
+    columns = {line.split("  ")[0]: line.split() for line in out.partition("high precision   ")[2].splitlines()[1:]}
+    assert float(columns["its own"][2]) > float(columns["mine.json"][1]) > 0 and not (folder / "what_if.json").exists()
     assert "exact" in out and "\n2 " not in out
     (folder / "mine.json").write_text('{"default": "mx", "rules": {"head": null}}')
     with pytest.raises(WhatIfError, match=r"mine.json: no module of the model is called head"):

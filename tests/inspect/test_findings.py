@@ -30,7 +30,7 @@ CASTS = (  # role, products, format
 DELAYED = Delayed()
 
 
-def healthy_record(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -> Record:
+def healthy(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -> Record:
     """A record in which nothing is wrong: normal numbers under scales that fit them, one row a role."""
     random = np.random.default_rng(0)
     names = [f"model.layers.{place}.mlp" for place in range(layers)]
@@ -149,50 +149,48 @@ def where(finding: Finding) -> tuple[str, str, str, int]:
 
 
 def test_nothing_is_wrong() -> None:
-    assert diagnose(healthy_record(3, 5)) == []
-    assert diagnose(healthy_record(0, 0)) == []
+    assert diagnose(healthy(3, 5)) == []
+    assert diagnose(healthy(0, 0)) == []
 
 
 def test_flushed() -> None:
-    record = put(healthy_record(), GRADIENT, flushed=[0.02, 0.071, 0.03])
+    record = put(healthy(), GRADIENT, flushed=[0.02, 0.071, 0.03])
     record.exponents[2, GRADIENT] = 0
     record.exponents[2, GRADIENT, 2:34] = 100  # 32 octaves below the amax, of about 2^-12
     finding = only(diagnose(record))
     assert where(finding) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
     assert (finding.worst, finding.severity) == (100, pytest.approx(1 + 2 * math.log(7.1, 20)))
     assert "7.1 % are flushed" in finding.cause and "wider than E5M2" in finding.cause
-    finding = only(diagnose(put(healthy_record(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
+    finding = only(diagnose(put(healthy(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
     assert (finding.begins, finding.worst) == (150, 200)  # where its worst stretch begins
 
 
 def test_a_stale_scale_and_what_it_clips() -> None:
     """A stale scale gets a margin, one that is far too old another cast; what fits a margin is no finding."""
-    finding = only(diagnose(put(healthy_record(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
+    finding = only(diagnose(put(healthy(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
     assert where(finding) == ("stale", "model.layers.1.mlp", "input", 50)
     assert finding.severity == pytest.approx(1 + 2 * math.log(30, 20)) and "3 % are clipped" in finding.cause
     assert "margin=3" in finding.remedy
-    finding = only(diagnose(put(healthy_record(), INPUT, assumed=1000.0, clipped=0.5)))
+    finding = only(diagnose(put(healthy(), INPUT, assumed=1000.0, clipped=0.5)))
     assert "Delayed" not in finding.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
     assert finding.expected.startswith("nothing is clipped")
-    grows = only(
-        diagnose(put(healthy_record(), INPUT, assumed=3.0, clipped=2e-4))
-    )  # small, and in three records in turn
-    once = only(diagnose(put(healthy_record(), INPUT, assumed=[3.0, 3.0, 1.0], clipped=2e-4)))
+    grows = only(diagnose(put(healthy(), INPUT, assumed=3.0, clipped=2e-4)))  # small, and in three records in turn
+    once = only(diagnose(put(healthy(), INPUT, assumed=[3.0, 3.0, 1.0], clipped=2e-4)))
     assert (grows.level, once.level) == ("warning", "note")
-    record = healthy_record()
+    record = healthy()
     record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []
 
 
 def test_a_low_sqnr() -> None:
-    finding = only(diagnose(put(healthy_record(), GRADIENT, sqnr=[10.0, 15.0, 15.0])))
+    finding = only(diagnose(put(healthy(), GRADIENT, sqnr=[10.0, 15.0, 15.0])))
     assert where(finding)[:3] == ("rounded", "model.layers.1.mlp", "grad_output")
     assert "10.0 dB" in finding.cause and "E4M3" in finding.remedy
-    assert only(diagnose(put(healthy_record(), INPUT, sqnr=10.0))).remedy.count("None") == 2
+    assert only(diagnose(put(healthy(), INPUT, sqnr=10.0))).remedy.count("None") == 2
 
 
 def test_outliers() -> None:
-    record = healthy_record()
+    record = healthy()
     record.exponents[1:, INPUT] = 0
     record.exponents[1:, INPUT, 30:34] = 1000
     record.exponents[1:, INPUT, 50] = 30  # 2 to 4, as the amax
@@ -202,7 +200,7 @@ def test_outliers() -> None:
 
 
 def test_a_master_keeps_what_the_weight_rounds_off() -> None:
-    record = healthy_record(1, 8)
+    record = healthy(1, 8)
     record.weights["changed"][:] = 0.01
     record.weights["master_update"][:] = 1e-9
     record.weights["master_changed"][:] = 1.0

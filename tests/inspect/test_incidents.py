@@ -7,13 +7,13 @@ from octavo.inspect.incidents import LEVELS, level_of, severity_of
 
 np = pytest.importorskip("numpy")
 
-from tests.inspect.test_findings import healthy_record, put  # noqa: E402
+from tests.inspect.test_findings import healthy, put  # noqa: E402
 from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
 
 
 def test_a_risen_rate_explains_what_follows() -> None:
     """A risen rate explains what follows, but not what was wrong earlier, nor what begins long after."""
-    record = healthy_record(4, 40)
+    record = healthy(4, 40)
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * 32
     record.weights["update"][AT] *= 10
     record.scalars["loss"][1][AT + 1] += 5
@@ -30,7 +30,7 @@ def test_a_risen_rate_explains_what_follows() -> None:
 def test_upstream_explains_downstream() -> None:
     """Inputs in the order of the layers, gradients in the opposite order."""
     for role, places in {"input": (0, 3, 6), "grad_output": (8, 5, 2)}.items():
-        record = healthy_record(3, RECORDS)
+        record = healthy(3, RECORDS)
         record.measures["flushed"][AT:, places] = 0.1
         (finding,) = diagnose(record)
         assert finding.role == role and finding.layer == record.rows[places[0]].layer
@@ -38,7 +38,7 @@ def test_upstream_explains_downstream() -> None:
 
 
 def test_an_inf_or_nan_explains_all_others() -> None:
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)
     (finding,) = diagnose(record)
     assert (finding.layer, finding.level, finding.severity) == (LAYER, "critical", 10)
@@ -46,7 +46,7 @@ def test_an_inf_or_nan_explains_all_others() -> None:
 
 
 def test_verdicts_are_sentences() -> None:
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     assert verdict(record, diagnose(record)) == f"Nothing exceeds its limit in {RECORDS} recorded steps"
     put(record, 3, assumed=6.0, clipped=0.53)
     assert verdict(record, diagnose(record)) == f"{LAYER} clips 53 % of its input since step 50: give it a margin of 3"

@@ -25,7 +25,7 @@ from octavo.inspect.what_if import Effect, WhatIf
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_command import record  # noqa: E402
-from tests.inspect.test_findings import healthy_record, put  # noqa: E402
+from tests.inspect.test_findings import healthy, put  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIMIT = 3_000_000  # bytes of a page
@@ -79,7 +79,7 @@ Object.assign(result, { id: "result", textContent: JSON.stringify(found) });
 
 def broken(layers: int, records: int) -> tuple[Record, list[Finding]]:
     """A record with two findings, in the second and third layer."""
-    record = put(healthy_record(layers, records), 3, assumed=6.0, clipped=0.03)
+    record = put(healthy(layers, records), 3, assumed=6.0, clipped=0.03)
     put(record, 8, flushed=[0.0, 0.3, *[0.0] * (records - 3)])
     return record, diagnose(record)
 
@@ -96,7 +96,7 @@ def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") 
 
 def with_experts() -> Record:
     """Return a record of two layers of four experts in one module; the last expert has no tokens from record 3 on."""
-    record = healthy_record()
+    record = healthy()
     names = [name.replace(".mlp", ".mlp.experts.down") for name in record.layers]
     names[0] = names[1].replace("down", "gate_up")
     called = dict(zip(record.layers, names, strict=True))
@@ -120,7 +120,7 @@ def test_experts_and_their_tokens() -> None:
     (only_load,) = content["loads"]
     assert (only_load["tokens"], only_load["mean"], only_load["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
     assert content["casts"][0]["flushed"] == [50] * 4
-    assert json.loads(to_json(healthy_record(), []))["loads"] == []
+    assert json.loads(to_json(healthy(), []))["loads"] == []
 
 
 def test_as_text() -> None:
@@ -131,29 +131,27 @@ def test_as_text() -> None:
     assert f" 1  warning ({findings[0].severity:.1f} of 10), {title}" in text
     assert text.splitlines()[1] == f"{findings[0].sentence}."
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
-    assert table(healthy_record(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
-    assert table(healthy_record(3, 0), [], 5) == "no step is recorded yet"
+    assert table(healthy(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
+    assert table(healthy(3, 0), [], 5) == "no step is recorded yet"
 
 
 def test_two_runs() -> None:
     """A finding whose severity grows by 1 is worse; a consequence in the other run is not new."""
     record, (first, second) = broken(3, 6)
-    (effect,) = diagnose(put(healthy_record(3, 6), 0, flushed=0.2))
+    (effect,) = diagnose(put(healthy(3, 6), 0, flushed=0.2))
     earlier = [replace(first, severity=first.severity - 1, consequences=(second,)), effect]
     states = [("worse", first), ("same", second), ("gone", effect)]
     assert changes([first, second], earlier) == states
     assert changes(earlier, [first, second])[0] == ("milder", earlier[0])
     assert changes([first], [])[0][0] == "new"
-    against = Against("earlier", healthy_record(2, 4), earlier)
+    against = Against("earlier", healthy(2, 4), earlier)
     text = table(record, [first, second], 1, against)
     assert "against earlier: 1 worse, 1 same, 1 gone\n    worse: " in text
     assert "    gone: warning, model.layers.0.mlp input of output and grad_weight: flushed from step 50" in text
     content = json.loads(to_json(record, [first, second], against=against))["against"]
     assert content["states"] == ["worse", "same"] and [each["layer"] for each in content["gone"]] == [effect.layer]
     assert len(content["casts"]) == 6 and len(content["casts"][0]["sqnr"]) == 1
-    assert table(healthy_record(), [], 5, Against("x", healthy_record(), [])).endswith(
-        "against x: no findings in either run"
-    )
+    assert table(healthy(), [], 5, Against("x", healthy(), [])).endswith("against x: no findings in either run")
 
 
 def test_the_command_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +184,7 @@ def test_as_json() -> None:
 def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(MissingExtraError, match=r"octavo\[inspect\]"):
-        to_html(healthy_record(), [], "run")
+        to_html(healthy(), [], "run")
 
 
 @pytest.mark.full
@@ -206,7 +204,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     record.events.extend([(100, "recovery", "the loss is a spike"), (100, "skipped", "nothing was touched")])
     record.scalars["lr"] = record.steps, [1e-3] * len(record.steps)
     findings[0] = replace(findings[0], consequences=(replace(findings[1], kind="clipped"),))
-    other = put(put(healthy_record(12, 30), 3, assumed=2.5), 12, flushed=0.2)
+    other = put(put(healthy(12, 30), 3, assumed=2.5), 12, flushed=0.2)
     against = Against("another run", other, diagnose(other))
     page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"), against)
     seen = looked_at(page, tmp_path)

@@ -14,7 +14,7 @@ from octavo.inspect.record import OfExperts
 
 np = pytest.importorskip("numpy")
 
-from tests.inspect.test_findings import healthy_record  # noqa: E402
+from tests.inspect.test_findings import healthy  # noqa: E402
 
 AT, RECORDS = 8, 16  # the record that faults begin in, and all
 LASTING = slice(AT, None)
@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
 def test_one_fault_is_said_first(name: str) -> None:
     """The first finding's sentence names the fault's layer and step; severities stay within bounds."""
     kind, layer, put = FAULTS[name]
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     put(record)
     first = diagnose(record)[0]
     assert (first.kind, first.layer) == (kind, layer)
@@ -196,7 +196,7 @@ def test_one_fault_is_said_first(name: str) -> None:
 
 
 def test_healthy_numbers_of_a_training_are_no_finding() -> None:
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     ages, warmup = [*range(1, RECORDS + 1)], [1e-3 * min(1, (at + 1) / 5) for at in range(RECORDS)]
     for name, values in {"lr": warmup, "state_age": ages, "decayed_vectors": [0] * RECORDS}.items():
         record.scalars[name] = record.steps, values
@@ -206,7 +206,7 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
 
 
 def test_an_expert_without_tokens_is_named() -> None:
-    record = healthy_record(2, RECORDS)
+    record = healthy(2, RECORDS)
     tokens = np.full((RECORDS, 4), 30.0)
     tokens[AT:, 2] = 0
     worst = np.zeros_like(record.measures["amax"]) - 1
@@ -217,7 +217,7 @@ def test_an_expert_without_tokens_is_named() -> None:
 
 
 def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     nonfinite(AT, *range(12))(record)
     steps = range(50 * RECORDS)
     record.scalars["loss"] = (
@@ -229,7 +229,7 @@ def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
 
 
 def test_a_jump_names_what_is_not_recorded() -> None:
-    record = healthy_record(4, RECORDS)
+    record = healthy(4, RECORDS)
     update(50)(record)
     (finding,) = diagnose(record)
     assert "Recovery" in finding.remedy and finding.expected.endswith("; record lr to see what rose")
@@ -238,7 +238,7 @@ def test_a_jump_names_what_is_not_recorded() -> None:
 
 
 def test_batches_in_turn_repeat() -> None:
-    record = healthy_record(4, 24)
+    record = healthy(4, 24)
     record.scalars["loss"][1][AT - 1 :] = [9.3, *(9.9 - 0.1 * (at % 3) - 0.01 * at for at in range(24 - AT))]
     first = diagnose(record)[0]
     assert (first.kind, first.begins) == ("repeats", 50 * AT) and "the same 3 in turn" in first.cause

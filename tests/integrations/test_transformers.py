@@ -286,12 +286,8 @@ def on_two(folder: Path, how: str) -> list[Any]:
     changes: dict[str, Any] = {"ddp_backend": "gloo"}
     if how != "ddp":
         let_accelerate_shard_on_cpus()
-        kind_of_files = "SHARDED_STATE_DICT" if how == "fsdp2" else "FULL_STATE_DICT"
-        config = {
-            "fsdp_version": 2,
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": kind_of_files,
-        }
+        kind = "SHARDED_STATE_DICT" if how == "fsdp2" else "FULL_STATE_DICT"
+        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
         changes |= {"fsdp": True, "fsdp_config": config}
     if how == "fsdp2, one file":
         changes["optimizer_cls_and_kwargs"] = (octavo.optim.AdamW, {"lr": 1e-3})

@@ -215,14 +215,10 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
     gradients.append(wholes[-1])  # of a parameter that is in no plan
     one = torch.cat([whole.flatten() for whole in wholes])
-    squared_and_largest = squared_norms(gradients).sum().sqrt(), largest(gradients)
+    both = squared_norms(gradients).sum().sqrt(), largest(gradients)
     if mesh.get_rank() == 1:
         local(gradients[1])[0, 0] = torch.nan
-    return (
-        float(squared_and_largest[0] / one.norm()),
-        float(squared_and_largest[1] / one.abs().max()),
-        float(largest(gradients)),
-    )
+    return (float(both[0] / one.norm()), float(both[1] / one.abs().max()), float(largest(gradients)))
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

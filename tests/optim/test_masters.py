@@ -27,20 +27,18 @@ def test_a_float32_weight_needs_nothing_besides():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype_and_shape", "is_random"),
+    ("name", "form", "is_random"),
     [("split32", (torch.uint8, (3, 4, 5, 2)), False), ("split24", (torch.int8, (3, 4, 5)), True), (None, None, True)],
 )
-def test_of_a_bf16_weight_it_begins_as_the_weight(name, dtype_and_shape, is_random):
+def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
     master = master_of(p, name)
     assert master is NAMED[name]
     state = master.new_state(p)
-    assert {key: (value.dtype, value.shape) for key, value in state.items()} == (
-        {"master_rest": dtype_and_shape} if dtype_and_shape else {}
-    )
+    assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": form} if form else {})
     stored = master.for_kernel(p.detach().view(3, 20), state)
     assert stored.kind == (name or "stochastic") and stored.is_random is is_random
-    if dtype_and_shape is None:
+    if form is None:
         assert stored.low_bits is None
     else:
         assert not state["master_rest"].any() and stored.low_bits.shape == (3, 20)
@@ -165,16 +163,13 @@ def test_the_fastest_growth_never_saturates(master, granularity):
         assert not ((weight.qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
         bound = 448 * weight.scale_inv.max()
         assert float(exact.detach().abs().max()) <= float(bound) < 5 * float(exact.detach().abs().max())
-    actual_values, tolerance = (
-        master_values(optimizer, weight),
-        {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02),
-    )
+    actual, tolerance = (master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02))
     assert float(exact.detach().abs().min()) > 6  # from a thousandth
-    assert ((actual_values - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
-    ratio = actual_values / exact.detach()
+    assert ((actual - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
+    ratio = actual / exact.detach()
     assert abs(float(ratio.mean()) - 1) < 1e-4 + 5 * float(ratio.std()) / ratio.numel() ** 0.5
     amax = optimizer.state[weight]["master_amax"]
-    assert float(amax.max()) == float(actual_values.abs().max())
+    assert float(amax.max()) == float(actual.abs().max())
 
 
 @each_granularity

@@ -114,7 +114,7 @@ def as_matrices(values: Tensor, storage: Any) -> list[Tensor]:
     return [values.flatten(1)] if storage is None else list(values)
 
 
-def optimizer_of(matrices: list[Tensor], storage: Any, moments: Any) -> AdamW:
+def adamw_of(matrices: list[Tensor], storage: Any, moments: Any) -> AdamW:
     stored = [one.clone() if storage is None else StoredWeight.cast(one) for one in matrices]
     return AdamW([nn.Parameter(one) for one in stored], lr=0.01, moments=moments)
 
@@ -138,10 +138,7 @@ def assert_reads(optimizer: AdamW, expected: dict[str, Tensor]) -> None:
 def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape: Any, moments: Any) -> None:
     """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
     values, grad = torch.randn(shape), torch.randn(shape) * torch.logspace(-3, 2, shape[2])
-    optimizer, other = (
-        optimizer_of([values], storage, moments),
-        optimizer_of(as_matrices(values, storage), storage, moments),
-    )
+    optimizer, other = (adamw_of([values], storage, moments), adamw_of(as_matrices(values, storage), storage, moments))
     (weight,) = optimizer.all_params()
     weight.grad = grad
     for one, its in zip(other.all_params(), as_matrices(grad, storage), strict=True):
@@ -153,14 +150,14 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
     saved, after = copy.deepcopy(optimizer.state_dict()), PerTensor() if storage is None else None
     change(optimizer, optimizer.settings, {weight: after})
     # as matrices of the other storage load these values
-    expected = optimizer_of(as_matrices(values, after), after, moments)
+    expected = adamw_of(as_matrices(values, after), after, moments)
     for name, moment in zip(other.names, other.moments, strict=True):
         parts = as_matrices(before[name].view(shape), after)
         for one, part in zip(expected.all_params(), parts, strict=True):
             expected.state[one] |= converted(one, name, Moment("fp32"), moment, {name: part})
     coincide = shape[0] == 1 if moments == ONE else shape[1] == 1 or shape[2] % 128 == 0
     assert_reads(optimizer, wanted := before if coincide else read(expected))
-    loaded = optimizer_of([values], after, moments)
+    loaded = adamw_of([values], after, moments)
     with warnings.catch_warnings(action="ignore"):
         loaded.load_state_dict(saved)
     assert_reads(loaded, wanted)
