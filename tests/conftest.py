@@ -48,21 +48,21 @@ def _seed() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[triton_kernels.TritonKernels]:
-    """The Triton kernels, each by its op's name; for tests marked ``gpu``. What one test recorded no other replays."""
-    with triton_kernels.running() as found, mock.patch.object(found.module("replay"), "REPLAYS", {}):
-        yield found
+    """The Triton kernels, each by its op's name; for tests marked ``gpu``. No test replays what another recorded."""
+    with triton_kernels.running() as kernels, mock.patch.object(kernels.module("replay"), "REPLAYS", {}):
+        yield kernels
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Ranks; see tests/support/pool.py."""
-    found = Pool()
-    found.start()
-    yield found
-    found.stop()
+    pool = Pool()
+    pool.start()
+    yield pool
+    pool.stop()
 
 
-# --- which tests run, and what they take ------------------------------------------------------------------------------
+# --- which tests run, and their seconds -------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,7 +100,7 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_group_items(items: list[pytest.Item]) -> None:
-    """One worker runs a file, with its imports and caches, and one all tests that start ranks."""
+    """Have one worker run each file, with its imports and caches, and one run all tests that start ranks."""
     if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
         # it would read all sources for their constants, seconds in each worker, and draw others after each change
         providers._get_local_constants = lambda: providers._local_constants  # type: ignore[attr-defined]
@@ -122,9 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What takes seconds begins now: the imports of the processes that ranks are forked from.
+    """Begin what takes seconds: the imports of the processes that ranks are forked from.
 
-    So do octavo's C++ compilers, in an environment's first run: no test is to wait for them, and be called too long.
+    Octavo's C++ compilers begin too, in an environment's first run: no test is to wait for them, and be too long.
     """
     one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
@@ -135,13 +135,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()
-    gc.freeze()  # what is collected stays: no later collection looks at it
+    gc.freeze()  # collected tests stay: no later garbage collection looks at them
     gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file has left is looked at by no later collection, nor by whoever asks for all objects.
+    """Freeze a file's objects: no later collection looks at them, nor does whoever asks for all objects.
 
     Ranks end with the last test that needs them: a thread for each group that they made wakes up 100 times a second.
     """
@@ -161,7 +161,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 class _Seconds:
-    """What tests took: shown, written when asked, and far too much of it a failure."""
+    """The seconds of tests: shown, written when asked for, and far too many of them a failure."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -196,8 +196,8 @@ class _Seconds:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         write = terminalreporter.write_line
         terminalreporter.section("seconds")
-        for found in (self.by_file(), self.tests):
-            longest = sorted(found.items(), key=lambda pair: -pair[1])[:10]
+        for table in (self.by_file(), self.tests):
+            longest = sorted(table.items(), key=lambda pair: -pair[1])[:10]
             for name, seconds in longest:
                 if seconds > 1:
                     write(f"{seconds:7.1f}  {name}")

@@ -53,13 +53,13 @@ LINE = re.compile(r"\.loc[^\n]*// (\w+\.py:\d+)")
 class Bursts(np.random.Generator):
     """Random numbers that often stay: the same program or warp goes on, and others are far behind."""
 
-    kept = 0.5
+    latest = 0.5
 
     def integers(self, most: int) -> int:  # type: ignore[override]
         """A number below ``most``."""
         if self.random() < 0.15:
-            self.kept = self.random()
-        return int(self.kept * most)
+            self.latest = self.random()
+        return int(self.latest * most)
 
 
 def in_orders(seeds: int = SEEDS) -> Iterator[Options]:
@@ -72,7 +72,7 @@ def in_orders(seeds: int = SEEDS) -> Iterator[Options]:
 def outcome(
     name: str, capability: int | None, options: Options | None = None, change: Callable[[str], str] = str
 ) -> str:
-    """What is found as a case runs, by the emulator or, without a capability, Triton's interpreter; "" for nothing."""
+    """Return the fault of a case in the emulator or, without a capability, Triton's interpreter; "" for none."""
     from tests.kernels.triton.test_compiled import check
     from tests.support import triton_kernels
     from tests.support.emulated import emulating
@@ -115,7 +115,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_kernels(cases: Iterable[tuple[int, str]]) -> list[Compiled]:
-    """What cases launch, each text once."""
+    """Return the kernels that cases launch, each text once."""
     from tests.kernels.triton.test_compiled import check
     from tests.support import triton_kernels
     from tests.support.emulated import emulating
@@ -148,7 +148,7 @@ def without(text: str, left_out: set[int], changed: str) -> str:
 
 
 def leave_out_barriers() -> None:
-    """Every barrier alone; of those that follow each other with no access between all."""
+    """Leave out each barrier alone; of barriers with no access between them, all."""
     from tests.kernels.triton.test_compiled import ALL_CASES
 
     rows = []
@@ -160,8 +160,8 @@ def leave_out_barriers() -> None:
                 change = functools.partial(without, one.text, numbers)
                 seeds = SEEDS if is_asked_for(place) else 0
                 work = functools.partial(in_some_order, one.case, one.capability, change, seeds)
-                found = in_a_fork(work, LIMIT, LOG)  # what a fault leaves in memory meets no other
-                met = CRASH if found is None else found
+                answer = in_a_fork(work, LIMIT, LOG)  # in a fork: a fault's memory reaches no other case
+                met = CRASH if answer is None else answer
             why = "" if met else why_not_found(place, bool(numbers & one.reached))
             which = " ".join(map(str, sorted(numbers)))
             rows.append([one.capability, one.case, one.kernel, which, site[1], place, met, why])
@@ -186,7 +186,7 @@ def why_not_found(place: str, reached: bool) -> str:
 
 
 def neighbours(text: str) -> list[list[tuple[int, re.Match[str]]]]:
-    """The barriers of PTX, each with its number, and with those that follow with no access or jump between."""
+    """Return PTX's barriers, each with its number, and with the later ones that no access or jump parts from it."""
     groups: list[list[tuple[int, re.Match[str]]]] = []
     for number, site in enumerate(BARRIER.finditer(text)):
         last = groups[-1][-1][1] if groups else site
@@ -209,14 +209,14 @@ LAST = [  # cases of kernels whose last program ends the work, or whose programs
 
 
 def results_in_orders(name: str, seeds: int) -> tuple[str, int]:
-    """What is found in any order, and how many different results a case has that need not be the reference's."""
+    """Return the fault that an order shows, and how many different results a case has beside the reference's."""
     from octavo.tune import cases
 
     seen: set[bytes] = set()
 
-    def difference(results: Any, *rest: Any) -> str:
+    def difference(results: Any, *others: Any) -> str:
         seen.add(b"".join(result.contiguous().view(torch.uint8).numpy().tobytes() for result in results))
-        return real(results, *rest)
+        return real(results, *others)
 
     real = cases.difference
     with mock.patch.object(cases, "difference", difference):
@@ -224,7 +224,7 @@ def results_in_orders(name: str, seeds: int) -> tuple[str, int]:
 
 
 def run_in_orders() -> None:
-    """Each case in so many orders."""
+    """Run each case in so many orders."""
     rows = []
     for name in LAST:
         met = in_a_fork(functools.partial(results_in_orders, name, SEEDS_OF_KERNELS), 20 * LIMIT, LOG)
@@ -257,7 +257,7 @@ class Mutant(NamedTuple):
         linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
 
     def met(self, interpreted: bool = False, seeds: int = SEEDS) -> str:
-        """What is found by the emulator, for sm_90 or a case of Blackwell alone for sm_100, or by the interpreter."""
+        """Return what the emulator finds, for sm_90 or a case of Blackwell alone for sm_100, or the interpreter."""
 
         def work() -> str:
             self.put()
@@ -266,18 +266,18 @@ class Mutant(NamedTuple):
             capability = 90 if (90, self.case) in ALL_CASES else 100
             return outcome(self.case, None) if interpreted else in_some_order(self.case, capability, seeds=seeds)
 
-        found = in_a_fork(work, LIMIT, LOG)
-        return CRASH if found is None else found
+        answer = in_a_fork(work, LIMIT, LOG)
+        return CRASH if answer is None else answer
 
 
 def all_mutants() -> list[Mutant]:
-    """Those of the table."""
+    """Return the table's mutants."""
     with SOURCES.open(newline="") as file:
         return [Mutant(**row) for row in csv.DictReader(file)]
 
 
 def mutate_sources(sample: int | None = None) -> None:
-    """Every mutant without an outcome, by the emulator and by the interpreter; of a sample, by the former."""
+    """Run mutants without an outcome, by the emulator and the interpreter; of a sample, by the former."""
     if sample is not None:
         drawn = sorted(all_mutants(), key=lambda one: hashlib.sha256(f"{one.source} {one.after}".encode()).digest())
         missed = [mutant for mutant in drawn[:sample] if not mutant.met()]

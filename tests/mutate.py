@@ -56,13 +56,13 @@ SKIPPED_FIELDS = ("annotation", "returns", "decorator_list")
 
 
 def other(pairs: str, name: str) -> str:
-    """What ``name`` is paired with, or nothing."""
+    """Return the name that ``name`` is paired with, or ""."""
     twos = [pair.split() for pair in pairs.split(",")]
     return next((b for a, b in [*twos, *(two[::-1] for two in twos)] if a == name), "")
 
 
 def faults(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in a node's place."""
+    """Yield the nodes that may stand in a node's place."""
     match node:
         case ast.operator() | ast.cmpop() | ast.boolop() if name := other(OPERATORS, type(node).__name__):
             yield getattr(ast, name)()
@@ -90,16 +90,16 @@ def mutants(tree: ast.AST, function: str = "", line: int = 0) -> Iterator[tuple[
             if field in SKIPPED_FIELDS or not isinstance(node, ast.AST) or isinstance(node, SKIPPED):
                 continue
             shown = node if hasattr(node, "lineno") else tree  # an operator has no text of its own
-            here, before = getattr(node, "lineno", line), ast.unparse(shown).partition("\n")[0]
+            line_of_node, before = getattr(node, "lineno", line), ast.unparse(shown).partition("\n")[0]
             for fault in faults(node):
                 nodes[index] = fault
                 setattr(tree, field, value if isinstance(value, list) else fault)
                 after = ast.unparse(fault if shown is node else tree).partition("\n")[0]
-                yield f"{function}: {before} -> {after}", here
+                yield f"{function}: {before} -> {after}", line_of_node
                 nodes[index] = node
                 setattr(tree, field, value if isinstance(value, list) else node)
             named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            yield from mutants(node, f"{function}.{node.name}".strip(".") if named else function, here)
+            yield from mutants(node, f"{function}.{node.name}".strip(".") if named else function, line_of_node)
 
 
 def of_file(source: str, wanted: set[str] | None = None) -> Iterator[tuple[str, int, Any]]:
@@ -134,7 +134,7 @@ class Chosen:
 
 
 def run(tests: list[str], order: list[str], *options: str) -> dict[str, Any]:
-    """What pytest finds, in a fork."""
+    """Return what pytest finds, in a fork."""
     chosen = Chosen(order)
     answer = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options, *tests], [chosen])
     killed = bool(chosen.failed) or answer not in (0, 1, 5)  # 1 alone: a test took too long; 5: there is none
@@ -142,21 +142,21 @@ def run(tests: list[str], order: list[str], *options: str) -> dict[str, Any]:
 
 
 def meet(source: str, code: Any, order: list[str]) -> dict[str, Any]:
-    """What the tests find where ``code`` is what importing ``source`` executes, in a fork: its own file's first."""
+    """Return what tests find where importing ``source`` executes ``code``, in a fork: its own file's tests first."""
     real, path = importlib.machinery.SourceFileLoader.get_code, str(ROOT / source)
     importlib.machinery.SourceFileLoader.get_code = (  # type: ignore[method-assign]
         lambda self, name: code if self.path == path else real(self, name)
     )
-    found: dict[str, Any] = {"killed": False}
-    own = [test for test in order if f"/test_{Path(source).stem}.py::" in test]
-    for stage in (own, [test for test in order if test not in own]):
-        if stage and not found["killed"]:
-            found = run([*dict.fromkeys(test.partition("::")[0] for test in stage)], stage, "-x", "-p", "no:cov")
-    return found
+    outcome: dict[str, Any] = {"killed": False}
+    own_tests = [test for test in order if f"/test_{Path(source).stem}.py::" in test]
+    for stage in (own_tests, [test for test in order if test not in own_tests]):
+        if stage and not outcome["killed"]:
+            outcome = run([*dict.fromkeys(test.partition("::")[0] for test in stage)], stage, "-x", "-p", "no:cov")
+    return outcome
 
 
 def in_a_fork(work: Callable[[], Any], limit: float, log: Path) -> Any:
-    """What ``work`` returns in a fork of this process; nothing if it does not within so many seconds."""
+    """Return what ``work`` returns in a fork of this process; None if it does not within so many seconds."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         with log.open("w") as output, os.fdopen(writer, "w") as answer:
@@ -177,19 +177,19 @@ def in_a_fork(work: Callable[[], Any], limit: float, log: Path) -> Any:
 
 def survey(state: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
     """The tests that reach each line of each source, and each test's seconds."""
-    kept, data = state / "seconds.json", state / "coverage"
-    if not kept.exists():
+    seconds_file, data = state / "seconds.json", state / "coverage"
+    if not seconds_file.exists():
         os.environ["COVERAGE_FILE"] = str(data)
         options = ["--cov=octavo", "--cov-context=test", "--cov-report="]
-        found = in_a_fork(lambda: run(TESTS, [], *options), 3600, state / "survey.log")
-        if found is None or found["killed"]:
+        outcome = in_a_fork(lambda: run(TESTS, [], *options), 3600, state / "survey.log")
+        if outcome is None or outcome["killed"]:
             raise SystemExit(f"the tests must pass before mutants meet them: see {state / 'survey.log'}")
-        kept.write_text(json.dumps(found["seconds"]))
+        seconds_file.write_text(json.dumps(outcome["seconds"]))
     lines = coverage.CoverageData(str(data))
     lines.read()
     reached = {source: lines.contexts_by_lineno(str(ROOT / source)) for source in SOURCES}
     tests = {s: {n: [c.partition("|")[0] for c in t if c] for n, t in r.items()} for s, r in reached.items()}
-    return tests, json.loads(kept.read_text())
+    return tests, json.loads(seconds_file.read_text())
 
 
 def cheapest(tests: list[str], seconds: dict[str, float], budget: float) -> list[str]:
@@ -219,25 +219,25 @@ def main() -> None:
     names = [name for source in args.sources for name, _, _ in of_file(source)]
     # by a hash: a mutant that is new or gone leaves the rest of the sample as it was
     drawn = {*sorted(names, key=lambda name: hashlib.sha256(f"{args.seed} {name}".encode()).digest())[: args.sample]}
-    kept = args.state / "outcomes.json"
-    outcomes: dict[str, str] = json.loads(kept.read_text()) if kept.exists() else {}
-    known = {name for name, by in outcomes.items() if by or not args.again}
+    path = args.state / "outcomes.json"
+    outcomes: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    finished = {name for name, by in outcomes.items() if by or not args.again}
     for source in args.sources:
-        anywhere = list({test for found in tests[source].values() for test in found})
-        for name, line, code in of_file(source, drawn - known):
-            own = [test for test in anywhere if f"/test_{Path(source).stem}.py::" in test]  # a value may be cached
-            order = cheapest([*(tests[source].get(line) or anywhere), *own], seconds, args.budget)
+        anywhere = list({test for reaching in tests[source].values() for test in reaching})
+        for name, line, code in of_file(source, drawn - finished):
+            direct = [test for test in anywhere if f"/test_{Path(source).stem}.py::" in test]  # a value may be cached
+            order = cheapest([*(tests[source].get(line) or anywhere), *direct], seconds, args.budget)
             work = functools.partial(meet, source, code, order)
             met = in_a_fork(work, 60 + 5 * args.budget, args.state / "mutant.log")
             outcomes[name] = "no answer" if met is None else met["by"] if met["killed"] else ""
-            kept.write_text(json.dumps(outcomes, indent=0))
+            path.write_text(json.dumps(outcomes, indent=0))
             print("killed  " if outcomes[name] else "SURVIVES", name, flush=True)
 
     with (ROOT / "tests" / "mutants.csv").open(newline="") as file:
         excused = {row["mutant"] for row in csv.DictReader(file)}
     alive = {name for name in drawn if not outcomes[name]}
     killed, counted = len(drawn - alive), len(drawn - (alive & excused))
-    print(f"{killed} of {counted} mutants found, {100 * killed / max(counted, 1):.1f} %; what found each: {kept}")
+    print(f"{killed} of {counted} mutants found, {100 * killed / max(counted, 1):.1f} %; what found each: {path}")
     print(f"{len(alive & excused)} more are in tests/mutants.csv; without a reason survive {len(alive - excused)}:")
     print(*sorted(alive - excused), sep="\n")
 

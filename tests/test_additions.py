@@ -1,4 +1,4 @@
-"""What CONTRIBUTING says has to be touched to add something is enough: one of each is added to a copy, and computes."""
+"""CONTRIBUTING's list of what an addition touches is enough: one of each kind is added to a copy, and computes."""
 
 import os
 import re
@@ -152,9 +152,9 @@ ON_TRITON = """
 
 
 def listed() -> dict[str, list[str]]:
-    """The files that CONTRIBUTING names, by what is added."""
+    """Return the files that CONTRIBUTING names, by what is added."""
     rows = ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    return {what: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for what, files in rows}
+    return {kind: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for kind, files in rows}
 
 
 def changed(folder: Path) -> dict[str, str]:
@@ -199,12 +199,14 @@ def run_in(copy: Path, program: str) -> None:
 
 
 def test_the_list_is_short_and_names_what_is_there() -> None:
-    found = listed()
-    assert ADDED.keys() <= found.keys()
-    for what, files in found.items():
-        assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], what
-    for what, text in ADDED.items():
-        assert len(found[what]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {*found[what]}, what
+    files_of_additions = listed()
+    assert ADDED.keys() <= files_of_additions.keys()
+    for kind, files in files_of_additions.items():
+        assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], kind
+    for kind, text in ADDED.items():
+        assert len(files_of_additions[kind]) <= 8 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {
+            *files_of_additions[kind]
+        }, kind
     for file, text in changed(ROOT).items():
         compile(text, file, "exec")
 

@@ -87,22 +87,22 @@ def split(text: str) -> tuple[str, list[Block]]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings, and those written as HTML."""
+    """Return the anchors that GitHub makes of a page's headings, and those written as HTML."""
     prose, _ = split(page.read_text(encoding="utf-8"))
-    found = set(HTML_ANCHOR.findall(prose))
+    slugs = set(HTML_ANCHOR.findall(prose))
     for heading in HEADING.findall(prose):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         slug = base = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
         repeats = 0
-        while slug in found:
+        while slug in slugs:
             repeats += 1
             slug = f"{base}-{repeats}"
-        found.add(slug)
-    return found
+        slugs.add(slug)
+    return slugs
 
 
 def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
-    """What is wrong with a link on a page, or None. Links to other hosts are not followed."""
+    """Return what is wrong with a link on a page, or None. Links to other hosts are not followed."""
     if re.match(r"[a-z][a-z0-9+.-]*:", target):
         return None
     path, _, anchor = target.partition("#")
@@ -173,8 +173,8 @@ def test_blocks_run(
         assert block.language or not re.search(rf"^{COMMAND}", block.code, re.MULTILINE), (
             f"line {block.line}: write ```sh"
         )
-        if found := FILE.match(block.code):
-            Path(found[1]).write_text(block.code)
+        if file_name := FILE.match(block.code):
+            Path(file_name[1]).write_text(block.code)
         if block.language in SHELL and not block.no_run:
             run_commands(block, request.config.getoption("--full"), monkeypatch)
         if block.language != "python":
@@ -191,8 +191,8 @@ def test_links_lead_somewhere_and_subcommands_of_dev_exist(page: Path) -> None:
     prose = re.sub(r"(`+)(?!`).*?\1", "", split(text)[0])
     targets = [inline or reference for inline, reference in LINK.findall(prose)]
     assert [problem for target in targets if (problem := broken_link(page, target))] == []
-    known = re.findall(r"^#   (\w+) ", (ROOT / "dev").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {*re.findall(r"\./dev ([a-z]+)\b", text)} <= {*known}
+    subcommands = re.findall(r"^#   (\w+) ", (ROOT / "dev").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*re.findall(r"\./dev ([a-z]+)\b", text)} <= {*subcommands}
 
 
 parser = cache(cli.parser)
@@ -200,7 +200,7 @@ parser = cache(cli.parser)
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name)
 def test_commands_are_taken(page: Path) -> None:
-    """Those of blocks are parsed as a whole; of those within a sentence, which may leave things out, the options."""
+    """Commands of blocks parse as a whole; of commands within a sentence, which may be incomplete, options do."""
     prose, blocks = split(page.read_text(encoding="utf-8"))
     lines = "\n".join(block.code for block in blocks if block.language in SHELL)
     for line in re.findall(rf"(?:^|-m ){COMMAND}", lines.replace("\\\n", " "), re.MULTILINE):
@@ -218,13 +218,13 @@ def test_pages_say_what_they_are_for_and_are_in_the_navigation() -> None:
     named = set(re.findall(r"\s(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert pages.keys() - named == set()
     of_names = {name for name, page in pages.items() if "\n::: octavo" in page.read_text(encoding="utf-8")}
-    rest = {
+    guides = {
         name: page.read_text(encoding="utf-8").split("\n\n")[1] for name, page in pages.items() if name not in of_names
     }
-    assert [name for name, first in rest.items() if not first.startswith("After this page")] == []
+    assert [name for name, first in guides.items() if not first.startswith("After this page")] == []
 
 
-# The checks themselves: each finds what it is for.
+# The checks themselves: each finds its own kind of fault.
 
 
 def test_split_keeps_lines_and_no_run() -> None:

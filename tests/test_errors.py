@@ -20,9 +20,9 @@ def test_each_error_is_caught_as_octavos_and_as_pythons(error: type[Exception], 
 
 
 def test_all_are_public() -> None:
-    own = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert own <= {*octavo.__all__}
-    assert all(getattr(octavo, name) is getattr(errors, name) for name in own)
+    names_of_errors = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert names_of_errors <= {*octavo.__all__}
+    assert all(getattr(octavo, name) is getattr(errors, name) for name in names_of_errors)
 
 
 def test_the_first_line_of_an_error():

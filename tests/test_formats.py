@@ -62,9 +62,9 @@ def test_scales_that_are_powers_of_two_are_e8m0_codes() -> None:
     assert (numerics.MIN_SCALE, numerics.MAX_SCALE) == (powers.min(), powers.max())
     codes = gfloat.encode_ndarray(format_info_ocp_e8m0, powers.double().numpy())
     for scale in (powers, powers * 1.75):
-        found = numerics.floor_power_of_two(scale).to(torch.float8_e8m0fnu)
-        np.testing.assert_array_equal(found.view(torch.uint8).numpy(), codes)
-        assert same_bits(found.float(), powers)
+        scales_in_e8m0 = numerics.floor_power_of_two(scale).to(torch.float8_e8m0fnu)
+        np.testing.assert_array_equal(scales_in_e8m0.view(torch.uint8).numpy(), codes)
+        assert same_bits(scales_in_e8m0.float(), powers)
     np.testing.assert_array_equal(powers.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8), codes)
 
 

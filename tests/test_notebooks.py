@@ -1,4 +1,4 @@
-"""The notebooks: what is committed has their sources' cells, and each runs within a minute."""
+"""The notebooks: committed ones have their sources' cells, and each runs within a minute."""
 
 import importlib.util
 import json
@@ -18,12 +18,12 @@ _spec.loader.exec_module(notebooks)
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_the_committed_notebook_has_the_sources_cells(source: Path) -> None:
-    found = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+    committed = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
     cells = notebooks.cells_of(source.read_text(encoding="utf-8"))
-    assert [cell | {"outputs": []} if "outputs" in cell else cell for cell in found] == cells, (
+    assert [cell | {"outputs": []} if "outputs" in cell else cell for cell in committed] == cells, (
         f"run: python docs/notebooks.py {source.stem}"
     )
-    assert any(cell.get("outputs") for cell in found)
+    assert any(cell.get("outputs") for cell in committed)
 
 
 @pytest.mark.full

@@ -26,8 +26,8 @@ def test_the_definitions_roundings_are_gfloats() -> None:
     scale = gfloat.round_ndarray(format_info_binary32, 448 / amax.double().numpy()).clip(2.0**-126, 2.0**126)
     down = gfloat.round_ndarray(format_info_ocp_e8m0, scale, gfloat.RoundMode.TowardZero)
     inverse = gfloat.round_ndarray(format_info_binary32, 1 / scale)
-    found = scales_of(amax, 448, False), scales_of(amax, 448, True), scale_invs_of(scales_of(amax, 448, False))
-    assert [each.double().tolist() for each in found] == [scale.tolist(), down.tolist(), inverse.tolist()]
+    results = scales_of(amax, 448, False), scales_of(amax, 448, True), scale_invs_of(scales_of(amax, 448, False))
+    assert [each.double().tolist() for each in results] == [scale.tolist(), down.tolist(), inverse.tolist()]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

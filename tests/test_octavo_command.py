@@ -1,4 +1,4 @@
-"""What the command does before torch is there."""
+"""The command's checks that need no torch."""
 
 import os
 import signal

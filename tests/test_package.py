@@ -1,4 +1,4 @@
-"""What is published: one version everywhere, extras that are described, a wheel that works where it is installed."""
+"""The published package: one version everywhere, described extras, a wheel that works where it is installed."""
 
 import os
 import re
@@ -45,10 +45,10 @@ def interpreter(version: str) -> str | None:
     of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob(f"{version}.*/bin/python")
     for candidate in (sys.executable, f"python{version}", *map(str, of_pyenv)):
         try:
-            found = run(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+            version_of_candidate = run(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
         except (OSError, AssertionError):  # absent, or a shim for another version
             continue
-        if found.strip() == version:
+        if version_of_candidate.strip() == version:
             return candidate
     return None
 
@@ -73,8 +73,8 @@ def test_the_lock_has_a_hashed_release_for_each_development_requirement() -> Non
     asked = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
     for requirement in asked:
         if requirement.name not in ("octavo", "triton"):
-            found = [version for name, version in locked if name == canonicalize_name(requirement.name)]
-            assert any(map(requirement.specifier.contains, found)), f"{requirement}: run ./dev lock"
+            locked_versions = [version for name, version in locked if name == canonicalize_name(requirement.name)]
+            assert any(map(requirement.specifier.contains, locked_versions)), f"{requirement}: run ./dev lock"
     assert not [name for name, _ in locked if name in ("torch", "triton") or name.startswith(("nvidia", "cuda"))]
 
 
@@ -112,17 +112,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("version", PYTHONS)
 def test_the_wheel_installs_in_a_clean_environment(built: Path, tmp_path: Path, version: str) -> None:
-    """Of this Python's version it computes, by this environment's torch; of others, where torch is not, it compiles."""
+    """The wheel computes by this environment's torch; of other Python versions, where torch is not, it compiles."""
     if (python := interpreter(version)) is None:
         pytest.skip(f"there is no Python {version} on this machine")
     (wheel,) = built.glob("*.whl")
     run(python, "-m", "venv", "--without-pip", tmp_path / "venv")
-    own = tmp_path / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", own, "install", "--no-deps", "--no-index", "-q", wheel)
-    run(own, "-W", "error", "-m", "compileall", "-q", "-f", tmp_path / "venv" / "lib")
-    assert "usage: octavo" in run(own.with_name("octavo"), "--help")
+    its_python = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", its_python, "install", "--no-deps", "--no-index", "-q", wheel)
+    run(its_python, "-W", "error", "-m", "compileall", "-q", "-f", tmp_path / "venv" / "lib")
+    assert "usage: octavo" in run(its_python.with_name("octavo"), "--help")
     if version == "{}.{}".format(*sys.version_info):
         (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
         (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-        run(own, "-W", "error", "-c", USE, cwd=tmp_path)
-        assert PROJECT["version"] in run(own.with_name("octavo"), "info", cwd=tmp_path)
+        run(its_python, "-W", "error", "-c", USE, cwd=tmp_path)
+        assert PROJECT["version"] in run(its_python.with_name("octavo"), "info", cwd=tmp_path)

@@ -21,16 +21,16 @@ OCTAVO = Path(private.__file__).parent
 
 @pytest.mark.parametrize("name", private.NAMES)
 def test_torch_has_it(name: str) -> None:
-    found = private.NAMES[name]
-    if found.cuda and torch.version.cuda is None:
+    entry = private.NAMES[name]
+    if entry.cuda and torch.version.cuda is None:
         assert getattr(private, name) is None
     else:
-        assert getattr(private, name) is private._look_up(found)
+        assert getattr(private, name) is private._look_up(entry)
 
 
 @pytest.mark.parametrize("name", private.ANYWHERE)
 def test_instances_have_it(name: str) -> None:
-    made = {
+    instances = {
         "torch.nn.Module": nn.Module(),
         "torch.UntypedStorage": torch.ones(1).untyped_storage(),
         "torch._ops.OpOverload": torch.ops.aten.mm.default,
@@ -39,7 +39,7 @@ def test_instances_have_it(name: str) -> None:
     path = private.ANYWHERE[name].path
     assert path.endswith(f".{name}")
     owner = path.removesuffix(f".{name}")
-    assert hasattr(made.get(owner) or private._look_up(private.Name(owner, "")), name)
+    assert hasattr(instances.get(owner) or private._look_up(private.Name(owner, "")), name)
 
 
 def test_a_name_that_is_missing_says_what_fails() -> None:
@@ -53,7 +53,7 @@ def test_a_name_that_is_missing_says_what_fails() -> None:
 
 
 def test_exporting_is_not_asked_of_torch() -> None:
-    """torch 2.11 says so whenever torch.compile traces: layers that believed it had no gradients."""
+    """torch 2.11's is_exporting() is true whenever torch.compile traces: layers that believed it had no gradients."""
     asks = [file.name for file in OCTAVO.rglob("*.py") if re.search(r"compiler\.is_exporting\(\)", file.read_text())]
     assert asks == []
     answers: list[bool] = []

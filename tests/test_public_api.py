@@ -1,4 +1,4 @@
-"""What `import octavo` gives: each public name is documented, with an example that the tests run."""
+"""The names of `import octavo`: each public one is documented, with an example that the tests run."""
 
 import inspect
 import re
@@ -22,9 +22,9 @@ DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 @cache
 def public() -> dict[str, griffe.Object]:
-    """Each public name and what it is, read without importing it; not rooms, and not names of other libraries."""
+    """Return each public name and its object, read without an import; not rooms, nor names of other libraries."""
     package = griffe.load("octavo", search_paths=[ROOT], allow_inspection=False)
-    found = {}
+    objects = {}
     for room in ROOMS:
         module = package[room.removeprefix("octavo").lstrip(".")] if room != "octavo" else package
         assert module.exports, f"{room} has no __all__"
@@ -35,8 +35,8 @@ def public() -> dict[str, griffe.Object]:
                     continue
                 target = target.final_target
             if not target.is_module:
-                found[f"{room}.{name}"] = target
-    return found
+                objects[f"{room}.{name}"] = target
+    return objects
 
 
 def test_the_names_are_those_of_the_design():
@@ -59,7 +59,7 @@ def test_each_name_is_documented():
 
 
 def test_functions_and_classes_have_examples():
-    """That the tests run, as doctests; errors need none."""
+    """Functions and classes have examples that the tests run, as doctests; errors need none."""
     assert [
         name
         for name, target in public().items()
@@ -70,7 +70,7 @@ def test_functions_and_classes_have_examples():
 
 
 def test_arguments_errors_and_shapes_are_documented():
-    """Of octavo's own names; those of octavo.compat have the arguments of the library they stand for."""
+    """octavo's own names document arguments, errors and shapes; octavo.compat's have another library's arguments."""
     lacking = []
     for name, target in public().items():
         text = getattr(target.docstring, "value", "")

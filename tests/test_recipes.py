@@ -106,17 +106,17 @@ def test_a_head_with_its_output_in_high_precision():
 
 
 def mx_pairs(x, format, mode):
-    """Of 1x32 blocks octavo's exponents and codes, and torchao's."""
+    """Return octavo's exponents and codes of 1x32 blocks, and torchao's."""
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     ours = octavo.quantize(x, format, PerBlock(1, 32), power_of_two=True)
     exponents, codes = mx_tensor.to_mx(x, format.dtype, 32, mx_tensor.ScaleCalculationMode(mode))
     assert ours.scale_inv.dtype == exponents.dtype == torch.float8_e8m0fnu
-    found = ours.scale_inv, ours.qdata, exponents, codes
-    return [each.view(torch.uint8) for each in found]
+    tensors = ours.scale_inv, ours.qdata, exponents, codes
+    return [each.view(torch.uint8) for each in tensors]
 
 
 def test_mx_codes_and_scales_are_torchaos():
-    """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
+    """MX codes and scales are torchao's by RCEIL, cuBLAS's rule too; the OCP's FLOOR has some halves, and clips."""
     halves, shapes = 0, ((8, 64), (1, 32), (17, 96), (3, 5, 64), (0, 32))
     for number in range(400):
         shape, format = shapes[number // 10 % 5 if number % 10 else 0], (E4M3, E5M2)[number % 2]
@@ -136,15 +136,15 @@ def test_mx_codes_and_scales_are_torchaos():
 
 
 def test_where_mx_is_not_torchaos():
-    """docs/concepts/overview.md says why."""
+    """MX differs from torchao's for the reasons in docs/concepts/overview.md."""
     x = torch.ones(4, 32)
     x[:, 0] = torch.tensor([1e-40, torch.inf, torch.nan, 7.0000005])
     x[0] = 1e-40
     exponents, codes, theirs, their_codes = mx_pairs(x, E4M3, "rceil")
     assert (exponents.flatten().tolist(), theirs.flatten().tolist()) == ([1, 119, 119, 122], [0, 254, 255, 121])
-    found = [pair.view(E4M3.dtype)[:, :2].tolist() for pair in (codes, their_codes)]
-    assert str(found[0]) == "[[0.0078125, 0.0078125], [nan, 256.0], [nan, 256.0], [224.0, 32.0]]"
-    assert str(found[1]) == "[[0.0, 0.0], [448.0, 0.0], [nan, nan], [448.0, 64.0]]"
+    values = [pair.view(E4M3.dtype)[:, :2].tolist() for pair in (codes, their_codes)]
+    assert str(values[0]) == "[[0.0078125, 0.0078125], [nan, 256.0], [nan, 256.0], [224.0, 32.0]]"
+    assert str(values[1]) == "[[0.0, 0.0], [448.0, 0.0], [nan, nan], [448.0, 64.0]]"
 
 
 def test_delayed_arguments():
@@ -164,8 +164,8 @@ def test_recipes_by_layer_are_a_file(tmp_path):
     path = tmp_path / "map.json"
     for default in (recipes.dynamic(), recipes.delayed(history_length=3)):
         path.write_text(recipes.to_json(octavo.RecipeMap(default, rules)))
-        found = recipes.load(path)
-        assert found == octavo.RecipeMap(default, rules) and found.of("last").name == saved.name
+        loaded = recipes.load(path)
+        assert loaded == octavo.RecipeMap(default, rules) and loaded.of("last").name == saved.name
         assert recipes.load(path, recipes.mx()).default == recipes.mx()
     path.write_text("\ufeff" + recipes.to_json(recipes.mx()), encoding="utf-8")  # Windows' editors begin so
     assert recipes.load(path) == octavo.RecipeMap(recipes.mx())
@@ -204,8 +204,8 @@ def test_a_file_that_is_none_says_why(text, says, tmp_path):
 
 
 def test_a_damaged_file_is_a_value_error_or_a_map_of_recipes(tmp_path):
-    own = Recipe(output=recipes.mx().output, name="own")
-    rules = {"lm_head": None, "a": recipes.mx(), "*.fc2": {"grad_weight": None, "fast_accum": ("output",)}, "b": own}
+    fine = Recipe(output=recipes.mx().output, name="own")
+    rules = {"lm_head": None, "a": recipes.mx(), "*.fc2": {"grad_weight": None, "fast_accum": ("output",)}, "b": fine}
     value, path, read = json.loads(recipes.to_json(RecipeMap(recipes.delayed(), rules))), tmp_path / "map.json", 0
     for seed in range(100):
         path.write_bytes(damaged_json(value, seed))
@@ -219,17 +219,17 @@ def test_a_damaged_file_is_a_value_error_or_a_map_of_recipes(tmp_path):
 
 
 def test_a_recipe_is_its_name_or_a_file_too(tmp_path):
-    path, made = tmp_path / "map.json", RecipeMap(recipes.mx(), {"1": {"grad_weight": None}})
-    path.write_text(recipes.to_json(made))
-    for given in (path, str(path), json.loads(path.read_text()), made):
-        assert recipes.as_recipe(given) == made
+    path, by_layer = tmp_path / "map.json", RecipeMap(recipes.mx(), {"1": {"grad_weight": None}})
+    path.write_text(recipes.to_json(by_layer))
+    for source in (path, str(path), json.loads(path.read_text()), by_layer):
+        assert recipes.as_recipe(source) == by_layer
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     octavo.convert(net, str(path), lambda *_: True)
-    assert [layer.recipe for layer in net] == [recipes.mx(), made.of("1")] and net[1].recipe.grad_weight is None
+    assert [layer.recipe for layer in net] == [recipes.mx(), by_layer.of("1")] and net[1].recipe.grad_weight is None
     with octavo.using(net, "dynamic"):
         assert {layer.recipe for layer in net} == {recipes.dynamic()}
     octavo.set_recipe(net, path)
-    assert net[1].recipe == made.of("1")
+    assert net[1].recipe == by_layer.of("1")
     for wrong, error, says in (
         ("dinamic", ValueError, "no recipe: choose .* or a file that ends in .json"),
         (3, TypeError, "is no"),
@@ -281,7 +281,7 @@ def of_first(module, x):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_whether_what_other_rows_contain_moves_a_row(name):
-    """In forward; docs/guides/which-recipe.md's table says the same. Delayed: once it has a history."""
+    """Rows move others in forward where docs/guides/which-recipe.md's table says so. Delayed: once it has a history."""
     page = Path(octavo.__file__).parents[1] / "docs" / "guides" / "which-recipe.md"
     row = re.search(rf"^\| `{name}\(\)` \| (yes|no)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
     for kind, make in MODULES.items():
@@ -298,13 +298,13 @@ def test_whether_what_other_rows_contain_moves_a_row(name):
 
 
 def moved_by(kind, recipe, dtype, device="cpu"):
-    """Which of OTHERS in random rows move a bit of the rest; in another sequence, where tokens attend to each other."""
+    """Return which of OTHERS in random rows move a bit of the rows left; tokens attend to another sequence's too."""
     module, x = MODULES[kind](recipe).to(device, dtype), torch.randn(2, ROWS, 256, dtype=dtype, device=device)
-    kept = torch.randperm(ROWS, device=device) < (ROWS if kind == "TransformerBlock" else SEEN)
+    stays = torch.randperm(ROWS, device=device) < (ROWS if kind == "TransformerBlock" else SEEN)
     with torch.no_grad():
-        before = of_first(module, x)[kept]
+        before = of_first(module, x)[stays]
         afterwards = {
-            name: of_first(module, torch.stack((torch.where(kept[:, None], x[0], other(x[0])), other(x[1]))))[kept]
+            name: of_first(module, torch.stack((torch.where(stays[:, None], x[0], other(x[0])), other(x[1]))))[stays]
             for name, other in OTHERS.items()
         }
     return {name for name, after in afterwards.items() if not torch.equal(before, after)}
@@ -330,8 +330,8 @@ def test_how_far_later_tokens_move_earlier_outputs():
     model, x = torch.nn.Sequential(*layers), torch.randn(64, 256)
     later = torch.cat((x[:32], 7 * x[32:]))
     with torch.no_grad():
-        found, expected = model(later)[:32], model(x)[:32]
-        assert 0.03 < (found - expected).norm() / expected.norm() < 0.09
+        moved, expected = model(later)[:32], model(x)[:32]
+        assert 0.03 < (moved - expected).norm() / expected.norm() < 0.09
         with octavo.using(model, recipes.rowwise()):
             assert torch.equal(model(later)[:32], model(x)[:32])
 

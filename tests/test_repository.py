@@ -38,7 +38,7 @@ OF_TORCH |= {"torch", "_remote_module_non_scriptable"}
 
 @functools.cache
 def nodes(code: str) -> list[ast.AST]:
-    """Of a module, itself first."""
+    """Return the nodes of a module, itself first."""
     return [*ast.walk(ast.parse(code))]
 
 
@@ -59,7 +59,7 @@ def name(path: Path) -> str:
 
 
 def mirrors(source: str) -> list[str]:
-    """Where a module's tests may lie. A kernel and its reference may share one file, which compares them."""
+    """Return where a module's tests may lie. A kernel and its reference may share one file, which compares them."""
     folder, _, file = source.removeprefix("octavo").lstrip("/").rpartition("/")
     folders = [folder]
     if folder in {"kernels/reference", "kernels/cpu", "kernels/triton"}:
@@ -69,15 +69,15 @@ def mirrors(source: str) -> list[str]:
 
 def long_functions(code: str) -> list[str]:
     """The functions of a module that are too long, a function's own docstring and decorators not counted."""
-    found = []
+    too_long = []
     for node in nodes(code):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if ast.get_docstring(node, clean=False) is not None:
                 lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             if lines > MAX_FUNCTION_LINES:
-                found.append(f"{node.name}, line {node.lineno}: {lines} lines")
-    return found
+                too_long.append(f"{node.name}, line {node.lineno}: {lines} lines")
+    return too_long
 
 
 def code_lines(code: str) -> list[str]:
@@ -93,13 +93,13 @@ def code_lines(code: str) -> list[str]:
 def copied_runs(modules: dict[str, list[str]], length: int) -> list[str]:
     """The runs of this many lines that stand a second time: the files, and the first line."""
     seen: dict[tuple[str, ...], str] = {}
-    found = []
+    copies = []
     for module, lines in modules.items():
         for run in zip(*(lines[start:] for start in range(length)), strict=False):
             if run in seen:
-                found.append(f"{seen[run]} and {module}: {run[0]}")
+                copies.append(f"{seen[run]} and {module}: {run[0]}")
             seen[run] = module
-    return found
+    return copies
 
 
 def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -109,7 +109,7 @@ def run_python(*arguments: str, **options: object) -> subprocess.CompletedProces
 
 
 def test_tests_mirror_sources() -> None:
-    """All but those in NO_MIRROR, which are files and have no test."""
+    """Every source has its test file, but for those in NO_MIRROR, which exist and have none."""
     sources = [name(source) for source in SOURCES if source.name != "__init__.py"]
     assert {s for s in sources if not any((ROOT / mirror).is_file() for mirror in mirrors(s))} == NO_MIRROR.keys()
 
@@ -117,19 +117,19 @@ def test_tests_mirror_sources() -> None:
 def test_files_and_functions_are_short() -> None:
     codes = {name(source): text_of(source) for source in SOURCES}
     assert [source for source, code in codes.items() if len(code.splitlines()) > MAX_FILE_LINES] == []
-    assert {source: found for source, code in codes.items() if (found := long_functions(code))} == {}
+    assert {source: functions for source, code in codes.items() if (functions := long_functions(code))} == {}
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
     """Classes and aliases of types, an underscore in front not counted: one word means one thing in all rooms."""
-    found: dict[str, list[str]] = {}
+    files_of_word: dict[str, list[str]] = {}
     for source in SOURCES:
         for node in nodes(text_of(source))[0].body:  # type: ignore[attr-defined]
             target = node.targets[0] if isinstance(node, ast.Assign) else node
             word = getattr(target, "name", getattr(target, "id", ""))
             if isinstance(node, ast.ClassDef) or (word.lstrip("_")[:1].isupper() and not word.isupper()):
-                found.setdefault(word.lstrip("_"), []).append(name(source))
-    assert {word: files for word, files in found.items() if len(files) > 1} == {}
+                files_of_word.setdefault(word.lstrip("_"), []).append(name(source))
+    assert {word: files for word, files in files_of_word.items() if len(files) > 1} == {}
 
 
 COPIED_LINES = 10
@@ -141,7 +141,7 @@ def test_nothing_is_copied() -> None:
 
 
 def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
-    """Then the command starts as ``python -m octavo`` starts it."""
+    """An import needs torch only and prints nothing; then the command starts as ``python -m octavo`` does."""
     code = """if True:
         import sys
         import torch
@@ -170,28 +170,28 @@ def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
 
 
 def unsafe_reads(code: str) -> list[str]:
-    """What could run code from a file: pickles, eval, exec, and torch.load without weights_only."""
-    found = []
+    """Return what could run code from a file: pickles, eval, exec, and torch.load without weights_only."""
+    reads = []
     for node in nodes(code):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
-            found += [f"line {node.lineno}: {module}" for module in sorted(names & {"pickle", "marshal", "shelve"})]
+            reads += [f"line {node.lineno}: {module}" for module in sorted(names & {"pickle", "marshal", "shelve"})]
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "id", "")
             called = ast.unparse(node.func) if getattr(node.func, "attr", "") == "load" else called
-            given = {k.arg: ast.unparse(k.value) for k in node.keywords} if called == "torch.load" else {}
-            if called in {"eval", "exec"} or (called == "torch.load" and given.get("weights_only") != "True"):
-                found.append(f"line {node.lineno}: {called}")
-    return found
+            arguments = {k.arg: ast.unparse(k.value) for k in node.keywords} if called == "torch.load" else {}
+            if called in {"eval", "exec"} or (called == "torch.load" and arguments.get("weights_only") != "True"):
+                reads.append(f"line {node.lineno}: {called}")
+    return reads
 
 
-# The one unpickler, which refuses what it does not know; and what runs text that octavo itself has made.
+# The one unpickler, which refuses unknown classes; and the functions that run text made by octavo itself.
 RUNS_CODE = {"octavo/distributed/checkpoint.py": 1, "octavo/kernels/triton/replay.py": 1}
 
 
 def test_no_file_that_is_read_can_run_code() -> None:
-    found = {name(source): unsafe_reads(text_of(source)) for source in SOURCES}
-    assert {source: len(reads) for source, reads in found.items() if reads} == RUNS_CODE, found
+    reads_of_file = {name(source): unsafe_reads(text_of(source)) for source in SOURCES}
+    assert {source: len(reads) for source, reads in reads_of_file.items() if reads} == RUNS_CODE, reads_of_file
 
 
 def of_defaults(code: str) -> list[int]:
@@ -199,9 +199,11 @@ def of_defaults(code: str) -> list[int]:
     makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
     calls = [node for node in nodes(code) if getattr(getattr(node, "func", None), "attr", None) in makers]
     calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
-    given = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
+    arguments_of_calls = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
     return [
-        call.lineno for call, named in given if named.get("device") != "'meta'" and not {"dtype", "device"} <= {*named}
+        call.lineno
+        for call, named in arguments_of_calls
+        if named.get("device") != "'meta'" and not {"dtype", "device"} <= {*named}
     ]
 
 
@@ -209,7 +211,7 @@ def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
     assert of_defaults("import torch\na = torch.zeros(3)\nb = torch.ones(2, dtype=torch.float32, device='cpu')") == [2]
     may = {"octavo/train/model.py", "octavo/tune/cases.py"}  # a model is built where its user says; a benchmark's cases
     assert not {
-        name(path): found for path in SOURCES if (found := of_defaults(text_of(path))) and name(path) not in may
+        name(path): lines for path in SOURCES if (lines := of_defaults(text_of(path))) and name(path) not in may
     }
 
 
@@ -231,20 +233,20 @@ def of_torch(path: str) -> bool:
 
 def private_names(code: str) -> set[str]:
     """The private names of torch and Triton that a file writes out."""
-    found = set()
+    written_names = set()
     for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and of_torch(node.module or ""):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            written_names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if of_torch(alias.name)}
+            written_names |= {alias.name for alias in node.names if of_torch(alias.name)}
         elif isinstance(node, ast.Attribute):
             names, owner = [node.attr], node.value
             while isinstance(owner, ast.Attribute):
                 names, owner = [*names, owner.attr], owner.value
             path = ".".join([owner.id if isinstance(owner, ast.Name) else "of an expression", *reversed(names)])
             if of_torch(path) or node.attr in private.ATTRIBUTES:
-                found.add(path)
-    return {path for path in found if is_private(path)}
+                written_names.add(path)
+    return {path for path in written_names if is_private(path)}
 
 
 def is_private(path: str) -> bool:
@@ -254,16 +256,16 @@ def is_private(path: str) -> bool:
 
 
 def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
-    """And the attributes among them in its functions."""
+    """Private names of torch, and the attributes among them in functions, stand in one file and are used."""
     texts = {name(source): text_of(source) for source in SOURCES}
-    own = texts.pop("octavo/private.py").partition("def __getattr__")[2]
-    assert {source: found for source, code in texts.items() if (found := private_names(code))} == {}
+    used_names = texts.pop("octavo/private.py").partition("def __getattr__")[2]
+    assert {source: names for source, code in texts.items() if (names := private_names(code))} == {}
     whole = "".join(texts.values())
     assert [word for word in (*private.NAMES, *private.ANYWHERE) if word not in whole] == []
-    assert [word for word in private.ATTRIBUTES if word not in own] == []
+    assert [word for word in private.ATTRIBUTES if word not in used_names] == []
 
 
-# The checks themselves: each finds what it is for.
+# The checks themselves: each finds its own kind of fault.
 
 
 def test_private_names() -> None:

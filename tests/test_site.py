@@ -61,12 +61,12 @@ def pages_of(site: Path) -> list[str]:
 
 
 def elsewhere(text: str, *patterns: re.Pattern[str]) -> list[str]:
-    """The addresses on other hosts among what these patterns find."""
+    """Return the addresses on other hosts among what these patterns match."""
     return [address for pattern in patterns for address in pattern.findall(text) if ELSEWHERE.match(address)]
 
 
 def seen_in_browser(site: Path, term: str, profile: Path) -> dict[str, Any]:
-    """What a headless browser sees of a site: pages wider than their window, what it fetched, what search finds."""
+    """Return what a headless browser sees of a site: too wide pages, what it fetched, what search finds."""
     seen: list[bytes] = []
     arrived = threading.Event()
 
@@ -119,8 +119,8 @@ def test_pages_fetch_nothing_from_elsewhere_and_link_to_files_and_to_papers(site
         text = (site / page).read_text(encoding="utf-8")
         assert elsewhere(text, FETCHED, LINKED) == [] and "mermaid" not in text, page  # which comes from a host
         if page != "404.html":  # whose links are the server's
-            found = re.findall(r"<a\b[^>]*?\shref=\"?([^\s\">#?]+)", text)
-            local = {unquote(link) for link in found if not re.match(r"[a-z]+:", link)}
+            links = re.findall(r"<a\b[^>]*?\shref=\"?([^\s\">#?]+)", text)
+            local = {unquote(link) for link in links if not re.match(r"[a-z]+:", link)}
             assert [link for link in local if not (site / page).parent.joinpath(link).resolve().exists()] == [], page
         words = re.sub(r"<(code|pre|title|a)\b.*?</\1>", "", text[text.index("<article") :], flags=re.DOTALL)
         assert re.findall(r"arXiv \d{4}\.\d+|\b\w[\w.-]*/[\w.-]+#\d+", words) == [], page

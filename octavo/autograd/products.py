@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """What backward computes a layer's gradients by, besides the tensors that are saved.
+    """A layer's settings for the computation of its gradients in backward, besides the tensors that are saved.
 
     ``layer`` has no tensors but the delayed state; ``dtypes``: of results, weight and bias; ``first_state``: the state
     by which the first backward pass cast grad_output, if it kept the graph; ``weight_is_swapped``: whether the weight

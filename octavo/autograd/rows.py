@@ -34,7 +34,7 @@ class Wire(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How the rows of a layer's input and output lie; without any field dense, whole on this rank.
+    """The layout of the rows of a layer's input and output; without any field they are dense, and all on this rank.
 
     ``offsets`` [G] int32: where groups of rows end, each of which has a matrix of its own, see grouped.py; ``parts``:
     the roles that lie in shards on the ranks of a group; ``wire``: how the input's tokens came from these ranks.

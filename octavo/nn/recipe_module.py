@@ -41,7 +41,7 @@ from octavo.weights.writes import WeightWrites
 
 
 class LayerFP8:
-    """What a RecipeModule keeps for FP8 beside its parameters: its attribute ``fp8``, the only one that is added to it.
+    """The state of a RecipeModule for FP8 beside its parameters: its attribute ``fp8``, the only one added to it.
 
     field          who writes it                          how long it holds
     recipe         ``module.recipe = ...``                until it is written again

@@ -19,7 +19,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import Agreement, agreeing, place_of, settle_gradient
+from octavo.optim.layout import SharedAmaxes, params_with_shared_amax, place_of, settle_gradient
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -115,7 +115,7 @@ class CompactOptimizer(Optimizer):
         self._plans: dict[Any, Any] = {}
         self._placed: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []  # weights in FP8 with one scale, whose shards lie on several ranks
-        self._agreement, self._begun, self._loaded = Agreement(), False, False
+        self._shared_amaxes, self._begun, self._loaded = SharedAmaxes(), False, False
         self._gradients = None if self.gradient_storage is None else GradientStorage()
         self.in_backward: Any = None  # the handle of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
@@ -167,7 +167,7 @@ class CompactOptimizer(Optimizer):
         self.clip_update = self.will_bound(settings, stored)
         self._describe()
         self.forget_kept()
-        self.end_step()  # ranks have to agree on amaxes anew
+        self.end_step()  # the maximum over ranks of amaxes is taken anew
 
     def measure(self, resolution: Resolution | None) -> None:
         """Have steps add to this Resolution from now on; with None they add to none."""
@@ -176,7 +176,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_kept(self) -> None:
         """Drop what earlier steps prepared for the next ones."""
-        self._kept, self._placed, self._agreement.options_compared = {}, {}, False
+        self._kept, self._placed, self._shared_amaxes.options_compared = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -184,7 +184,7 @@ class CompactOptimizer(Optimizer):
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._agreement.finish()
+        self._shared_amaxes.finish()
         names = {"moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "gradient_storage"}
         names |= {"adamw", "directions"}  # Muon's
         return super().__getstate__() | {name: value for name, value in vars(self).items() if name in names}
@@ -238,29 +238,29 @@ class CompactOptimizer(Optimizer):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Wait for the amaxes that ranks agree on; where weights were loaded or written since, agree on them anew.
+        """Wait for amaxes' maxima over ranks; where weights were loaded or written since, take these maxima anew.
 
         It does so once a step. Every rank decides alike, by its states, its tensors' versions and loads.
         """
         if self._begun:
             return
         self._begun = True
-        self._agreement.check_ranks_agree(self)
-        self._agreement.finish()
-        params, places = self._agreeing(), self._places()
+        self._shared_amaxes.check_ranks_agree(self)
+        self._shared_amaxes.finish()
+        params, places = self._params_with_shared_amax(), self._places()
         anew = [self._current(param, *places[param])[1] for param in params]
         if any(anew) or (self._loaded and params):
-            self._agreement.start(params, self.state)
-            self._agreement.finish()
+            self._shared_amaxes.start(params, self.state)
+            self._shared_amaxes.finish()
         self._loaded = False
 
     def end_step(self) -> None:
-        """Begin to agree on the updated weights' amaxes; all ranks must have called ``begin_step``."""
+        """Begin to take the maximum over ranks of updated weights' amaxes; all ranks have called ``begin_step``."""
         self._begun = False
-        if params := self._agreeing():
-            self._agreement.start(params, self.state)
+        if params := self._params_with_shared_amax():
+            self._shared_amaxes.start(params, self.state)
 
-    def _agreeing(self) -> list[nn.Parameter]:
+    def _params_with_shared_amax(self) -> list[nn.Parameter]:
         self._places()
         return [param for param in self._sharded if param.requires_grad]
 
@@ -277,7 +277,7 @@ class CompactOptimizer(Optimizer):
             self.end_step()
             return loss
         # before gradients are redistributed or checked for inf and NaN, for which ranks wait
-        self._agreement.check_ranks_agree(self)
+        self._shared_amaxes.check_ranks_agree(self)
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -328,7 +328,7 @@ class CompactOptimizer(Optimizer):
         params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-            self._sharded = agreeing(params)
+            self._sharded = params_with_shared_amax(params)
             self._placed = dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
         return self._placed
 
@@ -399,7 +399,7 @@ class CompactOptimizer(Optimizer):
         Weights that live in FP8 and have no state yet are saved with the state that their first step would begin with,
         as the low bits of their values are kept nowhere else; ranks that share such weights call this together.
         """
-        self._agreement.finish()
+        self._shared_amaxes.finish()
         self._describe()
         begun = self._begin_states()
         try:
@@ -417,9 +417,9 @@ class CompactOptimizer(Optimizer):
             return []
         for param in missing:
             self.state[param] = states.new_state(param, self.settings.only(self.names_of(groups[param])))
-        if not {*missing}.isdisjoint(agreeing := self._agreeing()):
-            self._agreement.start(agreeing, self.state)
-            self._agreement.finish()
+        if not {*missing}.isdisjoint(params := self._params_with_shared_amax()):
+            self._shared_amaxes.start(params, self.state)
+            self._shared_amaxes.finish()
         return missing
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -437,7 +437,7 @@ class CompactOptimizer(Optimizer):
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
         described = states.fit_groups(groups, self)
-        self._agreement.finish()
+        self._shared_amaxes.finish()
         same = described is None or states.has_form_of(described, self.settings)
         new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []

@@ -116,26 +116,26 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
     return param.grad
 
 
-def agreeing(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def params_with_shared_amax(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale."""
 
-    def needs_agreement(param: nn.Parameter) -> bool:
+    def shares_amax(param: nn.Parameter) -> bool:
         shard: Any = local_stored(param)
         if shard is None or shard is param or not shard.has_one_scale:
             return False  # each expert lies whole on one rank
         return any(group.size() > 1 for group in groups_of(param))
 
-    return [param for param in params if needs_agreement(param)]
+    return [param for param in params if shares_amax(param)]
 
 
-class Agreement:
-    """Ranks agree on the amax of the whole master, for each weight that lives in FP8 and is sharded with one scale.
+class SharedAmaxes:
+    """Maxima over ranks of masters' amaxes, for each weight that lives in FP8 and is sharded with one scale.
 
     The next scale is computed before the update, from that amax and the most that a step can add. Each rank finds the
     amax of its shard; one collective for each layout, of 4 bytes a weight, finds the largest. It begins at the end of a
     step, runs beside the next forward and backward, and is waited for at the beginning of the next step.
 
-    All of these weights take part, in their order, even without gradients: so ranks never disagree on a collective.
+    All of these weights take part, in their order, even without gradients: so all ranks begin the same collectives.
     """
 
     def __init__(self) -> None:
@@ -191,5 +191,5 @@ class Agreement:
                 amax.copy_(largest_amax.view(1, 1))
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # where another rank is gone, nothing is left to agree on
+        with contextlib.suppress(Exception):  # where another rank is gone, no maximum is left to take
             self.finish()

@@ -42,7 +42,7 @@ SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
 
 
 class StateFacts:
-    """What this process knows of a state, without reading its tensors, as long as the scale has this version.
+    """Facts that this process knows of a state without reading its tensors, as long as the scale has this version.
 
     They hang on the scale, as an op in a compiled graph is given no more of a state. A copied scale has an empty set in
     their place, which ``torch.load(weights_only=True)`` reads.

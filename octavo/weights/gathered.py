@@ -66,7 +66,7 @@ IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "a
 
 
 class GatheredState(LayerState, Protocol):
-    """What a module keeps for a weight that FSDP2 may shard."""
+    """The state of a module for a weight that FSDP2 may shard."""
 
     @property
     def gather(self) -> Gather:
@@ -78,7 +78,7 @@ class GatheredReader(WeightReader, Protocol):
 
     @property
     def fp8(self) -> GatheredState:
-        """What the module keeps for its weight."""
+        """The module's state for its weight."""
 
 
 class Unshard(NamedTuple):

@@ -30,7 +30,7 @@ class WeightReader(Protocol):
 
     @property
     def fp8(self) -> LayerState:
-        """What the module keeps for its weight."""
+        """The module's state for its weight."""
 
     @property
     def stores_transposed(self) -> bool:
@@ -52,7 +52,7 @@ class WeightReader(Protocol):
 
 
 class LayerState(Protocol):
-    """What a module keeps for its weight: see LayerFP8."""
+    """The state of a module for its weight: see LayerFP8."""
 
     recipe: Recipe
     state: State | None

@@ -32,7 +32,7 @@ def test_only_what_is_asked_for_is_cast():
 
 
 def mixed_recipe() -> Recipe:
-    """One cast of each role Delayed, the other not."""
+    """Return a recipe with one Delayed cast of each role, the other not."""
     delayed, row = Cast(E4M3, PerTensor(), Delayed(2)), Cast(E4M3, PerRow(), Dynamic())
     return Recipe(output=(delayed, row), grad_input=(delayed, row), grad_weight=(row, row))
 
@@ -42,19 +42,19 @@ each_recipe = pytest.mark.parametrize("recipe", [*FP8_RECIPES.values(), mixed_re
 
 
 def on_both_devices(monkeypatch, call):
-    """What ``call`` of a state returns where transposed codes are views, and where they are laid; and the state."""
-    found = []
+    """Return what ``call`` of a state gives where transposed codes are views and where they are laid; and the state."""
+    results = []
     for lays in (False, True):
         monkeypatch.setattr(module, "needs_transposed_codes", lambda device, lays=lays: lays)
         state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
-        found.append((call(state), state))
-    (plain, state), (laid, its_state) = found
+        results.append((call(state), state))
+    (plain, state), (laid, its_state) = results
     assert all(map(torch.equal, state[:2], its_state[:2]))
     return plain, laid, state
 
 
 def assert_same_operands(a: Operands, b: Operands, asked: tuple[bool, bool]) -> None:
-    """Of the layouts asked for the same codes; more than these are there where they cost nothing."""
+    """Check that the layouts asked for have the same codes; others are there where they cost nothing."""
     for wanted, pair, other in zip(asked, a[:2], b[:2], strict=True):
         if wanted:
             assert all(map(same_bits, pair, other))
@@ -136,7 +136,7 @@ def test_what_is_sent_in_high_precision():
     per_tensor, rows = Cast(E4M3, PerTensor()), Cast(E4M3, PerRow())
     square = Cast(E4M3, PerBlock(16, 16))
     delayed = recipes.delayed().input_casts.as_is
-    for casts, reads, found in (
+    for casts, reads, expected in (
         (RoleCasts(rows, None, False), (True, True), None),  # grad_weight reads it in high precision
         (RoleCasts(rows, None, False), (True, False), rows),
         (RoleCasts(None, per_tensor, False), (True, True), None),
@@ -145,7 +145,7 @@ def test_what_is_sent_in_high_precision():
         (RoleCasts(rows, per_tensor, False), (True, True), rows),
         (RoleCasts(per_tensor, per_tensor, True), (False, False), None),
     ):
-        assert cast_to_send(casts, *reads) is found
+        assert cast_to_send(casts, *reads) is expected
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,15 @@ def gradients(result: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tenso
 def test_what_is_returned_and_what_is_asked_for(name, kind):
     recipe, norm = FP8_RECIPES[name](), Norm(kind, 1e-5, False)
     x = torch.randn(T, K, dtype=torch.bfloat16)
-    (own,) = weights((N, K))
+    (parameters_of_layer,) = weights((N, K))
     parameters = torch.ones(K), torch.zeros(K) if kind == "layer_norm" else None
     for dtype, returns in itertools.product([torch.bfloat16, torch.float32], [False, True]):
-        chain = Chain(norm, (layer(own[0], recipe),), "", dtype, returns)
-        found = run_chain(x, parameters, [own], chain)
+        chain = Chain(norm, (layer(parameters_of_layer[0], recipe),), "", dtype, returns)
+        results = run_chain(x, parameters, [parameters_of_layer], chain)
         with torch.no_grad():
-            alone = run_chain(x, parameters, [own], chain)
-        assert isinstance(found, tuple) == isinstance(alone, tuple) == returns
-        for a, b in zip(found, alone, strict=True) if returns else [(found, alone)]:
+            alone = run_chain(x, parameters, [parameters_of_layer], chain)
+        assert isinstance(results, tuple) == isinstance(alone, tuple) == returns
+        for a, b in zip(results, alone, strict=True) if returns else [(results, alone)]:
             assert a.dtype == dtype and torch.equal(a, b)
 
 
@@ -72,30 +72,30 @@ def test_any_tensors_may_ask_for_gradients(left):
     layers = layer(first[0], recipe), layer(second[0], recipe)
 
     def run(needs: tuple[bool, ...]) -> list[Tensor | None]:
-        x, w, b, w2, b2 = own = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+        x, w, b, w2, b2 = leaves = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
         chain = Chain(None, layers, "gelu", torch.float32, False)
         with CountOps() as ops:
             run_chain(x, (None, None), [(w, b), (w2, b2)], chain).backward(grad)
         assert left or ops.calls["matmul"] == 2 + needs[0] + needs[1] + needs[3] + any(needs[:3])
-        return [t.grad for t in own]
+        return [t.grad for t in leaves]
 
     whole = run((True,) * 5)
     for one in range(5):
         for needs in (tuple(i == one for i in range(5)), tuple(i != one for i in range(5))):
-            for asked, found, expected in zip(needs, run(needs), whole, strict=True):
-                assert torch.equal(found, expected) if asked else found is None
+            for asked, gradient, expected in zip(needs, run(needs), whole, strict=True):
+                assert torch.equal(gradient, expected) if asked else gradient is None
 
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
-    kept = []
-    monkeypatch.setattr(module, "cast_norm", lambda *arguments: kept.append(arguments[-1]) or cast_norm(*arguments))
-    (own,) = weights((N, K))
+    written = []
+    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-1]) or cast_norm(*arguments))
+    (parameters_of_layer,) = weights((N, K))
     for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
         for returns, needs_dw in itertools.product([False, True], repeat=2):
-            weight = own[0].detach().requires_grad_(needs_dw)
+            weight = parameters_of_layer[0].detach().requires_grad_(needs_dw)
             chain = Chain(Norm("rms_norm", 1e-5, False), (layer(weight, recipe),), "", torch.float32, returns)
             run_chain(torch.ones(T, K, requires_grad=True), (torch.ones(K), None), [(weight, None)], chain)
-            assert kept.pop() == (returns or (needs_dw and recipe.grad_weight is None))
+            assert written.pop() == (returns or (needs_dw and recipe.grad_weight is None))
 
 
 def test_no_weight_is_saved_for_gradients_that_nobody_asks_for():
@@ -120,14 +120,14 @@ def in_three_ways(recipe, activation: str) -> list[list[Tensor]]:
     layers = [(layer(first[0], recipe), layer(second[0], recipe)) for _ in range(3)]  # each with a state of its own
     chain = Chain(None, layers[0], activation, torch.float32, False)
     with CountOps() as ops:
-        found = [gradients(run_chain(x, (None, None), [first, second], chain), grad, tensors)]
+        in_each_way = [gradients(run_chain(x, (None, None), [first, second], chain), grad, tensors)]
     if not recipe.saved and recipe.grad_weight:  # then there are the casts of two inputs and two gradients
         assert ops.calls["matmul"] == 6 and sum(ops.calls.values()) == 10
     h = linear(x, *first, layers[1][0])
     gate, up = h.chunk(2, dim=-1) if gated else (h, None)
-    found.append(gradients(activated_linear(gate, up, *second, layers[1][1], activation), grad, tensors))
+    in_each_way.append(gradients(activated_linear(gate, up, *second, layers[1][1], activation), grad, tensors))
     y = linear(activate(linear(x, *first, layers[2][0]), activation), *second, layers[2][1])
-    return [*found, gradients(y, grad, tensors)]
+    return [*in_each_way, gradients(y, grad, tensors)]
 
 
 @each_recipe
@@ -136,8 +136,8 @@ def test_two_layers_are_the_same_in_three_ways(name, activation):
     chain, halves, apart = in_three_ways(FP8_RECIPES[name](), activation)
     for i in (0, 4, 5):  # bit for bit: the result, and the gradients of the second weight and bias
         assert torch.equal(halves[i], chain[i])
-    for found in (halves, apart):  # but for the last bit of the activation and of h's gradient, and what it rounds to
-        assert all(sqnr(a, b) > 30 for a, b in zip(found, chain, strict=True))
+    for way in (halves, apart):  # but for the last bit of the activation and of h's gradient, and what it rounds to
+        assert all(sqnr(a, b) > 30 for a, b in zip(way, chain, strict=True))
 
 
 def test_what_is_activated_may_be_saved_in_fp8_and_read_in_high_precision():
@@ -157,20 +157,21 @@ def test_gradients_of_functions_are_torchs(activation):
 
 
 def test_nothing_is_cast_that_no_gradient_reads():
-    (own,) = weights((N, F))
-    made = layer(own[0], recipes.dynamic())
+    (parameters_of_layer,) = weights((N, F))
+    described = layer(parameters_of_layer[0], recipes.dynamic())
     for needs, products in (((True, False), 2), ((False, True), 2), ((False, False), 1)):
         gate, weight = (
-            one.detach().requires_grad_(need) for one, need in zip((torch.ones(T, F), own[0]), needs, strict=True)
+            one.detach().requires_grad_(need)
+            for one, need in zip((torch.ones(T, F), parameters_of_layer[0]), needs, strict=True)
         )
         with CountOps() as ops:
-            y = activated_linear(gate, torch.ones(T, F), weight, None, made, "swiglu")
+            y = activated_linear(gate, torch.ones(T, F), weight, None, described, "swiglu")
             if any(needs):
                 y.sum().backward()
         assert ops.calls["matmul"] == products
         assert [one.grad is not None for one in (gate, weight)] == list(needs)
     up = torch.ones(T, F, requires_grad=True)
-    activated_linear(torch.ones(T, F), up, own[0].detach(), None, made, "reglu").sum().backward()
+    activated_linear(torch.ones(T, F), up, parameters_of_layer[0].detach(), None, described, "reglu").sum().backward()
     assert up.grad is not None
 
 
@@ -185,23 +186,23 @@ def test_it_is_the_norm_of_a_fused_module_bit_for_bit(dtype):
     torch.nn.init.normal_(module.norm.weight)
     x = torch.randn(3, 17, 96, dtype=dtype, requires_grad=True)
     _, expected = module(x)
-    found = rms_norm(x, module.norm.weight, EPS)
-    assert torch.equal(found, expected)
+    normed = rms_norm(x, module.norm.weight, EPS)
+    assert torch.equal(normed, expected)
     with torch.no_grad():
         assert torch.equal(rms_norm(x, module.norm.weight, EPS), expected)
     grad = torch.randn_like(x)
     inputs = x, module.norm.weight
-    for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (found, expected)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (normed, expected)), strict=True):
         assert torch.equal(a, b)
 
 
 def test_second_derivatives_are_torchs():
     x, gamma = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    found = []
+    second_derivatives = []
     for norm in (rms_norm, lambda x, gamma, eps: torch.nn.functional.rms_norm(x, (8,), gamma, eps)):
         dx, dgamma = torch.autograd.grad(norm(x, gamma, EPS).square().sum(), (x, gamma), create_graph=True)
-        found.append(torch.autograd.grad(dx.square().sum() + dgamma.square().sum(), (x, gamma)))
-    for a, b in zip(*found, strict=True):
+        second_derivatives.append(torch.autograd.grad(dx.square().sum() + dgamma.square().sum(), (x, gamma)))
+    for a, b in zip(*second_derivatives, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     x.requires_grad_(False)
     (dgamma,) = torch.autograd.grad(rms_norm(x, gamma, EPS).square().sum(), gamma, create_graph=True)

@@ -1,4 +1,4 @@
-"""What rows are sent by, and what is made of them; tests/distributed/test_experts.py has them sent."""
+"""The casts by which rows are sent, and the rows that come; tests/distributed/test_experts.py has them sent."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support.helpers import FP8_RECIPES, gradients
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Of this process alone."""
+    """A mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.device_mesh.init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -28,7 +28,7 @@ def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
     for module in ("autograd.casts", "autograd.products", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{module}.contraction_multiple", lambda device: CONTRACTION)
     power_of_two = {"recipe": recipes.rowwise(power_of_two=True)} if name == "rowwise" else {}
-    found = []
+    tensors_of_nets = []
     for parallel in (False, True):
         net = built("octavo", name, 4)
         for recipe in power_of_two.values():
@@ -38,7 +38,7 @@ def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
         y = net(batch(0, 0))
         y.sum().backward()
         of = gradients(net.experts)
-        found.append([y, *(of[key].full_tensor() if parallel else of[key] for key in sorted(of))])
-    assert len(found[0]) == 3
-    for one, other in zip(*found, strict=True):
+        tensors_of_nets.append([y, *(of[key].full_tensor() if parallel else of[key] for key in sorted(of))])
+    assert len(tensors_of_nets[0]) == 3
+    for one, other in zip(*tensors_of_nets, strict=True):
         assert torch.equal(one, other)

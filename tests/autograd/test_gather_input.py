@@ -1,4 +1,4 @@
-"""What is gathered in FP8 and summed; the bytes of it are in tests/distributed/test_tensor_parallel.py."""
+"""Gathers in FP8, and sums; their bytes are in tests/distributed/test_tensor_parallel.py."""
 
 import dataclasses
 import functools
@@ -56,9 +56,9 @@ def as_cast_alone(x, recipe, role):
     return whole._replace(transposed=cast_role(values, CastRequest(recipe, role, False, True), None).transposed)
 
 
-def same(found, expected):
-    """Whether codes and scales are those that are expected."""
-    pairs = zip((*found.as_is, *found.transposed), (*expected.as_is, *expected.transposed), strict=True)
+def same(actual, expected):
+    """Return whether codes and scales are equal, one by one."""
+    pairs = zip((*actual.as_is, *actual.transposed), (*expected.as_is, *expected.transposed), strict=True)
     return [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
 
 
@@ -66,15 +66,15 @@ def gathered_as_cast_alone(mesh, recipe, shape, dim):
     """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
     x, rank, reader = torch.randn(shape), mesh.get_local_rank(), GatherReader(RECIPES[recipe], None, True)
     wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]))
-    own = x.chunk(2, dim)[rank].contiguous()
-    found = gather_input(own, dim, reader, wire)
-    answers = same(found.operands, as_cast_alone(x, reader.recipe, INPUT))
+    x_of_rank = x.chunk(2, dim)[rank].contiguous()
+    gathered = gather_input(x_of_rank, dim, reader, wire)
+    answers = same(gathered.operands, as_cast_alone(x, reader.recipe, INPUT))
     y, seen = torch.zeros(shape, requires_grad=True), []
     y.register_hook(lambda grad: seen.append(grad.read()) or torch.zeros(shape))
-    scatter_output(y, dim, reader, wire, True).backward(own)
+    scatter_output(y, dim, reader, wire, True).backward(x_of_rank)
     answers += same(seen[0], as_cast_alone(x, reader.recipe, GRAD_OUTPUT))
     sums = x.reshape(-1, shape[-1]).sum(0)
-    return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
+    return gathered.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
@@ -92,7 +92,7 @@ def test_blocks_may_reach_over_ranks(pool):
 
 
 def summed(mesh, shape, dim):
-    """Whether sums by an FP8 reduction, forward and backward, are those of what each rank has rounded once."""
+    """Return whether sums by an FP8 reduction, forward and backward, are those of ranks' terms rounded once."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     every = [torch.randn(shape) for _ in range(ranks)]
     how = functools.partial(_summed_in_fp8, Fp8Reduction())
@@ -127,12 +127,12 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
     try:
         x = small(1000, 296)
         wire = Wire(dist.group.WORLD.group_name, 1, 1)
-        found = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
+        operands = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
     finally:
         dist.destroy_process_group()
     expected = cast_role(x, CastRequest(RECIPES[recipe], INPUT, True, True), None)
-    assert same(found, expected) == [True] * 4
-    assert [part.stride() for part in (*found.as_is, *found.transposed)] == [
+    assert same(operands, expected) == [True] * 4
+    assert [part.stride() for part in (*operands.as_is, *operands.transposed)] == [
         part.stride() for part in (*expected.as_is, *expected.transposed)
     ]
 
@@ -171,14 +171,14 @@ def test_nothing_else_reads_it(gathered, read):
 
 def test_a_gradient_comes_to_the_products_as_rows():
     operands = Operands(PAIR, PAIR, None, torch.ones(8))
-    own = GatheredGradient(operands, (2, 2, 8), torch.bfloat16)
-    rows = own.view(4, 8)
+    facade = GatheredGradient(operands, (2, 2, 8), torch.bfloat16)
+    rows = facade.view(4, 8)
     assert rows.shape == (4, 8) and rows.dtype == torch.bfloat16 and rows.read() == operands
     assert rows.isnan().shape == (4, 8) and not rows.isnan().any() and rows.to(rows.dtype) is rows
-    assert own.detach().shape == own.shape
+    assert facade.detach().shape == facade.shape
     with torch.inference_mode():
         assert rows.to(torch.bfloat16) is rows
     with pytest.raises(octavo.UnsupportedOpError):
-        own.view(2, 16)
+        facade.view(2, 16)
     with pytest.raises(octavo.UnsupportedOpError):
-        own + 1
+        facade + 1

@@ -1,4 +1,4 @@
-"""Casts and products of rows in groups, held against those of each group alone."""
+"""Casts and products of rows in groups, against each group's alone."""
 
 import pytest
 import torch
@@ -18,20 +18,20 @@ from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
 from tests.support.helpers import FP8_RECIPES, delayed_state
 
-each_sizes = pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=str)
+each_sizes = pytest.mark.parametrize(("sizes", "ungrouped"), SIZES, ids=str)
 
 
 @each_sizes
-def test_rows_know_their_group(sizes: list[int], rest: int) -> None:
-    expected = [group for group, size in enumerate([*sizes, rest]) for _ in range(size)]
-    assert group_of_rows(offsets_of(sizes), sum(sizes) + rest).tolist() == expected
+def test_rows_know_their_group(sizes: list[int], ungrouped: int) -> None:
+    expected = [group for group, size in enumerate([*sizes, ungrouped]) for _ in range(size)]
+    assert group_of_rows(offsets_of(sizes), sum(sizes) + ungrouped).tolist() == expected
 
 
 @each_sizes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("inner", "outer"), [(32, 16), (17, 9), (1, 8)])
-def test_products_in_high_precision_are_those_of_each_group(sizes, rest, dtype, inner, outer):
-    rows, groups, offsets = sum(sizes) + rest, len(sizes), offsets_of(sizes)
+def test_products_in_high_precision_are_those_of_each_group(sizes, ungrouped, dtype, inner, outer):
+    rows, groups, offsets = sum(sizes) + ungrouped, len(sizes), offsets_of(sizes)
     x, b = torch.randn(rows, inner, dtype=dtype), torch.randn(groups, inner, outer, dtype=dtype)
     grad = torch.randn(rows, outer, dtype=dtype)
     y, dw = grouped_mm(x, b, offsets), grouped_mm(grad.t(), x, offsets)
@@ -73,13 +73,13 @@ def test_gradients_of_gradients_in_high_precision() -> None:
 
     x, b, a = torch.randn(7, 4), torch.randn(3, 4, 2), torch.randn(2, 7)
     for operands in ((x, b), (a, x)):
-        found = []
+        derivatives = []
         for which in range(2):
             leaves = [operand.clone().requires_grad_() for operand in operands]
             first = torch.autograd.grad(both(*leaves)[which].square().sum(), leaves, create_graph=True)
             second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-            found.append([*first, *second])
-        torch.testing.assert_close(found[0], found[1])
+            derivatives.append([*first, *second])
+        torch.testing.assert_close(derivatives[0], derivatives[1])
 
 
 @pytest.mark.parametrize("name", FP8_RECIPES)
@@ -89,24 +89,24 @@ def test_matrices_are_cast_as_each_alone(name: str, stored: str) -> None:
     if stored == "[G, K, N]":
         weight = weight.mT.contiguous().mT
     for layouts in ((True, True), (True, False), (False, True)):
-        found = cast_role(weight, CastRequest(recipe, WEIGHT, *layouts), delayed_state(recipe))
+        operands = cast_role(weight, CastRequest(recipe, WEIGHT, *layouts), delayed_state(recipe))
         alone = [cast_role(one, CastRequest(recipe, WEIGHT, *layouts), delayed_state(recipe)) for one in weight]
-        for pair, expected in ((found.as_is, [one.as_is for one in alone]), (found.transposed, [o[1] for o in alone])):
+        for pair, expected in zip(operands[:2], zip(*(one[:2] for one in alone), strict=True), strict=True):
             assert (pair is None) == (expected[0] is None)
             for group, one in enumerate(expected if pair is not None else ()):
                 assert same_bits(pair[0][group], one[0]) and same_bits(pair[1][group], one[1])
         if recipe.delayed is not None:
-            assert torch.equal(found.amax, torch.stack([one.amax for one in alone]).amax(0))
+            assert torch.equal(operands.amax, torch.stack([one.amax for one in alone]).amax(0))
 
 
 @each_sizes
 @pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (-1, 1), (1, 32), (16, 16)], ids=str)
-def test_scales_of_rows_read_every_group_back(sizes: list[int], rest: int, tile: tuple[int, int]) -> None:
-    x, offsets = torch.randn(sum(sizes) + rest, 40), offsets_of(sizes)
+def test_scales_of_rows_read_every_group_back(sizes: list[int], ungrouped: int, tile: tuple[int, int]) -> None:
+    x, offsets = torch.randn(sum(sizes) + ungrouped, 40), offsets_of(sizes)
     q, _, scale_inv, _ = cast(x, None, 0, torch.float8_e4m3fn, tile, True, 0, offsets=offsets)
-    found = dequantize(q, *scales_of_rows(scale_inv, tile, offsets, len(x)), torch.float32)
+    values = dequantize(q, *scales_of_rows(scale_inv, tile, offsets, len(x)), torch.float32)
     for of in slices_of(sizes):
-        assert torch.allclose(found[of], x[of], rtol=2**-3, atol=2**-9 * x[of].abs().sum().item())
+        assert torch.allclose(values[of], x[of], rtol=2**-3, atol=2**-9 * x[of].abs().sum().item())
 
 
 def test_products_in_high_precision_are_counted() -> None:
@@ -119,11 +119,11 @@ def test_products_in_high_precision_are_counted() -> None:
 
 @each_sizes
 @pytest.mark.parametrize("pad", [1, 16])
-def test_codes_are_transposed_as_the_cast_does(sizes: list[int], rest: int, pad: int) -> None:
+def test_codes_are_transposed_as_the_cast_does(sizes: list[int], ungrouped: int, pad: int) -> None:
     offsets = offsets_of(sizes)
-    x = torch.randn(sum(sizes) + rest, 24)
+    x = torch.randn(sum(sizes) + ungrouped, 24)
     x[sum(sizes) :] = 0
     q, expected, *_ = cast(x, None, 0, torch.float8_e4m3fn, (-1, -1), False, 0, True, pad, offsets=offsets)
-    found = transposed_codes(q[: sum(sizes), :24], offsets, pad)
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)[:, : found.shape[1]])
-    assert not expected.view(torch.uint8)[:, found.shape[1] :].any()
+    codes = transposed_codes(q[: sum(sizes), :24], offsets, pad)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)[:, : codes.shape[1]])
+    assert not expected.view(torch.uint8)[:, codes.shape[1] :].any()

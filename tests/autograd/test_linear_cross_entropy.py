@@ -20,7 +20,7 @@ from tests.support.freed import Fsdp, Zero3
 from tests.support.helpers import FP8_RECIPES
 
 E4M3_ROWS, SQUARES = Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerBlock(32, 32), Dynamic())
-MIXED = {  # casts of grad_output whose scales need an amax beside those that need none, and an input in E5M2
+MIXED = {  # casts of grad_output by scales that need an amax and by others, and an input in E5M2
     "blocks forward, rows back": Recipe(
         output=(Cast(E4M3, PerBlock(128, 128), Dynamic()), E4M3_ROWS),
         grad_input=(Cast(E4M3, PerBlock(1, 32), Dynamic()), Cast(E4M3, PerRow(), Dynamic())),
@@ -61,10 +61,10 @@ def batch(rows: int = 300, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 
 def step(loss: Any, head: octavo.nn.Linear, x: Tensor, target: Tensor, factor: float = 3.0) -> list[Tensor]:
-    """(the loss, the gradients of x and of the head's parameters)."""
+    """Return (the loss, the gradients of x and of the head's parameters)."""
     x = x.detach().clone().requires_grad_()
-    found = loss(x, head, target)
-    return [found.detach(), *torch.autograd.grad(found * factor, [x, *head.parameters()])]
+    value = loss(x, head, target)
+    return [value.detach(), *torch.autograd.grad(value * factor, [x, *head.parameters()])]
 
 
 def apart(x: Tensor, head: octavo.nn.Linear, target: Tensor, **options: Any) -> Tensor:
@@ -116,7 +116,7 @@ def test_against_float64_and_beside_the_parts(case: dict[str, Any], monkeypatch:
 
 @pytest.mark.parametrize("name", list(ALL_RECIPES))
 def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By numbers whose sums float32 has exactly."""
+    """The number of chunks changes no bit, of numbers whose sums float32 has exactly."""
     head, (x, target) = head_of(ALL_RECIPES[name]()), batch()
     with torch.no_grad():
         for tensor in (x, head.weight):
@@ -151,12 +151,12 @@ def test_the_history_advances_as_by_one_call_of_the_head(monkeypatch: pytest.Mon
         x, target = batch()
         before = copy.deepcopy(head.fp8.state)
         for one, loss, optimizer in zip((head, twin), (linear_cross_entropy, apart), optimizers, strict=True):
-            found = loss(x.requires_grad_(), one, target)
+            value = loss(x.requires_grad_(), one, target)
             assert one is twin or all(map(torch.equal, head.fp8.state, before))  # forward writes nothing
-            found.backward(retain_graph=True)
+            value.backward(retain_graph=True)
             if one is head:
                 once = head.delayed_amax_history.clone()
-                found.backward()  # again
+                value.backward()  # again
                 assert torch.equal(head.delayed_amax_history, once)
             optimizer.step()
         for ours, other in zip(head.fp8.state[:2], twin.fp8.state[:2], strict=True):
@@ -231,8 +231,8 @@ def test_inspect_sees_the_input(tmp_path: Path) -> None:
     with octavo.inspect.record(net, tmp_path, every=1) as recorder:
         linear_cross_entropy(x.requires_grad_(), net[0], target).backward()
         recorder.step()
-    found = octavo.inspect.load(tmp_path)
-    counted = dict(zip((row.role for row in found.rows), found.measures["elements"][0], strict=True))
+    record = octavo.inspect.load(tmp_path)
+    counted = dict(zip((row.role for row in record.rows), record.measures["elements"][0], strict=True))
     assert counted["input"] == x.numel() and not counted["grad_output"] > 0
     with octavo.inspect.trace_faults(net, raises=False) as trace:
         x = x.detach().clone()

@@ -1,4 +1,4 @@
-"""What observers count is what float64 says of the tensors that were cast."""
+"""Tests: observers count what float64 says of the tensors that were cast."""
 
 from pathlib import Path
 

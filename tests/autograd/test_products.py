@@ -20,13 +20,13 @@ T, K, N = 48, 96, 80
 MIXED = {**FP8_RECIPES, "high_precision": recipes.high_precision}
 
 
-def run(recipe, x, weight, bias, grad, kept=None):
-    """y, dx, dW, db by a recipe."""
+def run(recipe, x, weight, bias, grad, state=None):
+    """Return y, dx, dW and db by a recipe."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     bias = None if bias is None else bias.clone().requires_grad_()
-    kept = delayed_state(recipe) if kept is None else kept
-    operands = cast_role(weight.detach(), CastRequest(recipe, WEIGHT, True, True), kept)
-    y = linear(x, weight, bias, Layer(operands, recipe, kept, True))
+    state = delayed_state(recipe) if state is None else state
+    operands = cast_role(weight.detach(), CastRequest(recipe, WEIGHT, True, True), state)
+    y = linear(x, weight, bias, Layer(operands, recipe, state, True))
     y.backward(grad)
     return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
 
@@ -52,9 +52,9 @@ def test_each_product_is_the_one_of_its_own_recipe(output, grad_input, grad_weig
     names = dict(zip(PRODUCTS, (output, grad_input, grad_weight), strict=True))
     chosen = {product: getattr(MIXED[name](), product) for product, name in names.items()}
     tensors = data()
-    *found, db = run(Recipe(**chosen), *tensors)
+    *results, db = run(Recipe(**chosen), *tensors)
     *exact, sums = truth(*tensors)
-    for (product, name), result, expected in zip(names.items(), found, exact, strict=True):
+    for (product, name), result, expected in zip(names.items(), results, exact, strict=True):
         if name == "high_precision":
             torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-4)
         else:
@@ -96,12 +96,12 @@ def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
         (dataclasses.replace(recipes.delayed(2), output=None), [True, True, True]),
         (dataclasses.replace(recipes.delayed(2), grad_input=(block, block)), [True, True, True]),
     ):
-        kept = delayed_state(recipe)
+        state = delayed_state(recipe)
         x, weight, bias, grad = data()
-        run(recipe, x, weight, bias, grad, kept)
-        assert kept.scale.ne(0).tolist() == rows
-        assert kept.amax_history[:, 0].ne(0).tolist() == rows
-        assert not kept.amax_history[:, 1].any()  # committed once
+        run(recipe, x, weight, bias, grad, state)
+        assert state.scale.ne(0).tolist() == rows
+        assert state.amax_history[:, 0].ne(0).tolist() == rows
+        assert not state.amax_history[:, 1].any()  # committed once
 
 
 def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
@@ -111,10 +111,10 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
         layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
         saved = to_save(x, cast_role(x, CastRequest(recipe, INPUT, True, True), None), weight, layer, True, True)
         for needs in itertools.product([False, True], repeat=3):
-            found = cast_gradient(grad, saved, plan_of(layer, x.dtype, weight, bias), needs)
+            operands_and_gradient = cast_gradient(grad, saved, plan_of(layer, x.dtype, weight, bias), needs)
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
-            summed = needs[2] and found[0].column_sum is None
-            assert (found[1] is not None) == (read or summed)
+            summed = needs[2] and operands_and_gradient[0].column_sum is None
+            assert (operands_and_gradient[1] is not None) == (read or summed)
 
 
 def test_nothing_asks_for_a_gradient():
@@ -122,10 +122,10 @@ def test_nothing_asks_for_a_gradient():
     layer = Layer(
         cast_role(weight, CastRequest(recipes.dynamic(), WEIGHT, True, True), None), recipes.dynamic(), None, True
     )
-    for given in (bias, None):
-        y = linear(x, weight, given, layer)
+    for bias_or_none in (bias, None):
+        y = linear(x, weight, bias_or_none, layer)
         assert not y.requires_grad
-        assert torch.equal(y, run(recipes.dynamic(), x, weight, given, grad)[0])
+        assert torch.equal(y, run(recipes.dynamic(), x, weight, bias_or_none, grad)[0])
 
 
 @pytest.mark.parametrize("fast_accum", [("output",), ("grad_weight", "grad_input"), ()])
@@ -144,7 +144,7 @@ def test_each_product_accumulates_as_the_recipe_says(fast_accum):
 
 
 class Grouped(octavo.nn.GroupedLinear):
-    """With the same two groups of rows each time."""
+    """A GroupedLinear with the same two groups of rows each time."""
 
     def forward(self, x):
         return super().forward(x, torch.tensor([5, 16], dtype=torch.int32))
@@ -195,12 +195,12 @@ def two_losses(recipe, make, call):
     ],
 )
 def test_a_larger_loss_over_the_same_graph_is_not_clipped_to_the_first(make, call):
-    """Beside casts by each tensor's own amax, which remember nothing."""
+    """A second, larger loss is rounded nearly as well as with each tensor's own amax, which remembers nothing."""
     how = MODULES[make], CALLS[call]
-    (found, module), (fresh, _), (exact, _) = (
+    (delayed, module), (fresh, _), (exact, _) = (
         two_losses(recipe, *how) for recipe in (recipes.delayed(4), recipes.dynamic(), recipes.high_precision())
     )
-    assert sqnr(found, exact) > sqnr(fresh, exact) - 3
+    assert sqnr(delayed, exact) > sqnr(fresh, exact) - 3
     for name, history in octavo.nn.delayed_state_dict(module).items():
         if name.endswith("history"):
             assert (history > 0).sum(1).tolist() == [2, 2, 2]

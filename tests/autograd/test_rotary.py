@@ -9,7 +9,7 @@ B, S, D, COUNTS = 2, 7, 8, (4, 2)
 
 
 def by_formula(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    """As transformers writes it."""
+    """Return queries, keys and values turned as transformers writes it."""
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
@@ -29,20 +29,20 @@ def test_results_and_gradients(dtype: torch.dtype, halves: int) -> None:
     results = rotary((qkv,), angles.cos(), angles.sin(), COUNTS)
     assert [part.shape for part in results] == [(B, 4, S, D), (B, 2, S, D), (B, 2, S, D)]
     grads = [torch.randn(part.shape, dtype=dtype) for part in results]
-    (found,) = torch.autograd.grad(results, qkv, grads)
+    (dqkv,) = torch.autograd.grad(results, qkv, grads)
     apart = rotary(heads_apart(qkv, COUNTS, D), angles.cos(), angles.sin(), COUNTS)
-    assert all(map(torch.equal, apart, results)) and torch.equal(torch.autograd.grad(apart, qkv, grads)[0], found)
+    assert all(map(torch.equal, apart, results)) and torch.equal(torch.autograd.grad(apart, qkv, grads)[0], dqkv)
     wide = qkv.detach().double().requires_grad_()
     whole = angles.double().repeat(1, 1, 3 - halves)
     exact = by_formula(wide, whole.cos(), whole.sin())
     (truth,) = torch.autograd.grad(exact, wide, [grad.double() for grad in grads])
-    for one, other in zip((*results, found), (*exact, truth), strict=True):
+    for one, other in zip((*results, dqkv), (*exact, truth), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_one_of_the_results_alone_has_a_gradient() -> None:
     qkv, angles = torch.randn(B, S, 8 * D, requires_grad=True), torch.randn(1, S, D)
-    (found,) = torch.autograd.grad(rotary((qkv,), angles.cos(), angles.sin(), COUNTS)[1].sum(), qkv)
-    assert found[..., 4 * D : 6 * D].abs().sum() > 0 and not found[..., : 4 * D].any() and not found[..., 6 * D :].any()
+    (dqkv,) = torch.autograd.grad(rotary((qkv,), angles.cos(), angles.sin(), COUNTS)[1].sum(), qkv)
+    assert dqkv[..., 4 * D : 6 * D].abs().sum() > 0 and not dqkv[..., : 4 * D].any() and not dqkv[..., 6 * D :].any()
     with torch.no_grad():
         assert not rotary((qkv,), angles.cos(), angles.sin(), COUNTS)[0].requires_grad

@@ -1,4 +1,4 @@
-"""Layers that read one tensor share its cast, and compute bit for bit what each would that casts for itself."""
+"""Layers that read one tensor share its cast, with the bits of layers that cast for themselves."""
 
 import dataclasses
 import gc
@@ -53,8 +53,8 @@ def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        found, outputs = casts_in(lambda: [layer(x) for layer in model])
-    assert found == 1 + len(model)
+        casts, outputs = casts_in(lambda: [layer(x) for layer in model])
+    assert casts == 1 + len(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(saved.keys() - weights) == 1
     sum(outputs).sum().backward()
@@ -115,7 +115,7 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
 
 
 def test_a_trace_by_torch_jit_holds_no_cast_of_before():
-    """It would be a constant: the codes of the example, whatever the traced layer is given."""
+    """A cast in a trace would be a constant: the example's codes, whatever input the traced layer has."""
     (first, second), x = layers(recipes.dynamic(), 2), torch.randn(T, K)
     first(x)
     with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
@@ -146,9 +146,9 @@ def test_histories_are_shared_until_a_layer_is_called_alone():
 
     def step(*also):
         x = input_of()
-        found, y = casts_in(lambda: sum(layer(x) for layer in model))
+        casts, y = casts_in(lambda: sum(layer(x) for layer in model))
         (y + sum(layer(x * 3) for layer in also)).sum().backward()
-        return found
+        return casts
 
     assert [step() for _ in range(3)] == [4, 4, 4]
     assert step(model[2]) == 4
@@ -161,7 +161,7 @@ def test_histories_are_shared_until_a_layer_is_called_alone():
 
 
 def test_histories_are_compared_once(monkeypatch):
-    """On a GPU the host waits for it."""
+    """Histories are compared once: on a GPU the host waits for the result."""
     model = layers(recipes.delayed())
     for step in range(3):
         region(model, input_of(seed=step)).sum().backward()

@@ -1,4 +1,4 @@
-"""What ranks agree on, and where they need not."""
+"""The values that ranks agree on, and when they need not."""
 
 import pytest
 import torch
@@ -23,16 +23,16 @@ def test_only_a_scale_per_tensor_of_a_role_in_parts_is_agreed_on():
 
 
 def largest_on_ranks(mesh):
-    """On rank r a tensor of r - 3."""
+    """Return largest values over ranks, of a tensor that is r - 3 on rank r."""
     parts = Parts(mesh.get_group().group_name, (True, True, True))
     x = torch.full((2, 2), float(mesh.get_local_rank() - 3))
-    own = x.abs().amax().view(1, 1)
+    amax_of_rank = x.abs().amax().view(1, 1)
     scale = scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, parts)
     squared = scale_for(CastSource(x, "squared_relu"), Cast(E4M3, PerTensor()), None, INPUT, parts)
     return (
         scale.tolist(),
         squared.tolist(),
-        [None if amax is None else amax.item() for amax in shared_amax((own, None, own), parts)],
+        [None if amax is None else amax.item() for amax in shared_amax((amax_of_rank, None, amax_of_rank), parts)],
     )
 
 
@@ -44,26 +44,26 @@ def test_the_largest_of_all_ranks(pool):
 
 
 def agreements(mesh, backend):
-    """How often ranks agree on a scale in each of three steps, of which the third follows a loss of history."""
+    """Return the scales that ranks agree on in each of three steps, of which the third follows a loss of history."""
     torch.compiler.reset()
-    found, plain = [], shared_scales.scale_of_whole
+    calls, plain = [], shared_scales.scale_of_whole
     model = parallel(Pair(32, 64, True), mesh, "delayed", True)
     if backend:
         model.compile(backend=backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_scales, "scale_of_whole", lambda *how: found.append(how[1]) or plain(*how))
+        patch.setattr(shared_scales, "scale_of_whole", lambda *how: calls.append(how[1]) or plain(*how))
         for _ in range(3):
             step(model, torch.randn(8, 32), torch.randn(8, 32))
-            found.append(None)
-            if found.count(None) == 2:
+            calls.append(None)
+            if calls.count(None) == 2:
                 model.up.reset_delayed_state()
-    return found
+    return calls
 
 
 @pytest.mark.parametrize(
     "backend", ["", *(pytest.param(name, marks=pytest.mark.full) for name in ("aot_eager", "inductor"))]
 )
 def test_delayed_scales_are_agreed_on_where_there_are_none(pool, backend):
-    """Of two layers, up's weight and output in parts by rows, down's weight and input by columns."""
+    """Ranks agree on delayed scales that do not exist: of up's weight and output, and of down's weight and input."""
     first = [WEIGHT, WEIGHT, INPUT, GRAD_OUTPUT, None]
     assert pool.run(agreements, (2,), backend, seconds=300) == [[*first, None, WEIGHT, GRAD_OUTPUT, None]] * 2

@@ -29,7 +29,7 @@ from tests.support.command_line import TEXT, TINY, one_line, train
 
 @dataclass(frozen=True)
 class Options:
-    """One of each kind."""
+    """An option of each kind."""
 
     how_many: int = option(3, "a number, 100 % of it", 1)
     every: int = option(0, "none", 0)
@@ -48,9 +48,9 @@ def parser():
 
 
 def test_flags_have_the_kinds_names_and_defaults_of_fields(parser):
-    given = "--how-many 4 --share 0.25 --kind b --note x --where runs --no-fast".split()
+    flags = "--how-many 4 --share 0.25 --kind b --note x --where runs --no-fast".split()
     wanted = {"how_many": 4, "share": 0.25, "kind": "b", "note": "x", "where": Path("runs"), "fast": False}
-    assert vars(parser.parse_args(given)) == wanted
+    assert vars(parser.parse_args(flags)) == wanted
     assert vars(parser.parse_args([])) == {}
     shown = " ".join(parser.format_help().split())
     for line in (
@@ -99,7 +99,7 @@ def test_which_products_are_torchs(monkeypatch):
     cpu = torch.device("cpu")
     assert command.products_of(cpu) == []
     monkeypatch.setattr(command, "runs_natively", lambda device: True)
-    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *rest: a_tile == (-1, -1))
+    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *others: a_tile == (-1, -1))
     lines = command.products_of(cpu)
     assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
     assert [line for line in lines if "PerTensor()" in line] == [
@@ -143,8 +143,8 @@ def test_a_runs_options_are_a_file_that_trains_it_again(capsys, no_plot):
     logs = [path / "delayed" / "log.csv" for path in (Path("here"), Path("runs/train-001"), Path("runs/train-002"))]
     losses = [[line.split(",")[1] for line in log.read_text().splitlines()] for log in logs]
     assert losses[0] == losses[1] != losses[2]
-    kept = [json.loads((log.parent / "config.json").read_text()) for log in logs]
-    assert kept[0] == kept[1] and kept[2] == kept[0] | {"optimizer": kept[0]["optimizer"] | {"lr": 1e-9}}
+    configs = [json.loads((log.parent / "config.json").read_text()) for log in logs]
+    assert configs[0] == configs[1] and configs[2] == configs[0] | {"optimizer": configs[0]["optimizer"] | {"lr": 1e-9}}
     capsys.readouterr()
     assert cli.main(["compare", "--config", "here/delayed"]) == 2
     assert "gives a recipe, and octavo compare needs several: add --recipes" in one_line(capsys)
@@ -163,8 +163,8 @@ def test_folders_are_chosen_when_none_is_given(capsys, no_plot):
 
 
 def test_the_values_of_resume(capsys):
-    for given, value in (([], None), (["--resume"], True), (["--resume", "auto"], "auto"), (["--no-resume"], False)):
-        assert getattr(cli.parser(["train"]).parse_args(["train", *given, "--seed", "1"]), "resume", None) == value
+    for flags, value in (([], None), (["--resume"], True), (["--resume", "auto"], "auto"), (["--no-resume"], False)):
+        assert getattr(cli.parser(["train"]).parse_args(["train", *flags, "--seed", "1"]), "resume", None) == value
     assert train("--resume", "now") == 2 and "invalid choice: 'now'" in one_line(capsys)
     result, config = (
         RunResult("dynamic", 6, [], 0, 0, "float32"),
@@ -175,14 +175,14 @@ def test_the_values_of_resume(capsys):
 
 
 def test_one_set_of_flags_begins_a_run_and_goes_on_with_it(capsys, no_plot):
-    kept = []
+    logs = []
     assert train("--resume", "auto") == 2
     assert "resume auto finds its run by the folder: give out, too" in one_line(capsys)
     for said in ("octavo: nothing to resume: here holds no run of dynamic; it begins anew in here\n", ""):
         assert train(*(["--resume", "auto"] if said else ["--resume"]), "--out", "here") == 0
         assert capsys.readouterr().err.startswith(said or "dynamic: 6 steps")
-        kept.append(Path("here/dynamic/log.csv").read_bytes())
-    assert kept[0] == kept[1]
+        logs.append(Path("here/dynamic/log.csv").read_bytes())
+    assert logs[0] == logs[1]
     assert train("--resume", "--recipe", "delayed") == train("--resume", "--recipe", "mx") == 0
     assert sorted(path.name for path in Path("runs").glob("*/*") if path.is_dir()) == ["delayed", "mx"]
     assert len(list(Path("runs").iterdir())) == 2
@@ -262,7 +262,7 @@ def trained(tmp_path_factory):
 
 
 def exported(capsys):
-    """Exports the run; what is said of the file, and of its check."""
+    """Export a run, and check the messages about the file and about its check."""
     assert cli.main(["export", "runs/delayed", "--onnx", "m.onnx", "--data", "text.py"]) == 0
     wrote, checked = capsys.readouterr().out.splitlines()
     assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")
@@ -310,8 +310,8 @@ def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys,
     assert Path("runs/delayed/inspect/what_if.json").exists()
     shutil.rmtree("runs/delayed/inspect")
     capsys.readouterr()
-    given = ["--recipes", "delayed", "--device", "H100", "--data", "text.py", "--keep", "1"]
-    assert cli.main(["inspect", "runs", *given]) == 0
+    arguments = ["--recipes", "delayed", "--device", "H100", "--data", "text.py", "--keep", "1"]
+    assert cli.main(["inspect", "runs", *arguments]) == 0
     out = capsys.readouterr().out
     assert "blocks.0.mlp.fc1" in out and '"default": "delayed"' in out and "head" not in out
 
@@ -320,8 +320,13 @@ def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
     assert train("--recipe", "delayed", "--out", "a") == 0
     assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
     assert "rules.json: octavo train --config a/delayed" in capsys.readouterr().out
-    given = "--config", "a/delayed", "--out", "b", "--lr", "0.001"
-    assert train(*given) == train(*given, "--resume") == train("--recipe", "a/delayed/rules.json", "--out", "c") == 0
+    arguments = "--config", "a/delayed", "--out", "b", "--lr", "0.001"
+    assert (
+        train(*arguments)
+        == train(*arguments, "--resume")
+        == train("--recipe", "a/delayed/rules.json", "--out", "c")
+        == 0
+    )
     rules = json.loads(Path("a/delayed/rules.json").read_text())
     assert len(rules["rules"]) == 1 and json.loads(Path("b/delayed/config.json").read_text())["recipe"] == rules
     for out in ("b", "c"):

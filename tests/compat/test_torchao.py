@@ -31,16 +31,16 @@ def from_name(*libraries):
 
 
 def results(model, x):
-    """The output, the gradient of the input, and those of the parameters."""
+    """Return the output and the gradients of the input and of the parameters."""
     x = x.clone().requires_grad_()
     output = model(x)
     output.square().mean().backward()
     return [output.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def signal_to_noise(found, expected):
+def signal_to_noise(actual, expected):
     """Decibels, of the noisiest of several tensors."""
-    pairs = [(f.double(), e.double()) for f, e in zip(found, expected, strict=True)]
+    pairs = [(f.double(), e.double()) for f, e in zip(actual, expected, strict=True)]
     return min(20 * torch.log10(e.norm() / (f - e).norm()).item() for f, e in pairs)
 
 
@@ -55,8 +55,8 @@ def test_it_has_every_name(theirs):
         assert [v.short_str() for v in getattr(ours, name)] == [v.short_str() for v in getattr(theirs, name)]
     for kind in RECIPES:
         for role in ("input", "weight", "grad_output"):
-            found = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
-            assert len(set(found)) == 1
+            casts = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
+            assert len(set(casts)) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_it_has_every_name(theirs):
 )
 def test_arguments_are_the_same_in_order_kind_and_default(theirs, name):
     def arguments(library):
-        found = library
+        function = library
         for part in name.split("."):
-            found = getattr(found, part)
-        parameters = inspect.signature(found).parameters.values()
+            function = getattr(function, part)
+        parameters = inspect.signature(function).parameters.values()
         # torchao writes each role's dtype into its default values when a configuration is first made
         defaults = {
             p: re.sub("target_dtype=[^)]*", "", str(getattr(p.default, "value", p.default))) for p in parameters
@@ -118,8 +118,8 @@ def test_the_filter_is_the_same(theirs):
 
 
 def test_recipes_are_octavos():
-    found = {name: ours.recipe_of(ours.Float8LinearConfig.from_recipe_name(name)) for name in RECIPES}
-    assert found == {
+    recipe_of_name = {name: ours.recipe_of(ours.Float8LinearConfig.from_recipe_name(name)) for name in RECIPES}
+    assert recipe_of_name == {
         "tensorwise": recipes.dynamic(),
         "rowwise": recipes.rowwise(power_of_two=True),
         "rowwise_with_gw_hp": recipes.rowwise_with_gw_hp(),
@@ -129,29 +129,29 @@ def test_recipes_are_octavos():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
-    """In bfloat16 without a bias, which torchao adds to the rounded product and octavo before it rounds."""
+    """A layer computes what torchao's computes; in bfloat16 without a bias, which octavo adds before it rounds."""
     layer = nn.Linear(64, 48, bias=dtype is torch.float32, dtype=dtype)
     x = torch.randn(2, 16, 64, dtype=dtype)
     models = [
         library.convert_to_float8_training(copy.deepcopy(layer), config=emulated(library, name))
         for library in (ours, theirs)
     ]
-    found, expected = (results(model, x) for model in models)
+    actual, expected = (results(model, x) for model in models)
     if name == "tensorwise" and dtype is torch.float32:
         # torchao multiplies the codes by their scales before it adds up, octavo the sum
-        assert signal_to_noise(found, expected) > 120
+        assert signal_to_noise(actual, expected) > 120
     elif (
         name == "tensorwise"
     ):  # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
-        for f, e in zip(found, expected, strict=True):
+        for f, e in zip(actual, expected, strict=True):
             assert (f != e).float().mean() < 2e-3
             torch.testing.assert_close(f, e, rtol=2**-7, atol=0)
     else:
-        for f, e in zip(found, expected, strict=True):
+        for f, e in zip(actual, expected, strict=True):
             assert torch.equal(f, e)
 
 
-# --- what can't be honoured -------------------------------------------------------------------------------------------
+# --- refused options --------------------------------------------------------------------------------------------------
 
 
 def test_options_that_cant_be_honoured_say_what_to_write():

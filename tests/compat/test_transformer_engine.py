@@ -82,7 +82,7 @@ PLAIN = octavo.recipes.high_precision()
     ids=["Linear", "split", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"],
 )
 def test_checkpoints_load_and_compute_the_same(make, state, expected):
-    """Of a module that is the model, and of one within a model, beside others."""
+    """A checkpoint of a whole model, and one of a module within a model, load and compute the same."""
     torch.manual_seed(0)
     x = torch.randn(S, W)
     for prefix in ("", "layers.0."):
@@ -92,8 +92,8 @@ def test_checkpoints_load_and_compute_the_same(make, state, expected):
         others = {"layers.1.weight": torch.ones(3), "layers.1.bias": torch.zeros(3)} if prefix else {}
         model.load_state_dict(octavo_state_dict(saved | others))
         wanted = expected(x, state) if expected else x @ state["weight"].T + state["bias"]
-        found = module(x[None])[0] if isinstance(module, octavo.nn.TransformerBlock) else module(x)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        y = module(x[None])[0] if isinstance(module, octavo.nn.TransformerBlock) else module(x)
+        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_lie_otherwise_are_refused():

@@ -1,4 +1,4 @@
-"""What happens around a compiled step: other recipes, evaluation, whole models of others; and every kind of step.
+"""Compiled steps beside other recipes, evaluation and whole models of others; and every kind of step.
 
 Layers of every feature are compiled in tests/support/seams, every kind of step in Inductor too by ``compile_matrix``.
 """
@@ -38,7 +38,7 @@ LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
 
 
 def compiled():
-    """(a function that calls a model, compiled in one graph; what counts its graphs)."""
+    """Return (a function that calls a model, compiled in one graph; a counter of its graphs)."""
     torch.compiler.reset()
     counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
@@ -109,7 +109,7 @@ def tokens_of_step(step):
 
 
 def llama_s_graphs(recipe):
-    """(graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
+    """Return (graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
     model = llama(recipe)
     if recipe is not None:
         assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8
@@ -137,7 +137,7 @@ OF_FIRST = re.compile("q_proj|o_proj|gate_proj|down_proj|lm_head")  # compiled, 
 
 @pytest.mark.parametrize("recipe", [pytest.param("dynamic", marks=pytest.mark.full), "delayed"])
 def test_a_fused_llama_equals_eager_in_one_graph(recipe):
-    """With as many keys as queries: torch sums a group's gradients of keys in bf16 otherwise when compiled."""
+    """A fused Llama equals eager in one graph; with fewer keys than queries torch sums bf16 gradients otherwise."""
 
     def step(model, tokens):
         return model(input_ids=tokens, labels=tokens).loss
@@ -200,7 +200,7 @@ MODULES = {
     dynamic=[True, None],
 )
 def test_any_number_of_tokens_takes_one_graph(case):
-    """With ``dynamic=None`` torch takes the first number for the only one, and compiles once more for all others."""
+    """Any number of tokens takes one graph; with ``dynamic=None`` one for the first, then one for all others."""
     make, inputs_of = MODULES[case["module"]]
     model = make(bias=case["bias"], recipe=getattr(octavo.recipes, case["recipe"])())
     torch.compiler.reset()
@@ -248,6 +248,6 @@ def test_one_graph_and_bit_for_bit(what, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
 def test_one_graph_on_a_gpu(what, recipe, mode):
-    found = measure(what, recipe, "inductor", device="cuda", mode=mode)
-    assert dataclasses.replace(found, difference=0.0) == GREEN
-    assert found.difference <= 2.0**-6  # atomics and other tiles add up in another order
+    measured = measure(what, recipe, "inductor", device="cuda", mode=mode)
+    assert dataclasses.replace(measured, difference=0.0) == GREEN
+    assert measured.difference <= 2.0**-6  # atomics and other tiles add up in another order

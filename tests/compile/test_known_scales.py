@@ -1,4 +1,4 @@
-"""What Inductor compiled calls kernels without the dispatcher; a delayed scale is known to exist there as in eager."""
+"""Inductor's code calls kernels without the dispatcher; a delayed scale is known to exist there as in eager."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -37,11 +37,11 @@ def test_a_compiled_layer_knows_its_scales_from_the_third_step_on(monkeypatch: p
         return isinstance(argument, Tensor) and argument.shape == (3,)
 
     def direct(name: str) -> Any:
-        own = {"cast": cast, "cast_and_commit": cast_and_commit}.get(name, KERNELS[name])
+        function = {"cast": cast, "cast_and_commit": cast_and_commit}.get(name, KERNELS[name])
 
         def call(*arguments: Any, **named: Any) -> Any:
             called.append(name)
-            return own(*arguments, **named)
+            return function(*arguments, **named)
 
         return call
 

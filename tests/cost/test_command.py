@@ -1,4 +1,4 @@
-"""What ``octavo plan`` says: tables, whether FP8 pays, what to leave out; which meshes fit, what limits and helps."""
+"""``octavo plan``: tables, whether FP8 pays, what to leave out; which meshes fit, what limits and helps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H200 = PUBLISHED["H200"]
 
 
 def steps(tokens: int, *sizes: int) -> list[Estimate]:
-    """Of linear layers from each size to the next, in bf16 and delayed."""
+    """Return plans of linear layers from each size to the next, in bf16 and delayed."""
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(a, b, dtype=torch.bfloat16) for a, b in itertools.pairwise(sizes)))
     x = (torch.empty(tokens, sizes[0], dtype=torch.bfloat16, device="meta"),)
@@ -35,7 +35,7 @@ def steps(tokens: int, *sizes: int) -> list[Estimate]:
 
 
 def plan(*sizes: int) -> str:
-    """What is said of such layers, of so many tokens."""
+    """Return the text about such layers, of so many tokens."""
     return command.describe_plan(steps(*sizes), H200)
 
 
@@ -64,7 +64,7 @@ def test_bf16_with_the_same_fusions_is_a_row_beside_which_the_best_is_named() ->
 
 
 def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, with fuse also in bf16 with the same fusions, and in each recipe, the head by another."""
+    """Plans are of bf16, with fuse also of bf16 with the same fusions, and of each recipe, the head by another."""
     asked: list[tuple[Any, Any, Any]] = []
     (bf16, fp8), model = steps(64, 64, 64), GPT(ModelConfig(width=64, layers=1, heads=2, context=16)).bfloat16()
 
@@ -74,8 +74,8 @@ def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "estimate", note)
     tokens = (torch.empty(4, 16, dtype=torch.int64, device="meta"),)
-    found = command.estimates(model, tokens, H200, head="dynamic_with_output_hp", chunked_loss=True, fuse=True)
-    assert [each.name for each in found[2:]] == list(command.RECIPES)
+    plans = command.estimates(model, tokens, H200, head="dynamic_with_output_hp", chunked_loss=True, fuse=True)
+    assert [each.name for each in plans[2:]] == list(command.RECIPES)
     assert asked[:2] == [(None, False, False), (None, True, False)]
     for name, (recipe, fuse, chunked) in zip(command.RECIPES, asked[2:], strict=True):
         assert fuse and chunked and recipe.default.name == name
@@ -89,7 +89,7 @@ def test_whether_a_step_fits() -> None:
     text = plan(16384, *[65536] * 7)
     assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in text and "the fastest" not in text
     assert "None fits one device: it needs 2" in text
-    # in between, the fastest is of those that fit
+    # in between, the fastest of the meshes that fit
     bf16, fp8 = steps(16384, 8192, 8192)
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
     text = command.describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
@@ -97,8 +97,8 @@ def test_whether_a_step_fits() -> None:
 
 
 def test_where_fp8_pays_grows_with_the_tokens() -> None:
-    found = command.pays(recipes.delayed(), H200)
-    sizes = [found[tokens] for tokens in command.TOKENS]
+    sizes_of_tokens = command.pays(recipes.delayed(), H200)
+    sizes = [sizes_of_tokens[tokens] for tokens in command.TOKENS]
     assert sizes == sorted(sizes, reverse=True)  # type: ignore[type-var]
     assert set(command.pays(recipes.mx(), H200).values()) == {None}
     text = command.describe_rates(H200)
@@ -137,9 +137,9 @@ def test_a_hugging_face_configuration(
 def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moments: str, master: str | None) -> None:
     config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)
     model, inputs = GPT(config).bfloat16(), command.tokens_of(16, 16)
-    made = command.optimizer_of(model, algorithm, moments, master)
-    planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=made)
-    optimizer: Any = made(model.parameters())
+    optimizer_class = command.optimizer_of(model, algorithm, moments, master)
+    planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=optimizer_class)
+    optimizer: Any = optimizer_class(model.parameters())
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -160,9 +160,9 @@ def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moment
 
 def test_what_checkpointed_layers_keep_in_fp8() -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
-    with watched() as found:
+    with watched() as bytes_of_layers:
         checkpoint_in_fp8(torch.sin, x)
-    assert found[""] == (1, 2 * x.numel(), command.in_pairs(96) * x.numel())
+    assert bytes_of_layers[""] == (1, 2 * x.numel(), command.in_pairs(96) * x.numel())
 
 
 def test_tokens_are_whole_sequences() -> None:
@@ -180,15 +180,15 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     size = ["--width", "64", "--layers", "1", "--heads", "2", "--context", "32", "--tokens", "128"]
     assert cli.main(["plan", *size]) == 2
     assert "octavo: error: the rates of this device" in capsys.readouterr().err
-    here = replace(H200, device=device_label(torch.device("cpu")))
-    monkeypatch.setattr("octavo.cost.measure", lambda: here)
+    rates_of_cpu = replace(H200, device=device_label(torch.device("cpu")))
+    monkeypatch.setattr("octavo.cost.measure", lambda: rates_of_cpu)
     assert cli.main(["info", "--measure"]) == 0
     assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
     monkeypatch.setattr(command, "RECIPES", {name: command.RECIPES[name] for name in ("dynamic", "mx")})
     assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
-    found = capsys.readouterr().out
-    assert "4 sequences of 32 tokens" in found and "Don't" in found and "by muon, moments fp8, master split24" in found
-    assert "no layer is faster than in bf16: dynamic, mx" in found
+    text = capsys.readouterr().out
+    assert "4 sequences of 32 tokens" in text and "Don't" in text and "by muon, moments fp8, master split24" in text
+    assert "no layer is faster than in bf16: dynamic, mx" in text
     options = ["--device", "H100", "--attention", "cudnn", "--loss", "chunked"]
     assert cli.main(["plan", *size, *options]) == 2  # so small a head is not converted
     assert "a chunked loss: the gradients of head are no products in FP8" in capsys.readouterr().err
@@ -209,21 +209,21 @@ def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SOME", 1)
     model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
     short = command.shortened(model)
-    found = command.shapes_of(model, work_of(short, command.tokens_of(64, 64)), 64, None)
-    assert found.block[:4] == (
+    shapes = command.shapes_of(model, work_of(short, command.tokens_of(64, 64)), 64, None)
+    assert shapes.block[:4] == (
         Weight(64 + 2 * 32, 64, True, "out"), Weight(64, 64, True, "in"), Weight(2 * 176, 64, True, "out"),
         Weight(64, 176, True, "in"),
     )  # fmt: skip
-    assert (found.layers, found.width, found.heads, found.attention) == (2, 64, (4, 2), 64)
-    assert found.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=64)
+    assert (shapes.layers, shapes.width, shapes.heads, shapes.attention) == (2, 64, (4, 2), 64)
+    assert shapes.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=64)
     assert len(short.model.layers) == 1 and len(model.model.layers) == 2  # type: ignore[union-attr,arg-type]
     ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
-    assert ideal < found.elementwise < 2 * ideal
+    assert ideal < shapes.elementwise < 2 * ideal
     whole = command.shapes_of(model, work_of(model, command.tokens_of(64, 64)), 64, {"norms": 6400})
     assert (
-        whole.block == found.block and 20 < whole.launches < 150 and found.launches == 0
+        whole.block == shapes.block and 20 < whole.launches < 150 and shapes.launches == 0
     )  # asking for a device is none
-    assert whole.elementwise > 2 * found.elementwise and whole.saved == 6400 / 64 / 2
+    assert whole.elementwise > 2 * shapes.elementwise and whole.saved == 6400 / 64 / 2
 
 
 def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
@@ -264,10 +264,18 @@ def test_the_command_for_a_mesh(
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | LLAMA | {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]
-    given = ["--mesh", "fsdp=4,tensor=2,replicate=2", "--micro-batches", "8", "--recompute", "1", "--checkpoint-in-fp8"]
-    assert cli.main([*asked, *given]) == 0
+    layout = [
+        "--mesh",
+        "fsdp=4,tensor=2,replicate=2",
+        "--micro-batches",
+        "8",
+        "--recompute",
+        "1",
+        "--checkpoint-in-fp8",
+    ]
+    assert cli.main([*asked, *layout]) == 0
     text = capsys.readouterr().out
-    assert "64 sequences of 64 tokens" in text and f"{' '.join(given[2:])}, micro-batches of 1 seq" in text
+    assert "64 sequences of 64 tokens" in text and f"{' '.join(layout[2:])}, micro-batches of 1 seq" in text
     for words in ("bf16       ", "compiled", "eager", "tensor: waits of all", "masters", "NVIDIA H100 SXM has 79"):
         assert words in text
     assert cli.main([*asked, "--algorithm", "muon"]) == 0  # the mesh is found

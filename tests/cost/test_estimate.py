@@ -1,4 +1,4 @@
-"""A predicted step: its work equals what a counted real step computes, and its time follows the rates."""
+"""A predicted step: its work equals a counted real step's, and its time follows the rates."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_what_backward_needs_and_a_layer_called_twice() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.own(self.own(self.frozen(x)))
 
-    found = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
-    assert found["frozen"].products == (True, False, False)
-    assert found["own"] == LinearWork("own", 6, 8, 8, True, True)
+    layers = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
+    assert layers["frozen"].products == (True, False, False)
+    assert layers["own"] == LinearWork("own", 6, 8, 8, True, True)
     with pytest.raises(ValueError, match="nothing to train"):
         work_of(on_meta(Twice().requires_grad_(False)), (torch.ones(3, 8),))
 
@@ -95,48 +95,50 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
-    work, made = work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")}
-    found = {name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **made}.items()}
-    assert {name: estimate.name for name, estimate in found.items()} == {name: name for name in found}
-    bf16 = found["bf16"]
+    work, chosen = (work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")})
+    plans = {
+        name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **chosen}.items()
+    }
+    assert {name: estimate.name for name, estimate in plans.items()} == {name: name for name in plans}
+    bf16 = plans["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers
-    assert found["dynamic"].casts > found["delayed"].casts > 0.0
-    assert found["dynamic"].products == found["delayed"].products < bf16.products
-    assert found["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
-    assert {layer.work.name for layer in found["mx"].slower} == {layer.work.name for layer in found["mx"].layers}
-    for each in found.values():
+    assert plans["dynamic"].casts > plans["delayed"].casts > 0.0
+    assert plans["dynamic"].products == plans["delayed"].products < bf16.products
+    assert plans["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
+    assert {layer.work.name for layer in plans["mx"].slower} == {layer.work.name for layer in plans["mx"].layers}
+    for each in plans.values():
         busy = each.products + each.casts + each.other
         assert sum(each.device) == pytest.approx(busy) and each.total == busy + each.optimizer + each.waits
         assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)
 
 
 def test_the_device_waits_where_the_host_takes_longer() -> None:
-    """The host is late in the blocks' forward, and what the device does after that hides backward's."""
+    """The host is late in the blocks' forward; the device's later work hides backward's launches."""
     model = gpt()
     work = work_of(on_meta(model), (TOKENS,))
 
-    def found(**host: HostTime) -> Estimate:
+    def estimated(**host: HostTime) -> Estimate:
         return estimate(model, (TOKENS,), None, replace(H200, host=host), work=work)
 
-    idle = found()
+    idle = estimated()
     forward, after = idle.device
     assert idle.waits == 0 and min(forward, after) > 0 and work.blocks is not None
-    late = found(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
+    late = estimated(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
     assert late.waits == pytest.approx(forward) and late.total == pytest.approx(idle.total + forward)
-    hidden, never = (found(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
+    hidden, never = (estimated(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
     assert hidden.waits == 0 and never.waits == pytest.approx(2 * after - forward)
 
 
 def test_the_loss_counts() -> None:
-    """In float32: its operations move 44 bytes a logit, and it keeps three tensors before the first gradient."""
+    """The loss, in float32, moves 44 bytes a logit, and it keeps three tensors before the first gradient."""
     model = gpt()
     work, other = (work_of(on_meta(each), (x,)) for each, x in ((model, TOKENS), (nn.Linear(8, 8), torch.ones(3, 8))))
     logits = model(TOKENS)
     assert work.logits == logits.numel() and other.logits == 0
-    found = estimate(model, (TOKENS,), None, H200, work=work)
-    assert found.memory.saved is not None and found.loss == 12 * logits.numel()
-    assert found.memory.saved["logits and loss"] >= found.loss
-    assert found.peak == found.memory.total - min(found.memory.gradients, found.loss)
+    plan = estimate(model, (TOKENS,), None, H200, work=work)
+    assert plan.memory.saved is not None and plan.loss == 12 * logits.numel()
+    assert plan.memory.saved["logits and loss"] >= plan.loss
+    assert plan.peak == plan.memory.total - min(plan.memory.gradients, plan.loss)
 
     def moved(vocabulary: int) -> float:
         words = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)).to(torch.bfloat16)
@@ -160,7 +162,7 @@ def test_a_product_takes_its_operations_or_its_bytes() -> None:
 
 
 def test_experts_are_counted_as_the_loop_over_them() -> None:
-    """Of the trainer's own and of transformers', whichever way those compute themselves."""
+    """The trainer's experts and transformers', whichever way those compute themselves, are counted as loops."""
     mixed = GPT(ModelConfig(64, 1, 2, 16, experts=4, top_k=2)).to(torch.bfloat16)
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
@@ -169,11 +171,18 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
     mixtral = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
     for model, name in ((mixed, "blocks.0.mlp"), (mixtral, "model.layers.0.mlp")):
         work = work_of(on_meta(model), (TOKENS,))
-        rows, found = (
+        rows, layers = (
             TOKENS.numel() * 2,
             {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears},
         )
-        assert found["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and found["down"] == (rows, 96, 64, True, True, 4)
+        assert layers["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and layers["down"] == (
+            rows,
+            96,
+            64,
+            True,
+            True,
+            4,
+        )
         scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4
         routers = [one for one in work.linears if one.name.endswith("router")]  # the trainer's is a layer
         others = work.other_flop + sum(one.flop * sum(one.products) for one in routers)
@@ -190,15 +199,15 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     x = (torch.empty(256, 512, dtype=torch.bfloat16, device="meta"),)
     work = work_of(model, x)
 
-    def found(recipe: object, select: object = None) -> Estimate:
+    def estimated(recipe: object, select: object = None) -> Estimate:
         return estimate(model, x, recipe, H200, select, work=work)  # type: ignore[arg-type]
 
-    assert [layer.work.name for layer in found(recipes.dynamic()).layers] == ["0"]
-    every = found(recipes.dynamic(), lambda module, name: name != "1")
+    assert [layer.work.name for layer in estimated(recipes.dynamic()).layers] == ["0"]
+    every = estimated(recipes.dynamic(), lambda module, name: name != "1")
     assert [layer.work.name for layer in every.layers] == ["0", "2"]
-    mapped = found(RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}))
+    mapped = estimated(RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}))
     assert mapped.casts == 0.0 and not mapped.layers  # "1" is too small for the default select
-    assert found(recipes.dynamic(), lambda module, name: False).products == found(None).products
+    assert estimated(recipes.dynamic(), lambda module, name: False).products == estimated(None).products
 
 
 def llama() -> nn.Module:
@@ -211,10 +220,10 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     model, rates = llama(), PUBLISHED["H100"]
     work = work_of(on_meta(model), (TOKENS,))
 
-    def found(recipe: object, **how: bool) -> Estimate:
+    def estimated(recipe: object, **how: bool) -> Estimate:
         return estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=work, **how)  # type: ignore[arg-type]
 
-    plain, fused = (found(None, fuse=fuse) for fuse in (False, True))
+    plain, fused = (estimated(None, fuse=fuse) for fuse in (False, True))
     assert (plain.name, fused.name) == ("bf16", "bf16, fused")
     assert fused.products == plain.products and fused.casts == 0 and not fused.layers
     x, wide, logits = TOKENS.numel() * 64, TOKENS.numel() * 176, work.logits
@@ -228,20 +237,20 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     head = head_of(work)
     assert head is not None and head.name == "lm_head"
     recipe = RecipeMap(recipes.delayed(), {"lm_head": recipes.dynamic_with_output_hp()})
-    whole, chunked = (found(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
+    whole, chunked = (estimated(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
     spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)[GRAD_OUTPUT]
     assert whole.casts - chunked.casts == pytest.approx(spared) and spared > 0
     assert chunked.other == pytest.approx(whole.other)  # 6 bytes a logit as well
     # all are one chunk; the gradient of the head's input is there too
     assert (whole.loss, chunked.loss) == (4 * logits, logits + 3 * logits + 2 * x)
     # blocks' scales are not known beforehand: the recipe casts their gradient
-    block, in_chunks = (found(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
+    block, in_chunks = (estimated(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
     assert block.casts == in_chunks.casts > 0 and in_chunks.loss == logits + 5 * logits + 2 * x
     many = work._replace(logits=8192 * 64, linears=(*work.linears[:-1], head._replace(tokens=8192)))
     chunks = estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=many, chunked_loss=True)
     assert chunks.loss == 8192 * 64 + 3 * 4096 * 64 + 2 * 8192 * 64
     with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
-        found(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
+        estimated(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
     with pytest.raises(PlanError, match="no layer computes logits"):
         estimate(nn.Linear(8, 8), (torch.ones(2, 8),), recipes.delayed(), rates, chunked_loss=True)
 
@@ -249,15 +258,15 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
 def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     model = llama()
     work = work_of(on_meta(model), (TOKENS,))
-    found = [
+    plans = [
         estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work)
         for fuse in (False, True)
     ]
-    plain, fused = (each.memory.saved for each in found)
+    plain, fused = (each.memory.saved for each in plans)
     assert plain is not None and fused is not None
     less = {kind for kind in plain if fused[kind] < 0.99 * plain[kind]}  # of fewer layers fewer scales, too
-    assert less >= {"norms", "activations", "logits and loss"} and found[1].peak < found[0].peak
-    assert found[0].memory.activations == sum(plain.values())
+    assert less >= {"norms", "activations", "logits and loss"} and plans[1].peak < plans[0].peak
+    assert plans[0].memory.activations == sum(plain.values())
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
     bytes_alone = dataclasses.replace(H200, launch=0.0)  # gradients of norms' weights are copied here
     once, of_fused = (
@@ -272,7 +281,7 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     parts += [("residual", x), ("weights side by side", 2 * 64 * 176), ("weights side by side", 3 * head)]
     saved = sum(size * (sum(PARTS[part].plain[:2]) - sum(PARTS[part].fused[:2])) for part, size in parts)
     launches = sum(sum(PARTS[part].plain[2:]) - sum(PARTS[part].fused[2:]) for part, _ in parts)
-    assert found[0].other - found[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
+    assert plans[0].other - plans[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
 
 
 def test_the_optimizer_counts() -> None:

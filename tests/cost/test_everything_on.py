@@ -1,4 +1,4 @@
-"""What the plan says of a whole training step with everything on, and that its committed table says the same."""
+"""The plan of a whole training step with everything on, and that its committed table has the same numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_step_with_everything_on_beside_bf16() -> None:
 
 @pytest.mark.parametrize("names", [(FUSED, WHOLE), pytest.param((BF16, CHUNKED), marks=pytest.mark.full)])
 def test_the_table_is_what_is_planned(names: tuple[str, ...]) -> None:
-    """By FlashAttention-2; by cuDNN's attention less what that takes less, as no step waits for its host."""
+    """The table has the planned times by FlashAttention-2 and by cuDNN's attention, as no step waits for its host."""
     rates, (one, two) = step.rates(then=False), (work.attention[64] for _, work in step.models())
     causal = (one + 15 * (two - one)) / 2
     saved = causal / ATTENTION["flash"][64] - causal / ATTENTION["cudnn"][64]

@@ -1,4 +1,4 @@
-"""A step on a mesh: ranks hold a model together, replicas cost what they must, bad meshes say what would do."""
+"""A step on a mesh: ranks hold a model together, replicas cost their exchange, errors name meshes that would do."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_replicas_keep_gathers_inside_a_server_and_add_gradients_between() -> No
 
 
 def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives() -> None:
-    kept, again = stage(), stage(recomputed=1.0)
-    assert again.memory["activations"] < kept.memory["activations"] and again.compute > kept.compute
-    assert again.kinds["attention"] == pytest.approx(4 / 3 * kept.kinds["attention"])
+    saved, again = stage(), stage(recomputed=1.0)
+    assert again.memory["activations"] < saved.memory["activations"] and again.compute > saved.compute
+    assert again.kinds["attention"] == pytest.approx(4 / 3 * saved.kinds["attention"])
     in_fp8 = replace(again, precision=replace(again.precision, regions=1))
     inputs = 2 * LAYOUT.batch * LAYOUT.sequence * SHAPES.width * SHAPES.layers  # of a micro-batch
     assert again.memory["activations"] - in_fp8.memory["activations"] == pytest.approx(inputs / 2)
     larger = stage(batch=2)
-    assert larger.memory["activations"] == 2 * kept.memory["activations"] and larger.step.seconds < kept.step.seconds
-    assert stage(FP8).memory["activations"] < kept.memory["activations"]
+    assert larger.memory["activations"] == 2 * saved.memory["activations"] and larger.step.seconds < saved.step.seconds
+    assert stage(FP8).memory["activations"] < saved.memory["activations"]
 
 
 def test_other_devices() -> None:

@@ -1,4 +1,4 @@
-"""Rows of what parts move: the operations of a block of transformers' Llama and of a ViT's, before and after fusing."""
+"""Bytes that parts move: the operations of a block of transformers' Llama and of a ViT's, before and after fusing."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if made and not is_view and not any(word in name for word in NEITHER):
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if written and not is_view and not any(word in name for word in NEITHER):
             read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            self.bytes += sum(x.nbytes for x in (*read, *made))
+            self.bytes += sum(x.nbytes for x in (*read, *written))
             self.casts += "octavo::cast" in name
             self.operations += 1
         return result
 
 
 def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledger], list[tuple[str, str, float]]]:
-    """Count a module's forward and backward as it is ("plain"), converted or fused, and name what was fused."""
+    """Count a module's forward and backward as it is ("plain"), converted or fused, and name the fused parts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -80,11 +80,11 @@ def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledg
 
 
 def config() -> transformers.LlamaConfig:
-    made = transformers.LlamaConfig(
+    llama_config = transformers.LlamaConfig(
         hidden_size=WIDTH, intermediate_size=WIDE, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2
     )
-    made._attn_implementation = "sdpa"
-    return made
+    llama_config._attn_implementation = "sdpa"
+    return llama_config
 
 
 def of_block() -> dict[str, tuple[int, int]]:
@@ -107,12 +107,12 @@ def test_parts_are_a_block_of_llama() -> None:
 @pytest.mark.parametrize("which", ["block", "CLIP"])
 def test_what_fusing_changes(which: str) -> None:
     clip = transformers.CLIPTextConfig(hidden_size=WIDTH, intermediate_size=WIDE, hidden_act="gelu")
-    made: dict[str, Callable[[], nn.Module]] = {
+    builders: dict[str, Callable[[], nn.Module]] = {
         "block": lambda: modeling_llama.LlamaDecoderLayer(config(), 0),
         "CLIP": lambda: CLIPMLP(clip),
     }
-    converted, nothing = ledgers(made[which], "converted")
-    fused, parts = ledgers(made[which], "fused")
+    converted, nothing = ledgers(builders[which], "converted")
+    fused, parts = ledgers(builders[which], "fused")
     sizes = {part: size for part, (size, _) in of_block().items()} | {"feed-forward": TOKENS * WIDE}
     sizes["values"] = TOKENS * WIDTH // 2
     assert not nothing
@@ -137,7 +137,7 @@ def test_norms_of_heads_copy_what_they_read(monkeypatch: pytest.MonkeyPatch) -> 
     sizes |= {"num_key_value_heads": HEADS // 2, "head_dim": WIDTH // HEADS, "attn_implementation": "sdpa"}
     qwen3 = transformers.Qwen3Config(**sizes)
     without, _ = ledgers(lambda: modeling_llama.LlamaDecoderLayer(config(), 0), "fused")
-    found, parts = ledgers(lambda: modeling_qwen3.Qwen3DecoderLayer(qwen3, 0), "fused")
+    with_norms, parts = ledgers(lambda: modeling_qwen3.Qwen3DecoderLayer(qwen3, 0), "fused")
     queries_keys, values = TOKENS * WIDTH * 3 // 2, TOKENS * WIDTH // 2
     of_heads = {"norms of heads": queries_keys, "heads side by side": queries_keys + values}
     assert of_heads.items() <= {part: size for _, part, size in parts}.items()
@@ -146,8 +146,8 @@ def test_norms_of_heads_copy_what_they_read(monkeypatch: pytest.MonkeyPatch) -> 
     for index, field in enumerate(("forward", "backward")):
         moved = sum(size * getattr(row, field) for row, size in [*rows, (norm, queries_keys)])
         launches = sum(getattr(row, f"{field}_launches") for row in (*dict(rows), norm, norm))
-        assert found[index].bytes - without[index].bytes == pytest.approx(moved, rel=0.01)
-        assert found[index].operations - without[index].operations == launches
+        assert with_norms[index].bytes - without[index].bytes == pytest.approx(moved, rel=0.01)
+        assert with_norms[index].operations - without[index].operations == launches
 
 
 def test_the_loss_moves_what_its_operations_move() -> None:

@@ -90,18 +90,18 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
     mine = dataclasses.replace(RATES, device=device_label(CPU), memory=1e9)
     assert keep(RATES) == keep(mine) == cache / "rates.json"
     assert rates_of(device=CPU) == mine
-    kept = json.loads((cache / "rates.json").read_text())
-    own = kept[mine.device]
-    without = {name: value for name, value in own.items() if name != "memory"}  # as an older octavo kept it
+    rates_of_devices = json.loads((cache / "rates.json").read_text())
+    of_cpu = rates_of_devices[mine.device]
+    without = {name: value for name, value in of_cpu.items() if name != "memory"}  # as an older octavo kept it
     (cache / "rates.json").write_text(json.dumps({mine.device: without}))
     assert rates_of(device=CPU) == dataclasses.replace(mine, memory=memory_of(CPU)) and memory_of(CPU) > 1 << 30
-    products = {kind: points for kind, points in own["products"].items() if kind != "mx"}
-    for text in ("{", "[1]", *(json.dumps({mine.device: own | {name: products}}) for name in ("newer", "products"))):
+    products = {kind: points for kind, points in of_cpu["products"].items() if kind != "mx"}
+    for text in ("{", "[1]", *(json.dumps({mine.device: of_cpu | {name: products}}) for name in ("newer", "products"))):
         (cache / "rates.json").write_text(text)  # as another version, or a full disk, may leave it
         with pytest.raises(ValueError, match="are not known"):
             rates_of(device=CPU)
     for seed in range(80):
-        (cache / "rates.json").write_bytes(damaged_json(kept, seed))
+        (cache / "rates.json").write_bytes(damaged_json(rates_of_devices, seed))
         with contextlib.suppress(PlanError):
             for kind in ("bf16", "tensor", "mx"):
                 assert 0 < rates_of(device=CPU).product_seconds(kind, 1e9, 1e6) < math.inf
@@ -110,12 +110,12 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
 
 
 def test_measured_rates_have_what_is_known_of_such_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention and the host's times, which are not measured."""
+    """Measured rates have a known device's attention and host's times, which are not measured."""
     mine = dataclasses.replace(RATES, device="NVIDIA H100 80GB HBM3, torch 2", memory=1e9)
     keep(mine)
     monkeypatch.setattr(rates, "device_label", lambda device: mine.device)
-    found, published = rates_of(device=CPU), PUBLISHED["H100"]
-    assert (found.products, found.attention, found.host) == (mine.products, published.attention, published.host)
+    both, published = rates_of(device=CPU), PUBLISHED["H100"]
+    assert (both.products, both.attention, both.host) == (mine.products, published.attention, published.host)
 
 
 def test_published_rates() -> None:
@@ -130,10 +130,10 @@ def test_published_rates() -> None:
 def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "ON_CPU", ((64, 32, 48), (16, 16, 16)))
     monkeypatch.setattr(rates, "_CAST", {False: (64, 64)})
-    found = rates.measure(torch.device("cpu"), seconds=0.001)
-    assert found.source == "measured" and found.copy > 0 and found.launch > 0
-    assert set(found.products) == {*PRODUCTS}
-    for points in found.products.values():
+    measured = rates.measure(torch.device("cpu"), seconds=0.001)
+    assert measured.source == "measured" and measured.copy > 0 and measured.launch > 0
+    assert set(measured.products) == {*PRODUCTS}
+    for points in measured.products.values():
         assert [flop for flop, _ in points] == [2 * 16**3, 2 * 64 * 32 * 48]
         assert all(rate > 0 for _, rate in points)
-    assert set(found.casts) == {*FORMS, "delayed"} and min(found.casts.values()) > 0
+    assert set(measured.casts) == {*FORMS, "delayed"} and min(measured.casts.values()) > 0

@@ -1,4 +1,4 @@
-"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a forward for scales."""
+"""FSDP2's traffic of converted weights: half of bf16's bytes, and at most one collective a forward for scales."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=2, dtype
     model = model_of(mesh, recipe, dtype, rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, dtype=dtype)
-    found = []
+    counts = []
     for _ in range(steps):
         with ByteCounter() as counter:
             for _ in range(micro_batches):
@@ -45,8 +45,8 @@ def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=2, dtype
                     model.train()
             optimizer.step()
             optimizer.zero_grad()
-        found.append((dict(counter.calls), dict(counter.bytes)))
-    return found
+        counts.append((dict(counter.calls), dict(counter.bytes)))
+    return counts
 
 
 @pytest.fixture(scope="module")

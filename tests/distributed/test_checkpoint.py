@@ -36,8 +36,8 @@ from tests.support.sharded_weights import held, sharded, steps
 
 
 def wrapped(mesh: Any, folder: str) -> list[str]:
-    """What differs after a checkpoint of a model in DistributedDataParallel, then compiled, then in both."""
-    found, ranks = [], Ranks(mesh.get_group())
+    """Return what differs after a checkpoint of a model in DistributedDataParallel, then compiled, then in both."""
+    differing, ranks = [], Ranks(mesh.get_group())
 
     def parallel(net: nn.Module) -> Any:
         return DistributedDataParallel(net, process_group=mesh.get_group())
@@ -49,12 +49,12 @@ def wrapped(mesh: Any, folder: str) -> list[str]:
         save_checkpoint(f"{folder}/{number}", wrap(nets[0]), optimizers[0], ranks=ranks)
         load_checkpoint(f"{folder}/{number}", wrap(nets[1]), optimizers[1], ranks=ranks)
         wholes = [held(*pair) for pair in zip(nets, optimizers, strict=True)]
-        found += differences_of_whole(*wholes)
-    return found
+        differing += differences_of_whole(*wholes)
+    return differing
 
 
 def one_fails(mesh: Any, folder: str, failing: int) -> tuple[list[str], list[str]]:
-    """What each rank says where one can't load into an optimizer without a state; what differs once all can."""
+    """Return each rank's errors where one can't load into an optimizer without a state; then what differs."""
     ranks = Ranks(mesh.get_group())
     saved, net = (sharded("dynamic", mesh, seed=seed) for seed in range(2))
     optimizers = stored.adamw(saved), stored.adamw(net)
@@ -77,8 +77,8 @@ def one_fails(mesh: Any, folder: str, failing: int) -> tuple[list[str], list[str
     return said, differences_of_whole(held(net, optimizers[1]), held(saved, optimizers[0]))
 
 
-def differences_of_whole(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    return [name for name, value in expected.items() if not value.equal(found[name])]
+def differences_of_whole(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not value.equal(actual[name])]
 
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
@@ -121,10 +121,10 @@ def whole(value):
 
 def everything(model, optimizer):
     """All that training depends on."""
-    found = {name: whole(p) for name, p in model.named_parameters()}
+    tensors = {name: whole(p) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state.get(p, {}).items()}
-    return found | octavo.nn.delayed_state_dict(model)
+        tensors |= {f"{name}.{key}": whole(value) for key, value in optimizer.state.get(p, {}).items()}
+    return tensors | octavo.nn.delayed_state_dict(model)
 
 
 def equal(first, second):
@@ -142,7 +142,7 @@ def convert_between(mesh, folder):
     model = shared(build(seed=1), mesh)
     load_checkpoint(folder + "/plain", model, ranks=ranks)
     same = [torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-    model(torch.randn(4, WIDTH)).sum().backward()  # gathered anew, not what was cast before
+    model(torch.randn(4, WIDTH)).sum().backward()  # gathers the loaded values, not the codes of an earlier cast
     save_checkpoint(folder + "/sharded", model, ranks=ranks)
     back = build(None, seed=2, dtype=torch.bfloat16)
     load_checkpoint(folder + "/sharded", back, ranks=ranks)
@@ -163,7 +163,7 @@ def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
 
 
 def from_step_0(mesh: Any, folder: str) -> list[str]:
-    """What differs two steps after a checkpoint that was saved before the first: on these ranks, and on one."""
+    """Return what differs two steps after a checkpoint from before the first: on these ranks, and on one."""
     ranks = Ranks(mesh.get_group())
     nets = sharded("dynamic", mesh), sharded("dynamic", mesh, seed=1), stored.model("dynamic", seed=2)
     optimizers = [stored.adamw(net, "fp16_scaled") for net in nets]
@@ -226,7 +226,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
 
 
 def fail_later(mesh, folder, failing):
-    """What a save in the background says where a rank can't write, what is left; then one that is held back."""
+    """Return the errors of a save in the background where a rank can't write, what is left; then of one held back."""
     ranks = Ranks(dist.new_group([*range(mesh.size())], use_local_synchronization=True))
     model = shared(build(), mesh)
     optimizer = adamw(model)
@@ -237,23 +237,23 @@ def fail_later(mesh, folder, failing):
             patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         saving = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks)
         error = saving.exception(60)
-    left = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
+    remaining_files = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
     extra, before = {"list": [4]}, everything(model, optimizer)
     with stored.save_later(folder, model, optimizer, extra, ranks=ranks, keep=2):
         train(model, optimizer, 2, 3, Ranks(mesh.get_group()))
         extra["list"][0] = 5
     extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
-    return type(error), str(error), left, extra, equal(everything(model, optimizer), before)
+    return type(error), str(error), remaining_files, extra, equal(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_save_in_the_background_says_its_faults_and_what_it_saves_does_not_change(pool, failing, tmp_path):
-    for kind, text, left, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
+    for kind, text, remaining_files, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
         assert kind is CheckpointError and f"rank {failing} failed: Full; what was saved before is kept" in text
-        assert left == ["save-00000001"] and extra == {"list": [4]} and same
+        assert remaining_files == ["save-00000001"] and extra == {"list": [4]} and same
     assert len(list(tmp_path.iterdir())) == 2
-    found = pool.run(on_the_group_that_trains, (2,), str(tmp_path), whole=True)[0]
-    assert "training uses the default process group meanwhile" in found
+    message = pool.run(on_the_group_that_trains, (2,), str(tmp_path), whole=True)[0]
+    assert "training uses the default process group meanwhile" in message
 
 
 def on_the_group_that_trains(mesh, folder):
@@ -290,7 +290,7 @@ CUTS = {
 
 @pytest.mark.parametrize("when", CUTS)
 def test_a_save_cut_off_anywhere_leaves_one_that_loads(when, model, tmp_path, monkeypatch):
-    """Where it is killed, which leaves what is on the disk then, and where it fails, which leaves nothing partial."""
+    """A save that is killed anywhere leaves a checkpoint that loads; one that fails leaves nothing partial."""
     optimizer, (place, counts) = adamw(model), CUTS[when]
     failed, killed = tmp_path / "failed", tmp_path / "killed"
     train(model, optimizer, 2, 4)
@@ -428,7 +428,7 @@ def fill(folder, name, data):
 
 
 def replaced(folder, **changes):
-    """Put values into octavo.pt, or leave out those that are None."""
+    """Put values into octavo.pt; leave out keys whose value is None."""
     path = folder / "save-00000001" / "octavo.pt"
     content = torch.load(path, weights_only=True) | changes
     torch.save({name: value for name, value in content.items() if value is not None or name not in changes}, path)
@@ -489,7 +489,7 @@ def test_a_damaged_one_is_said_so_and_runs_nothing(spoil, says, model, tmp_path,
 
 
 def test_damage_is_an_error_or_changes_nothing(model, tmp_path):
-    """Of any file, in weights, moments, their scales and sizes; the parameters' bytes are most of the tensors' file."""
+    """Damage of any file, in weights, moments, scales or sizes, is an error or changes nothing."""
     optimizer = adamw(model)
     train(model, optimizer, 0, 1)
     save_checkpoint(tmp_path, model, optimizer, {"step": 1})
@@ -584,17 +584,17 @@ def test_what_cannot_be_written_or_read_back_leaves_what_there_is(model, tmp_pat
 
 def test_what_was_saved_as_it_is_kept_is_filled_in_place():
     codes, scales = torch.zeros(4, 300, dtype=torch.uint8), torch.ones(4, 3)
-    own = {"m_codes": codes, "m_scale_inv": scales, "step": torch.zeros(())}
-    sizes = {name: value.shape for name, value in own.items()}
-    assert checkpoint._moment_to_fill("m", own, sizes) == checkpoint._moment_to_fill("v", own, sizes) == {}
-    found = checkpoint._moment_to_fill("m", own, {"m": torch.Size((4, 300))})
-    assert found.keys() == {"m"} and found["m"].shape == (4, 300) and found["m"].dtype == torch.float32
+    state = {"m_codes": codes, "m_scale_inv": scales, "step": torch.zeros(())}
+    sizes = {name: value.shape for name, value in state.items()}
+    assert checkpoint._moment_to_fill("m", state, sizes) == checkpoint._moment_to_fill("v", state, sizes) == {}
+    tensors = checkpoint._moment_to_fill("m", state, {"m": torch.Size((4, 300))})
+    assert tensors.keys() == {"m"} and tensors["m"].shape == (4, 300) and tensors["m"].dtype == torch.float32
     # one scale, of experts one each
-    found = checkpoint._moment_to_fill("m", own, sizes | {"m_scale_inv": torch.Size((4, 1))})
-    assert found["m_codes"] is not codes
-    found["m_codes"].fill_(0x38)
-    found["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
-    values = checkpoint._read(Moment(octavo.E4M3, granularity=octavo.PerTensor()), *found.values())
+    tensors = checkpoint._moment_to_fill("m", state, sizes | {"m_scale_inv": torch.Size((4, 1))})
+    assert tensors["m_codes"] is not codes
+    tensors["m_codes"].fill_(0x38)
+    tensors["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
+    values = checkpoint._read(Moment(octavo.E4M3, granularity=octavo.PerTensor()), *tensors.values())
     assert torch.equal(values, torch.arange(4.0).view(4, 1).expand(4, 300))
 
 
@@ -602,8 +602,8 @@ def test_what_was_saved_as_it_is_kept_is_filled_in_place():
 def test_tensors_come_back_and_nothing_else_does(tmp_path):
     options = {"no_dist": True}
     dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=dcp.FileSystemWriter(tmp_path), **options)
-    found = {"w": torch.zeros(6)}
-    dcp.load(found, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
-    assert found["w"].tolist() == list(range(6))
+    tensors = {"w": torch.zeros(6)}
+    dcp.load(tensors, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
+    assert tensors["w"].tolist() == list(range(6))
     with pytest.raises(BaseException, match="is no tensor in this checkpoint"):
         dcp.load({"text": "b"}, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)

@@ -45,7 +45,7 @@ OTHERS = "dynamic", "rowwise", "blockwise", "mx"
 
 
 def trained(mesh, recipe, how, backend, depth=1):
-    """(losses, graphs after each step, breaks) of a sharded model's training."""
+    """Return (losses, graphs after each step, breaks) of a sharded model's training."""
     torch.compiler.reset()
     counters.clear()
     net = built(replace(EVEN, depth=depth), recipe)

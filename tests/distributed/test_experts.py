@@ -1,4 +1,4 @@
-"""Experts on several ranks compute, bit for bit, what one rank computes with the tokens of all."""
+"""Experts on several ranks equal one rank's with the tokens of all, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SIZES = [24, 0, 7, 13]  # tokens of each rank
 
 @functools.cache
 def alone() -> Any:
-    """A mesh of this rank, made without the others: not all of the pool's may run the task."""
+    """Return a mesh of this rank, made without the others: not all of the pool's may run the task."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return dist.DeviceMesh.from_group(group, "cpu")
 
 
 def parts(mesh: Any) -> list[slice]:
-    """Where each rank's tokens are among all."""
+    """Return the places of each rank's tokens among all."""
     ends = torch.tensor([0, *SIZES[: mesh.size()]]).cumsum(0).tolist()
     return [slice(*both) for both in itertools.pairwise(ends)]
 
 
 def steps(net: Mixture, ranks: range, on: int = 1, how: str = "eager", count: int = 3) -> dict[str, Tensor]:
     """Results and gradients of steps with these ranks' tokens; gradients are averages over ``on`` ranks."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     optimizer = torch.optim.SGD(net.experts.parameters(), lr=0.1 * on)
     for step in range(count):
         x = torch.cat([batch(step, rank, SIZES[rank]) for rank in ranks]).requires_grad_()
@@ -51,39 +51,39 @@ def steps(net: Mixture, ranks: range, on: int = 1, how: str = "eager", count: in
         else:
             y = checkpoint(net, x, use_reentrant=how == "reentrant")
         y.square().sum().backward()
-        found |= {f"y {step}": y.detach(), f"x {step}": whole(x.grad)}
-        found |= {f"{name} {step}": whole(p.grad) * on for name, p in net.experts.named_parameters()}
+        tensors |= {f"y {step}": y.detach(), f"x {step}": whole(x.grad)}
+        tensors |= {f"{name} {step}": whole(p.grad) * on for name, p in net.experts.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
         net.router.weight.grad = None
-    found |= {name: whole(p) for name, p in net.experts.named_parameters()}
-    return found | octavo.nn.delayed_state_dict(net)
+    tensors |= {name: whole(p) for name, p in net.experts.named_parameters()}
+    return tensors | octavo.nn.delayed_state_dict(net)
 
 
 def compare(
     mesh: Any, kind: str, recipe: str, how: str = "eager", exact: bool = False, average: bool = True
 ) -> tuple[dict[str, float], ...]:
-    """What differs from one rank without expert parallelism; and from one rank that exchanges with itself."""
+    """Return what differs from one rank without expert parallelism; and from one rank that exchanges with itself."""
     size, rank = mesh.size(), mesh.get_rank()
     net, lone, plain = (built(kind, recipe, 8) for _ in range(3))
     expert_parallel(net, mesh, exact, average)
     expert_parallel(lone, alone(), exact)
-    found, own = steps(net, range(rank, rank + 1), size if average else 1, how), parts(mesh)[rank]
+    actual, of_rank_only = steps(net, range(rank, rank + 1), size if average else 1, how), parts(mesh)[rank]
     differences = []
     for other in (plain, lone):
         expected = steps(other, range(size))
-        of_rank = {name: value[own] if name[:2] in ("x ", "y ") else value for name, value in expected.items()}
-        differences.append(off(found, of_rank))
+        of_rank = {name: value[of_rank_only] if name[:2] in ("x ", "y ") else value for name, value in expected.items()}
+        differences.append(off(actual, of_rank))
     return tuple(differences)
 
 
-def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The tensors that differ, each with the norm of the difference by the norm of the value."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     return {
-        name: float((found[name] - value).norm() / value.norm().clamp(min=1e-30))
+        name: float((actual[name] - value).norm() / value.norm().clamp(min=1e-30))
         for name, value in expected.items()
-        if not torch.equal(found[name], value)
+        if not torch.equal(actual[name], value)
     }
 
 
@@ -93,12 +93,12 @@ ALL += [pytest.param(name, marks=pytest.mark.full) for name in ("gw_hp", "high_p
 
 
 def check(recipe, answers):
-    """Rows that grad_weight reads in another scaling were rounded before: to powers of two what underflows there."""
+    """Check that weights alone differ from one rank's: grad_weight casts rows that were rounded once before."""
     for differences, from_itself in answers:
         assert not from_itself
         first = {name: by for name, by in differences.items() if name.endswith(" 0")}
         assert {name.partition(" ")[0].rpartition(".")[2] for name in first} <= {"weight", "gate_up_proj", "down_proj"}
-        off_by = {"rowwise": 0.05, "blockwise": 1e-6, "mx": 1e-6}.get(recipe, 0)  # the first is what a cast is off by
+        off_by = {"rowwise": 0.05, "blockwise": 1e-6, "mx": 1e-6}.get(recipe, 0)  # the first is a cast's error
         assert max(first.values(), default=0) <= off_by
         assert recipe == "rowwise" or max(differences.values(), default=0) <= off_by
 
@@ -138,13 +138,13 @@ def counted(mesh, recipe):
     check_layers_agree([experts.gate_up, experts.down], mesh)  # once, whether ranks were told the same of them
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     weights, index = torch.randn(64, 8).softmax(-1).topk(2)
-    found = []
+    counts = []
     with ByteCounter() as counter:
         y = experts(x, index, weights.bfloat16())
-        found.append((dict(counter.calls), dict(counter.bytes)))
+        counts.append((dict(counter.calls), dict(counter.bytes)))
     with ByteCounter() as counter:
         y.sum().backward()
-    return *found, (dict(counter.calls), dict(counter.bytes))
+    return *counts, (dict(counter.calls), dict(counter.bytes))
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def counted(mesh, recipe):
     ],
 )
 def test_bytes(pool, recipe):
-    """Of rows' bytes: those of bf16 dispatched and combined are as many."""
+    """Rows that are dispatched and combined take the recipe's share of bf16's bytes."""
     per_tensor = recipe in ("dynamic", "short history")
-    for plain, found in zip(pool.run(counted, (2,), "high_precision"), pool.run(counted, (2,), recipe), strict=True):
-        for (_, plain_bytes), (calls, bytes) in zip(plain, found, strict=True):
+    for plain, counts in zip(pool.run(counted, (2,), "high_precision"), pool.run(counted, (2,), recipe), strict=True):
+        for (_, plain_bytes), (calls, bytes) in zip(plain, counts, strict=True):
             one_way = plain_bytes[OTHER] / 2
             assert calls[OTHER] == 2 and 0.5 <= bytes[OTHER] / one_way - 1 <= 0.53
-        (forward, of_forward), (backward, of_backward) = found
+        (forward, of_forward), (backward, of_backward) = counts
         assert forward[GATHER] == 1 and of_forward[GATHER] == 2 * 4 * (8 + 1 + (8 if per_tensor else 0))
         assert REDUCE not in forward and GATHER not in backward and SCATTER not in backward
         assert backward.get(REDUCE, 0) == {"dynamic": 1, "short history": 3}.get(recipe, 0)
@@ -171,7 +171,7 @@ def test_bytes(pool, recipe):
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Of this process alone."""
+    """A mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
     dist.destroy_process_group()
@@ -238,7 +238,7 @@ def test_a_mesh_that_does_not_fit(pool):
 
 
 def refusals(mesh):
-    """What is said of experts that can't be divided, and of rows without an expert, which a GPU does not look for."""
+    """Return the errors about experts that can't be divided, and about rows without an expert, unseen on a GPU."""
     said = []
     with pytest.raises(ValueError) as error:
         expert_parallel(built("octavo", "dynamic", 3), mesh)

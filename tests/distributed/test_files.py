@@ -28,7 +28,7 @@ def test_a_file_is_replaced_or_left(tmp_path, monkeypatch):
 
 
 def test_what_no_file_can_take_the_place_of_is_written_into(tmp_path, capfd):
-    target, link, pipe, own = (tmp_path / name for name in ("target", "link", "pipe", "own"))
+    target, link, pipe, link_to_output = (tmp_path / name for name in ("target", "link", "pipe", "own"))
     target.write_bytes(b"old")
     link.symlink_to(target)
     write(link, b"by a link")
@@ -40,10 +40,10 @@ def test_what_no_file_can_take_the_place_of_is_written_into(tmp_path, capfd):
     write(pipe, b"into a pipe")
     reader.join()
     assert read == [b"into a pipe"] and pipe.is_fifo()
-    own.symlink_to("/dev/fd/1")
+    link_to_output.symlink_to("/dev/fd/1")
     print("before", flush=True)
-    write(own, b"output\n")
-    assert capfd.readouterr().out == "before\noutput\n" and own.is_symlink()
+    write(link_to_output, b"output\n")
+    assert capfd.readouterr().out == "before\noutput\n" and link_to_output.is_symlink()
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -28,7 +28,7 @@ BLOCK = 128
 GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.format_info_ocp_e5m2}
 
 
-# --- what is right, in float64 and without octavo's casts -------------------------------------------------------------
+# --- expected means, in float64 and without octavo's casts ------------------------------------------------------------
 
 
 def rounded(x, fmt, width):
@@ -56,7 +56,12 @@ def simulated(flats, fmt, gather_dtype=None, servers=None):
     for members in servers or (ranks,):
         rows, means = x.shape[1] // members, []
         # to the p-th that it exchanges with a rank sends each row whose owner is p-th there
-        sent = np.stack([[rounded(own[p::members].reshape(1, -1), fmt, BLOCK)[0] for p in range(members)] for own in x])
+        sent = np.stack(
+            [
+                [rounded(rows_of_rank[p::members].reshape(1, -1), fmt, BLOCK)[0] for p in range(members)]
+                for rows_of_rank in x
+            ]
+        )
         for rank in range(ranks):
             place, first = rank // near % members, rank - rank // near % members * near
             means.append(np.mean([sent[first + near * p, place] for p in range(members)], 0).reshape(rows, width))
@@ -73,7 +78,7 @@ def simulated(flats, fmt, gather_dtype=None, servers=None):
 
 
 class OneBucket:
-    """What the hook reads of DDP's bucket."""
+    """A bucket of DDP's, as far as the hook reads it."""
 
     def __init__(self, flat):
         self.flat = flat
@@ -83,7 +88,7 @@ class OneBucket:
 
 
 def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
-    """This rank's flat gradients; some whole blocks are small, some zero."""
+    """Return this rank's flat gradients; some whole blocks are small, some zero."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(count, generator=generator)
     x *= torch.exp2(spread * torch.randn(-(-count // 64), generator=generator).repeat_interleave(64)[:count])
@@ -92,8 +97,8 @@ def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
 
 
 def hooked(mesh, count, dtype, options, steps=1, faults=()):
-    """Each step's mean, as float64, after faults (rank, element, value) are put in the first step's gradients."""
-    reduction, found = Fp8Reduction(**options, group=mesh.get_group()), []
+    """Return each step's mean, as float64; faults (rank, element, value) are in the first step's gradients."""
+    reduction, means = Fp8Reduction(**options, group=mesh.get_group()), []
     for step in range(steps):
         flat = gradients(count, dist.get_rank(), step, dtype)
         for rank, element, value in faults if step == 0 else ():
@@ -105,8 +110,8 @@ def hooked(mesh, count, dtype, options, steps=1, faults=()):
         if not options.get("stochastic"):
             reduction.all_reduce(other)  # as FSDP2 calls it between replicas
             assert torch.equal(other.nan_to_num(7.0), flat.nan_to_num(7.0))
-        found.append(result.double().numpy().copy())
-    return found
+        means.append(result.double().numpy().copy())
+    return means
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
@@ -118,10 +123,10 @@ FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("options", [{}, {"gather_dtype": torch.bfloat16}], ids=str)
 def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, options):
-    found = pool.run(hooked, (ranks,), count, dtype, {"format": FORMATS[fmt], **options})
+    means = pool.run(hooked, (ranks,), count, dtype, {"format": FORMATS[fmt], **options})
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
     expected = simulated(flats, FORMATS[fmt], options.get("gather_dtype"))
-    assert_all_are(found, expected, dtype)
+    assert_all_are(means, expected, dtype)
 
 
 @pytest.mark.covering(1)
@@ -132,17 +137,17 @@ def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, option
 def test_two_servers_equal_a_simulation_in_float64(pool, dtype, count, fmt, options):
     """The mean of each server's ranks is rounded once more."""
     options = {"format": FORMATS[fmt], "ranks_per_server": 2, **options}
-    found = pool.run(hooked, (4,), count, dtype, options)
+    means = pool.run(hooked, (4,), count, dtype, options)
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(4)]
     rounding = FORMATS[fmt], options.get("gather_dtype")
-    assert_all_are(found, simulated(flats, *rounding, (2, 2)), dtype)
+    assert_all_are(means, simulated(flats, *rounding, (2, 2)), dtype)
     if count == 5000:
         assert (simulated(flats, *rounding) != simulated(flats, *rounding, (2, 2))).any()
 
 
-def assert_all_are(found, expected, dtype):
+def assert_all_are(means_of_ranks, expected, dtype):
     expected = torch.from_numpy(expected).to(dtype).double().numpy()
-    for (mean,) in found:
+    for (mean,) in means_of_ranks:
         np.testing.assert_array_equal(mean, expected)
 
 
@@ -151,7 +156,7 @@ def test_stochastic_rounding(pool, fmt):
     """A neighbour of each value, by bits of its own for each rank, step and rounding; unbiased."""
     options = {"format": FORMATS[fmt], "stochastic": True, "gather_dtype": torch.float32}
     steps = 64
-    first, second = (np.array(found) for found in pool.run(draws, (2,), options, steps))
+    first, second = (np.array(means_of_rank) for means_of_rank in pool.run(draws, (2,), options, steps))
     np.testing.assert_array_equal(first, second)
     assert len({row.tobytes() for row in first}) == steps
     exact = np.mean([gradients(2000, rank).double().numpy() for rank in range(2)], 0)
@@ -172,7 +177,7 @@ def draws(mesh, options, steps):
 
 
 def test_random_bits_are_the_optimizers():
-    """A code goes up where the bits reach what is left below it."""
+    """Random bits are the optimizers': a code goes up where the bits are below the remainder."""
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
     read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
@@ -183,16 +188,16 @@ def test_random_bits_are_the_optimizers():
 @pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"format": E5M2}, {"ranks_per_server": 2}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_faults_stay_visible(pool, options, value):
-    """On all ranks, at the element alone, infinity as itself in E5M2; the next step is free of it."""
+    """Faults show on all ranks, at their element alone, infinity as itself in E5M2; the next step has none."""
     ranks = 4 if "ranks_per_server" in options else 2
-    for found in pool.run(hooked, (ranks,), 1000, torch.float32, options, 2, [(1, 700, value)]):
-        bad = ~np.isfinite(found[0])
-        assert bad.nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
-        assert "format" not in options or found[0][700] == value or math.isnan(value)
+    for means in pool.run(hooked, (ranks,), 1000, torch.float32, options, 2, [(1, 700, value)]):
+        bad = ~np.isfinite(means[0])
+        assert bad.nonzero()[0].tolist() == [700] and np.isfinite(means[1]).all()
+        assert "format" not in options or means[0][700] == value or math.isnan(value)
 
 
 def bytes_sent(mesh, count, options):
-    """What each rank sends of its all-to-all and its gather, beside what a ring sends of an all-reduce."""
+    """Return the bytes that each rank sends in its all-to-all and its gather, and a ring's bytes of an all-reduce."""
     group, bucket = mesh.get_group(), OneBucket(gradients(count, dist.get_rank(), dtype=torch.bfloat16))
     reduction = Fp8Reduction(**options, group=group)
     reduction._levels(group)  # asks whether ranks have the same options
@@ -206,7 +211,7 @@ def bytes_sent(mesh, count, options):
 
 @pytest.mark.parametrize("count", [100_000, 100_001])
 def test_bytes(pool, count):
-    """One message each way; scales of blocks are 1/128 beside their codes."""
+    """A reduction sends one message each way; scales of blocks are 1/128 beside their codes."""
     cases = {"blocks": {}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
     shares = {}
     for name, options in cases.items():
@@ -222,7 +227,7 @@ def test_bytes(pool, count):
 
 
 def scattered(mesh, servers, dtype, op):
-    """What FSDP2's reduce-scatter leaves a rank."""
+    """Return this rank's result of FSDP2's reduce-scatter."""
     output = torch.empty(5000 // mesh.size(), dtype=dtype)
     reduce_scatter = Fp8Reduction(ranks_per_server=servers[0])
     reduce_scatter(output, gradients(5000, dist.get_rank(), dtype=dtype), mesh.get_group(), op)
@@ -237,9 +242,9 @@ def test_reduce_scatter_equals_a_simulation_in_float64(pool, servers, dtype, op)
     ranks = math.prod(servers)
     flats = [gradients(5000, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
     expected = simulated(flats, E4M3, gather_dtype=torch.float32, servers=servers)
-    found = np.concatenate(pool.run(scattered, (ranks,), servers, dtype, op))
+    mean = np.concatenate(pool.run(scattered, (ranks,), servers, dtype, op))
     expected = torch.from_numpy(expected * (1 if op == dist.ReduceOp.AVG else ranks)).to(dtype)
-    np.testing.assert_array_equal(found, expected.double().numpy())
+    np.testing.assert_array_equal(mean, expected.double().numpy())
 
 
 def data(rank, step):
@@ -247,16 +252,16 @@ def data(rank, step):
 
 
 def between_replicas(mesh, dtype):
-    """(what the hook took of each module's gradients, what it left, this rank's shards then), float64 all."""
+    """Return (gradients that the hook took of each module, those it left, this rank's shards then), float64 all."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
     octavo.convert(net, octavo.recipes.rowwise(), select=lambda module, name: True)
-    between, taken, left = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
+    between, taken, averaged = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
 
     def hook(flat):
         taken.append(flat.double().numpy().copy())
         between.all_reduce(flat)
-        left.append(flat.double().numpy().copy())
+        averaged.append(flat.double().numpy().copy())
 
     for part in (net[0], net):
         fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
@@ -268,29 +273,29 @@ def between_replicas(mesh, dtype):
         net(data(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
     shards = [p.grad.to_local().flatten().double().numpy() for p in net.parameters()]
-    return taken, left, np.concatenate(shards)
+    return taken, averaged, np.concatenate(shards)
 
 
 def test_between_replicas_equals_a_simulation_in_float64(pool, shape=(2, 2), dtype=torch.float32):
     """HSDP: each replica's ranks first, and then replicas, in FP8 both; all replicas have the same bits."""
     replicas, shards = shape
-    found = pool.run(between_replicas, shape, dtype)
+    of_ranks = pool.run(between_replicas, shape, dtype)
     for place in range(shards):
-        own = found[place::shards]  # the ranks that have the same shard
+        replicas_of_shard = of_ranks[place::shards]  # the ranks that have the same shard
         for number in range(4):  # two modules, two steps
-            mean = simulated([taken[number] for taken, _, _ in own], E4M3)
+            mean = simulated([taken[number] for taken, _, _ in replicas_of_shard], E4M3)
             expected = torch.from_numpy(mean).to(dtype).double().numpy()
-            for taken, left, _ in own:
-                assert (taken[number] != own[0][0][number]).any() or taken is own[0][0]
-                np.testing.assert_array_equal(left[number], expected)
-        assert len(own) == replicas
-        for _, left, gradients in own:
-            assert np.isin(gradients, np.concatenate(left)).all()
-            np.testing.assert_array_equal(gradients, own[0][2])
+            for taken, averaged, _ in replicas_of_shard:
+                assert (taken[number] != replicas_of_shard[0][0][number]).any() or taken is replicas_of_shard[0][0]
+                np.testing.assert_array_equal(averaged[number], expected)
+        assert len(replicas_of_shard) == replicas
+        for _, averaged, gradients in replicas_of_shard:
+            assert np.isin(gradients, np.concatenate(averaged)).all()
+            np.testing.assert_array_equal(gradients, replicas_of_shard[0][2])
 
 
 def refused(mesh):
-    """What FSDP2 gets for a divisor that its reduce-scatter would multiply by."""
+    """Return the error of FSDP2's reduce-scatter for a divisor that it would multiply by."""
     net = fully_shard(nn.Linear(4, 4), mesh=mesh)
     net.set_custom_reduce_scatter(Fp8Reduction())
     net.set_gradient_divide_factor(3.0)
@@ -321,34 +326,34 @@ def test_what_is_refused(pool):
 @pytest.mark.parametrize("per_server", [1, 2, 3, 4, 8, 100])
 def test_all_ranks_meet_and_only_one_of_each_server(ranks, per_server):
     try:
-        found = levels(ranks, [rank // per_server for rank in ranks])
+        found_levels = levels(ranks, [rank // per_server for rank in ranks])
     except ValueError:
         assert len({sum(rank // per_server == server for rank in ranks) for server in range(24)} - {0}) > 1
         return
-    for level in found:
+    for level in found_levels:
         assert sorted(itertools.chain(*level)) == [*ranks]
-    assert len({len(part) for part in found[0]}) == 1
-    if len(found) == 2:  # inside a server, then one rank of each
-        servers = [{rank // per_server for rank in part} for part in found[0]]
-        assert all(len(own) == 1 for own in servers)
-        for part in found[1]:
+    assert len({len(part) for part in found_levels[0]}) == 1
+    if len(found_levels) == 2:  # inside a server, then one rank of each
+        servers = [{rank // per_server for rank in part} for part in found_levels[0]]
+        assert all(len(servers_of_part) == 1 for servers_of_part in servers)
+        for part in found_levels[1]:
             assert len({rank // per_server for rank in part}) == len(part) == len(servers) > 1
     else:
         assert len({rank // per_server for rank in ranks}) in (1, len(ranks))
 
 
-def found_by(mesh, said, given, hosts="aabb"):
-    """(this rank's levels, what is warned of), where LOCAL_WORLD_SIZE is ``said`` on each rank, 0 for not set."""
+def found_by(mesh, said, chosen_size, hosts="aabb"):
+    """Return (this rank's levels, warnings), where LOCAL_WORLD_SIZE is ``said`` on each rank, 0 for not set."""
     group = dist.new_group([*range(mesh.size())])
-    before, own = os.environ.pop("LOCAL_WORLD_SIZE", None), said[dist.get_rank()]
+    before, size_here = os.environ.pop("LOCAL_WORLD_SIZE", None), said[dist.get_rank()]
     true_name, socket.gethostname = socket.gethostname, lambda: hosts[dist.get_rank()]
     try:
-        os.environ |= {"LOCAL_WORLD_SIZE": str(own)} if own else {}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(size_here)} if size_here else {}
         with warnings.catch_warnings(record=True) as heard, ByteCounter() as counter:
             warnings.simplefilter("always")
-            found = own_levels(group, given)
-        assert sum(counter.calls.values()) == (0 if given else 2)  # the sizes of what is told, and that
-        return found, [str(warning.message) for warning in heard]
+            levels_here = own_levels(group, chosen_size)
+        assert sum(counter.calls.values()) == (0 if chosen_size else 2)  # the messages' lengths, then the messages
+        return levels_here, [str(warning.message) for warning in heard]
     except ValueError as error:
         return str(error)
     finally:
@@ -357,7 +362,7 @@ def found_by(mesh, said, given, hosts="aabb"):
         os.environ |= {"LOCAL_WORLD_SIZE": before} if before is not None else {}
 
 
-OF_TWO = [([own, other], []) for own in ([1, 1, 0, 0], [0, 0, 1, 1]) for other in ([1, 0, 1, 0], [0, 1, 0, 1])]
+OF_TWO = [([one, other], []) for one in ([1, 1, 0, 0], [0, 0, 1, 1]) for other in ([1, 0, 1, 0], [0, 1, 0, 1])]
 ONE_LEVEL = [([[1, 1, 1, 1]], [])] * 4
 
 
@@ -369,18 +374,20 @@ def test_by_what_torchrun_says(pool):
 
 
 def test_by_host_names_where_nobody_says_it(pool):
-    """As under srun and mpirun; one rank that was told nothing is enough."""
+    """Host names tell servers apart where LOCAL_WORLD_SIZE is missing, if only on one rank, as under srun."""
     assert pool.run(found_by, (4,), [0] * 4, None) == pool.run(found_by, (4,), [2, 2, 2, 0], None) == OF_TWO
     for hosts in ("aaaa", "abcd"):
         assert pool.run(found_by, (4,), [0] * 4, None, hosts) == ONE_LEVEL
     for hosts, counts in (("aaab", "[3, 1]"), ("abab", "[1, 1, 1, 1]")):
-        for found, (warning,) in pool.run(found_by, (4,), [0] * 4, None, hosts):
-            assert found == [[1, 1, 1, 1]] and f"in the order of their ranks, {counts} of this group's 4" in warning
+        for levels_here, (warning,) in pool.run(found_by, (4,), [0] * 4, None, hosts):
+            assert (
+                levels_here == [[1, 1, 1, 1]] and f"in the order of their ranks, {counts} of this group's 4" in warning
+            )
 
 
 def test_servers_of_different_sizes(pool):
-    """One level, with a warning, which all ranks find; an error where two were asked for."""
+    """Unequal servers make one level, with a warning on all ranks, and an error where two levels are asked for."""
     for said, why in (([3] * 4, "[3, 1] of this group"), ([2, 2, 2, 4], "2 on one rank and 4 on another")):
-        for found, (warning,) in pool.run(found_by, (4,), said, None):
-            assert found == [[1, 1, 1, 1]] and why in warning
+        for levels_here, (warning,) in pool.run(found_by, (4,), said, None):
+            assert levels_here == [[1, 1, 1, 1]] and why in warning
     assert all("[3, 1] of this group's 4" in said for said in pool.run(found_by, (4,), [2] * 4, 3))

@@ -34,7 +34,7 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """How a model is built, sharded and trained; see SITUATIONS."""
+    """The way that a model is built, sharded and trained; see SITUATIONS."""
 
     sizes: tuple[int, int, int] = (256, 512, 40)  # width, hidden, outputs
     depth: int = 2
@@ -145,15 +145,15 @@ def train(net: Any, situation: Situation, replicas: Any = None, in_fp8: Any = ()
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    found = {name: whole(p) for name, p in net.named_parameters()} | octavo.nn.delayed_state_dict(net)
-    return found | {"losses": torch.stack(losses).detach()}
+    tensors = {name: whole(p) for name, p in net.named_parameters()} | octavo.nn.delayed_state_dict(net)
+    return tensors | {"losses": torch.stack(losses).detach()}
 
 
 def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> float:
     """The largest difference of the two runs in any tensor, by its largest value."""
     situation = SITUATIONS[name]
     net = sharded(situation, recipe, mesh, reshard)
-    found = train(net, situation)
+    actual = train(net, situation)
     used = {f"{name}.weight": one.fp8.gather.used for name, one in net.named_modules() if hasattr(one, "fp8")}
     alone = mesh["shard"].size() == 1
     in_fp8 = {
@@ -162,12 +162,12 @@ def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> float:
         if way == "in FP8" or (way == "cast after" and alone and casts.once)
     }
     expected = train(built(situation, recipe), situation, mesh, in_fp8)
-    assert found.keys() == expected.keys()
-    return max(off(found[key], expected[key]) for key in found)
+    assert actual.keys() == expected.keys()
+    return max(off(actual[key], expected[key]) for key in actual)
 
 
-def off(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(1e-30))
+def off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(1e-30))
 
 
 SHAPES = {"1 rank": (1,), "2 ranks": (2,), "4 ranks": (4,), "2 replicas of 2": (2, 2), "8 ranks": (8,)}
@@ -175,12 +175,12 @@ OF_PAIRS = ("rowwise", "blockwise", "mx")  # on 8 ranks too, of which none has w
 
 
 def cells():
-    """Each recipe in each situation on each mesh, every other one with weights that stay gathered after forward.
+    """Return each recipe in each situation on each mesh; half of the weights stay gathered after forward.
 
     Even shards on 2 ranks and on replicas of 2 are in tests/support/seams. By default: on 2 ranks one recipe in every
     situation, and each scaling in one; uneven parts of 4, one of them empty.
     """
-    found = []
+    chosen = []
     for names in itertools.product(*map(enumerate, (RECIPES, SITUATIONS, SHAPES))):
         places, (recipe, situation, shape) = zip(*names, strict=True)
         if situation == "even shards" and shape in ("2 ranks", "2 replicas of 2"):
@@ -190,8 +190,8 @@ def cells():
         usual = {"2 ranks": recipe == "delayed" or (situation == "uneven shards" and recipe in OF_PAIRS)}
         usual["4 ranks"] = (recipe, situation) == ("delayed", "uneven shards")
         marks = [] if usual.get(shape) else [pytest.mark.full]
-        found.append(pytest.param(recipe, situation, shape, sum(places) % 2 == 0, marks=marks))
-    return found
+        chosen.append(pytest.param(recipe, situation, shape, sum(places) % 2 == 0, marks=marks))
+    return chosen
 
 
 @pytest.mark.parametrize(("recipe", "situation", "shape", "reshard"), cells())

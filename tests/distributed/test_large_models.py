@@ -28,7 +28,7 @@ ANY_SCALES = recipes.blockwise(power_of_two=False)
 
 
 def shard(net: Any, mesh: Any) -> Any:
-    """Under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
+    """Shard under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
     if mesh.ndim == 2:
         plan = {name: ours.ColwiseParallel() for name in ("0",) if name in net._modules}
         parallelize_module(net, mesh["shard"], plan | ({"1": ours.RowwiseParallel()} if "1" in net._modules else {}))
@@ -40,12 +40,12 @@ def shard(net: Any, mesh: Any) -> Any:
 
 def held(net: nn.Module) -> list[torch.Tensor]:
     """All that training begins with, of this rank."""
-    found = []
+    tensors = []
     for parameter in net.parameters():
         stored = local_stored(parameter)
-        own = (on_this_rank(parameter),) if stored is None else (stored.pair().dequantize(), stored.before_cast())
-        found += own if stored is None else [stored.qdata.view(torch.uint8), stored.scale_inv, *own]
-    return [one.detach().clone() for one in found]
+        values = (on_this_rank(parameter),) if stored is None else (stored.pair().dequantize(), stored.before_cast())
+        tensors += values if stored is None else [stored.qdata.view(torch.uint8), stored.scale_inv, *values]
+    return [one.detach().clone() for one in tensors]
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -64,7 +64,7 @@ def trains_alike(*nets: Any) -> bool:
 
 
 def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, experts: bool = False) -> nn.Module:
-    """On the meta device."""
+    """Return two layers on the meta device."""
     with torch.device("meta"):
         layers = [nn.Linear(256, width, **BF16), nn.Linear(width, 256, **BF16)]
         if experts:
@@ -73,7 +73,7 @@ def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, exper
 
 
 def written(folder: Any) -> None:
-    """Checkpoints of such layers."""
+    """Write checkpoints of such layers."""
     torch.manual_seed(0)
     net, wide = (nn.Sequential(nn.Linear(256, n, **BF16), nn.Linear(n, 256, **BF16)) for n in (320, 512))
     for name, model, recipe in (
@@ -116,9 +116,9 @@ def passed(net: Any) -> list[torch.Tensor]:
 
 
 def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
-    """The checkpoints that shards hold otherwise than the shards of what is loaded whole."""
+    """Return the checkpoints of which shards get other values than the shards of a model that loads them whole."""
     warnings.simplefilter("ignore")
-    found = []
+    wrong = []
     for name, options in CASES.items():
         if parallel and name in ("powers", "wide values", "experts", "own rows"):
             continue
@@ -127,15 +127,15 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
         whole = shard(load_fp8(two_layers(*options), folder / name), mesh)
         can_train = options[2] and name != "experts"
         if not equal(net, whole) or (can_train and not trains_alike(net, whole)):
-            found.append(name)
+            wrong.append(name)
         if not parallel and not options[2]:
             alone = passed(load_fp8(two_layers(*options), folder / name))
-            found += [f"{name}: gradients"] * (not all(map(torch.equal, passed(net), alone)))
+            wrong += [f"{name}: gradients"] * (not all(map(torch.equal, passed(net), alone)))
     if not parallel:
         net = shard(two_layers(recipes.mx(), None, True), mesh)
         whole = shard(load_fp8(two_layers(recipes.mx(), None, True), folder / "values"), mesh)
-        found += ["kept in bf16"] * (not trains_alike(load_fp8(net, folder / "values"), whole))
-    return found
+        wrong += ["kept in bf16"] * (not trains_alike(load_fp8(net, folder / "values"), whole))
+    return wrong
 
 
 @pytest.mark.filterwarnings("ignore:2 layers have sizes:UserWarning")

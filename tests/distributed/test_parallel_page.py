@@ -1,4 +1,4 @@
-"""docs/tensor-parallel.md: its matrix has every recipe, and says what is counted."""
+"""docs/tensor-parallel.md: its matrix has every recipe, with the counted bytes."""
 
 import re
 from pathlib import Path
@@ -35,15 +35,15 @@ def matrix():
 
 
 def test_no_recipe_is_left_out():
-    found = matrix()
-    assert found.keys() == CALLS.keys()
-    named = {call.strip("`").partition("(")[0] for call in found}
+    rows = matrix()
+    assert rows.keys() == CALLS.keys()
+    named = {call.strip("`").partition("(")[0] for call in rows}
     assert named == set(recipes.NAMED) - {
         "default",
         "batch_invariant",
         "dynamic_with_output_hp",
     }  # two of them, a head's
-    for call, (gathered, _, _, _, *others) in found.items():
+    for call, (gathered, _, _, _, *others) in rows.items():
         reader = GatherReader(tasks.RECIPES[CALLS[call]], None, True)
         sent = can_gather(reader, INPUT, False)
         assert sent == can_gather(reader, GRAD_OUTPUT, False)
@@ -66,7 +66,7 @@ ERRORS = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(pool, case):
-    """As the page has them."""
+    """The page quotes the errors."""
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {case} | 0.0")]
     cells = [float(cell) for cell in row.strip("| ").split(" | ")[1:]]
     assert pool.run(tasks.errors, (2,), *ERRORS[case])[0] == pytest.approx(cells, abs=1.5e-3)

@@ -1,4 +1,4 @@
-"""Weights that live in FP8 under tensor parallelism are those of one rank, and so is what is computed with them."""
+"""Weights that live in FP8 under tensor parallelism, and computations with them, are those of one rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shard(model: nn.Module, mesh: Any, styles: Any = ours) -> Any:
 
 
 def made(mesh: Any, recipe: str, before: bool = True, styles: str = "octavo's", **options: Any) -> tuple[Any, Any]:
-    """(on one rank, on all): the latter stored ``before`` it is parallelized or after."""
+    """Return models (on one rank, on all): the latter stored ``before`` it is parallelized or after."""
     alone, model = pair(**options), pair(**options)
     store(alone, recipe)
     if before:
@@ -69,25 +69,25 @@ def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def compare(mesh: Any, recipe: str, before: bool, styles: str) -> tuple[Any, ...]:
-    """(names of codes and scales that differ, bytes of codes here, differences of forward and backward)."""
+    """Return (names of codes and scales that differ, bytes of codes here, differences of forward and backward)."""
     alone, model = made(mesh, recipe, before, styles)
     parts = [local_stored(layer.weight) for layer in (model.up, model.down)]
     sizes = [part.qdata.untyped_storage().nbytes() for part in parts]
-    x, g, found = small(3, 8, 256), small(3, 8, 256), []
+    x, g, largest = small(3, 8, 256), small(3, 8, 256), []
     if recipe == "delayed":
         step(alone, x, g)
         octavo.nn.load_delayed_state_dict(model, octavo.nn.delayed_state_dict(alone))
     for _ in range(2):
-        found.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
+        largest.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
     for net in (alone, model):
         octavo.set_recipe(net, octavo.recipes.high_precision())
-    found.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
+    largest.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
     unequal_codes = unequal(codes(model), codes(alone))
     octavo.set_recipe(model, RECIPES[recipe])
     read = [[t.float() for layer in (m.up, m.down) for t in fp8_pair(layer, False)] for m in (model.eval(), alone)]
     same = all(map(torch.equal, *read))
     restored = unequal({n: whole(p) for n, p in octavo.restore(model).named_parameters()}, restored_values(alone))
-    return unequal_codes + restored, sizes, found, same
+    return unequal_codes + restored, sizes, largest, same
 
 
 def restored_values(model: nn.Module) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def restored_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refused(mesh: Any, recipe: str, before: bool, rows: int = 128) -> tuple[str, bool]:
-    """(What is said of blocks that would be cut, whether all is as it was)."""
+    """Return (the error about blocks that would be cut, whether all is as it was)."""
     layer = nn.Linear(256, rows)
     model = store(nn.Sequential(layer), recipe) if before else nn.Sequential(layer)
     with pytest.raises((ValueError, octavo.UnsupportedOpError)) as caught:
@@ -112,8 +112,8 @@ def uneven(mesh: Any) -> tuple[list[str], float]:
     style = ours.ColwiseParallel(use_local_output=False)
     parallelize_module(model, mesh, {"up": style, "down": ours.RowwiseParallel()})
     x, g = small(2, 8, 30), small(2, 8, 30)
-    found = max(differences(step(alone, x, g), step(model, x, g)).values())
-    return unequal(codes(model), codes(alone)), found
+    largest = max(differences(step(alone, x, g), step(model, x, g)).values())
+    return unequal(codes(model), codes(alone)), largest
 
 
 def adamw(model: nn.Module, master: str) -> AdamW:
@@ -122,13 +122,13 @@ def adamw(model: nn.Module, master: str) -> AdamW:
 
 def stepped(mesh: Any, recipe: str, master: str) -> list[list[str]]:
     """The names of codes and scales that differ after each of three steps, of the same gradients."""
-    runs, found = [(model, adamw(model, master)) for model in made(mesh, recipe, bias=False)], []
+    runs, unequal_names = [(model, adamw(model, master)) for model in made(mesh, recipe, bias=False)], []
     for number in range(3):
         for model, optimizer in runs:
             shared_gradients(model, number)
             optimizer.step()
-        found.append(unequal(*(codes(model) for model, _ in runs)))
-    return found
+        unequal_names.append(unequal(*(codes(model) for model, _ in runs)))
+    return unequal_names
 
 
 def shared_gradients(model: nn.Module, number: int) -> None:
@@ -147,7 +147,7 @@ SPLITS = {"a": 512, "b": 512}
 
 
 class Splits(nn.Module):
-    """Named splits of one input, and what reads them."""
+    """A module with named splits of one input, and their readers."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -163,12 +163,12 @@ class Splits(nn.Module):
 
 
 def exact_adamw(model: nn.Module) -> AdamW:
-    """Without random bits, which depend on a parameter's number: splits are several."""
+    """Return an AdamW without random bits, which depend on a parameter's number: splits are several."""
     return AdamW(model.parameters(), lr=0.05, moments="fp32", master="fp32", weight_decay=0.1)
 
 
 def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
-    """(layers whose codes differ from one rank's after three steps, or loaded again; the difference of outputs)."""
+    """Return (layers whose codes differ from one rank's after steps or a load; the difference of outputs)."""
     torch.manual_seed(0)
     alone = store(Splits(recipe), recipe)
     model, other = copy.deepcopy(alone), copy.deepcopy(alone)
@@ -179,10 +179,10 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
     x, g = small(2, 8, 256), small(2, 8, 256)
     wanted, got = step(alone, x, g), step(model, *((one.chunk(2)[data] if mesh.ndim == 2 else one) for one in (x, g)))
     y = wanted["y"].chunk(2)[data] if mesh.ndim == 2 else wanted["y"]
-    found = differences({"y": y}, {"y": got["y"]})["y"]
+    largest = differences({"y": y}, {"y": got["y"]})["y"]
     for name in ("high_precision", recipe):  # FSDP2 gathers the same codes for other products
         both = [octavo.set_recipe(net, RECIPES[name])(x) for net in (alone, model)]
-        found = max(found, float((both[0] - both[1]).abs().max()))
+        largest = max(largest, float((both[0] - both[1]).abs().max()))
     runs = [(net, exact_adamw(net)) for net in (alone, model)]
     for number in range(3):
         for net, optimizer in runs:
@@ -205,7 +205,7 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
         for name, layer in by_layer.items()
         if not all(map(torch.equal, layer, of_layer(getattr(net, name))))
     ]
-    return unequal_ones, found
+    return unequal_ones, largest
 
 
 def of_layer(layer: Any) -> list[Tensor]:
@@ -235,11 +235,11 @@ EXACT = ("power of two", "blockwise")  # scales of inputs are powers of two, so 
 @pytest.mark.parametrize("before", [True, False], ids=["stored first", "parallel first"])
 @pytest.mark.parametrize("recipe", ALL)
 def test_equal_to_one_rank(pool, recipe, before, styles, shape):
-    """Codes and scales, forward and backward, high precision, what is exported, and what restore gives."""
-    for unequal, sizes, found, same in pool.run(compare, shape, recipe, before, styles):
+    """Codes and scales, forward and backward, high precision, exports and restored layers equal one rank's."""
+    for unequal, sizes, largest, same in pool.run(compare, shape, recipe, before, styles):
         assert unequal == [] and same
         assert sizes == [256 * 512 // shape[0]] * 2
-        assert max(found) <= (0.0 if recipe in EXACT else 1e-6)
+        assert max(largest) <= (0.0 if recipe in EXACT else 1e-6)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -262,7 +262,7 @@ def test_rows_and_columns_that_do_not_divide(pool):
 )
 def test_steps_equal_those_of_one_rank(pool, recipe, master, shape):
     """Rows and columns; also beside FSDP2. Random bits too depend on an element's place in the whole weight."""
-    assert all(found == [[]] * 3 for found in pool.run(stepped, shape, recipe, master))
+    assert all(unequal_names == [[]] * 3 for unequal_names in pool.run(stepped, shape, recipe, master))
 
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])

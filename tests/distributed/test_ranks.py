@@ -12,17 +12,17 @@ def ranks_of(mesh):
 
 def values(mesh):
     ranks = ranks_of(mesh)
-    own = torch.tensor([float(ranks.rank), 1.0])
-    found = ranks.sum(own), ranks.mean(own), ranks.gather(own), ranks.any(ranks.rank == 1), ranks.any(False)
-    return *found, ranks.first(lambda: {"of": ranks.rank}), own, ranks.size
+    mine = torch.tensor([float(ranks.rank), 1.0])
+    results = (ranks.sum(mine), ranks.mean(mine), ranks.gather(mine), ranks.any(ranks.rank == 1), ranks.any(False))
+    return *results, ranks.first(lambda: {"of": ranks.rank}), mine, ranks.size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_values_of_all_ranks(pool, size):
-    for rank, (total, mean, stacked, one, none, first, own, known) in enumerate(pool.run(values, (size,))):
+    for rank, (total, mean, stacked, one, none, first, mine, size_of_group) in enumerate(pool.run(values, (size,))):
         assert total.tolist() == [sum(range(size)), size] and mean.tolist() == [(size - 1) / 2, 1.0]
-        assert stacked.tolist() == [[r, 1.0] for r in range(size)] and own.tolist() == [rank, 1.0]
-        assert one and not none and first == {"of": 0} and known == size
+        assert stacked.tolist() == [[r, 1.0] for r in range(size)] and mine.tolist() == [rank, 1.0]
+        assert one and not none and first == {"of": 0} and size_of_group == size
 
 
 def faults(mesh, failing):
@@ -54,7 +54,7 @@ def test_a_fault_of_one_is_raised_by_all(pool):
 
 
 def collectives_together(mesh):
-    """What is raised where a block that runs together begins collectives of all kinds."""
+    """Return the errors of a block that runs together where it begins collectives of all kinds."""
     ranks, tensor = ranks_of(mesh), torch.ones(1)
     kinds = {
         "plain": lambda: dist.all_reduce(tensor, group=ranks.group),

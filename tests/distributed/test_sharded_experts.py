@@ -28,13 +28,13 @@ def sharded(net, mesh, dim=0, **options):
 
 
 def compare(mesh, kind, recipe, experts, dim=0, storage=None):
-    """What differs from the model replicated, its gradients averaged; how weights were gathered."""
+    """Return what differs from the model replicated, its gradients averaged; and how weights were gathered."""
     net, replicated = (built(kind, recipe, experts, storage=storage) for _ in range(2))
     adamw = {"adamw": torch.optim.AdamW if storage is None else octavo.optim.AdamW}
     sharded(net, mesh, dim)
-    found = train(net, loss, **adamw)
+    actual = train(net, loss, **adamw)
     ways = {row.gathered for row in octavo.summary(net).converted}
-    return off(found, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
+    return off(actual, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
 
 
 @pytest.mark.covering(1)
@@ -46,13 +46,13 @@ def test_equal_to_the_replicated_model(pool, kind, recipe, experts):
         assert not differences
         in_fp8 = recipe in PER_TENSOR or (recipe == "blockwise" and experts == 4)
         way = "as it is" if recipe == "high_precision" else "in FP8" if in_fp8 else "cast after"
-        assert {found.partition(" (")[0] for found in ways} == {way}, ways
+        assert {way_of_weight.partition(" (")[0] for way_of_weight in ways} == {way}, ways
 
 
 @pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", ["short history", pytest.param("rowwise", marks=pytest.mark.full)])
 def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
-    """As where there are more ranks than experts."""
+    """Experts sharded by another dimension, as where there are more ranks than experts, are cast after their gather."""
     for differences, ways in pool.run(compare, (2,), kind, recipe, 3, 1):
         assert not differences
         assert all(way.startswith("cast after") for way in ways)
@@ -67,7 +67,7 @@ def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
     ],
 )
 def test_weights_that_live_in_fp8(pool, kind, recipe):
-    """With masters and moments in few bytes, by the same random bits."""
+    """Weights that live in FP8, with masters and moments in few bytes, are equal where random bits are."""
     for differences, ways in pool.run(compare, (2,), kind, recipe, 4, 0, "fp8"):
         assert not differences and ways == {"as stored"}
 
@@ -97,7 +97,7 @@ def restarted(mesh, recipe):
     whole.load_state_dict(get_model_state_dict(other, options=StateDictOptions(full_state_dict=True)))
     again = octavo.restore(whole).state_dict()  # values: the optimizer's scale may be half of what values alone give
     pairs = (full, same), (values, again)
-    return [all(torch.equal(wanted[name], found[name]) for name in wanted) for wanted, found in pairs]
+    return [all(torch.equal(wanted[name], read[name]) for name in wanted) for wanted, read in pairs]
 
 
 def like_sharded_as(param, value):

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
+def mixture_of(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
     """Experts in FP8 on the ranks of a mesh, stored ``before`` they were shared or ``after``; on one: no mesh."""
     net = built(kind, recipe, E, storage="fp8" if when == "before" or mesh is None else None)
     if mesh is not None:
@@ -40,7 +40,9 @@ def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
 
 def optimizer_of(net: Mixture, options: str) -> Any:
     if options == "Muon":
-        stacked, others = ([p for p in net.experts.parameters() if (p.ndim == 3) == own] for own in (True, False))
+        stacked, others = (
+            [p for p in net.experts.parameters() if (p.ndim == 3) == is_stacked] for is_stacked in (True, False)
+        )
         groups = [{"params": stacked, "algorithm": "muon"}, {"params": others, "algorithm": "adamw"}]
         return Muon(groups, lr=0.05, adamw={"eps": 1e-30}, **OPTIONS[options])
     optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, **OPTIONS[options])
@@ -61,33 +63,33 @@ def step(net: Mixture, optimizer: Any, index: int, ranks: range) -> dict[str, to
 
 def held(net: Mixture, optimizer: Any) -> dict[str, torch.Tensor]:
     """All that training depends on, of all ranks."""
-    found = {name: whole(value) for name, value in net.experts.state_dict().items()}
+    tensors = {name: whole(value) for name, value in net.experts.state_dict().items()}
     for name, p in net.experts.named_parameters():
-        found |= {f"{name} {key}": whole(value) for key, value in optimizer.state[p].items()}
-    return found | octavo.nn.delayed_state_dict(net)
+        tensors |= {f"{name} {key}": whole(value) for key, value in optimizer.state[p].items()}
+    return tensors | octavo.nn.delayed_state_dict(net)
 
 
 def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[str, float]:
-    """What differs from one rank without expert parallelism, whose gradients are not averages.
+    """Return what differs from one rank without expert parallelism, whose gradients are not averages.
 
     By powers of two: what a first moment has of them, a second has squared.
     """
     size, rank = mesh.size(), mesh.get_rank()
-    net, lone = made(mesh, kind, recipe, when), made(None, kind, recipe)
+    net, lone = mixture_of(mesh, kind, recipe, when), mixture_of(None, kind, recipe)
     both = [(net, range(rank, rank + 1)), (lone, range(size))]
     optimizers = [optimizer_of(each, options) for each, _ in both]
-    found: list[dict[str, torch.Tensor]] = [{}, {}]
+    traces: list[dict[str, torch.Tensor]] = [{}, {}]
     for index in range(3):
-        for own, (each, ranks), optimizer in zip(found, both, optimizers, strict=True):
-            own |= step(each, optimizer, index, ranks)
-    for own, (each, _), optimizer in zip(found, both, optimizers, strict=True):
-        own |= held(each, optimizer)
-    for name, value in found[0].items():
+        for tensors, (each, ranks), optimizer in zip(traces, both, optimizers, strict=True):
+            tensors |= step(each, optimizer, index, ranks)
+    for tensors, (each, _), optimizer in zip(traces, both, optimizers, strict=True):
+        tensors |= held(each, optimizer)
+    for name, value in traces[0].items():
         if ("exp_avg" in name or "momentum" in name) and not name.endswith("_codes"):
             value *= size**2 if "sq" in name and "scale" not in name else size
-    own = parts(mesh)[rank]
-    expected = {name: value[own] if name[:2] in ("x ", "y ") else value for name, value in found[1].items()}
-    return off(found[0], expected)
+    tensors = parts(mesh)[rank]
+    expected = {name: value[tensors] if name[:2] in ("x ", "y ") else value for name, value in traces[1].items()}
+    return off(traces[0], expected)
 
 
 @pytest.mark.covering(1)
@@ -96,22 +98,22 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_equal_to_one_rank(pool, kind, recipe, when, options):
-    """Bit for bit, random bits too: they depend on an element's place among all experts. One rank has no tokens."""
+    """Steps equal one rank's bit for bit, random bits too: they go by an element's place. One rank has no tokens."""
     assert pool.run(compare, (2,), kind, recipe, when, options) == [{}] * 2
 
 
 def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dict[str, float]]:
-    """What differs after a step that follows a checkpoint: on ranks that load it anew, and on one rank alone."""
+    """Return what differs after a step that follows a checkpoint: on ranks that load it anew, and on one rank alone."""
     rank, ranks = mesh.get_rank(), Ranks(mesh.get_group())
-    here, every = range(rank, rank + 1), range(mesh.size())
+    ranks_here, every = range(rank, rank + 1), range(mesh.size())
 
     def pair(on: Any) -> tuple[Mixture, Any]:
-        net = made(on, kind, recipe)
+        net = mixture_of(on, kind, recipe)
         return net, optimizer_of(net, "few bytes")
 
     net, optimizer = pair(mesh)
     for index in range(2):
-        step(net, optimizer, index, here)
+        step(net, optimizer, index, ranks_here)
     checkpoint.save_checkpoint(folder, net, optimizer, ranks=ranks)
     again, other = pair(mesh)
     checkpoint.load_checkpoint(folder, again, other, ranks=ranks)
@@ -119,11 +121,11 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
     checkpoint.load_checkpoint(folder, lone, its, ranks=Ranks())
     for p in lone.experts.parameters():  # which are averages on ranks
         p.register_hook(lambda grad: grad / mesh.size())
-    found = []
-    for each, by, of in ((net, optimizer, here), (again, other, here), (lone, its, every)):
+    states = []
+    for each, by, of in ((net, optimizer, ranks_here), (again, other, ranks_here), (lone, its, every)):
         step(each, by, 2, of)
-        found.append(held(each, by))
-    return [off(one, found[0]) for one in found[1:]]
+        states.append(held(each, by))
+    return [off(one, states[0]) for one in states[1:]]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -134,27 +136,30 @@ def test_checkpoints_for_any_number_of_ranks(pool, tmp_path, kind, recipe, ranks
 
 
 def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
-    """What differs from a model's weights where others load them: ranks' own, all of them, one rank's, plain ones."""
-    net, full = made(mesh, kind, "dynamic"), StateDictOptions(full_state_dict=True)
+    """Return what differs from a model's weights where others load ranks' own, all, one rank's, or plain ones."""
+    net, full = mixture_of(mesh, kind, "dynamic"), StateDictOptions(full_state_dict=True)
     step(net, optimizer_of(net, "few bytes"), 0, range(1))
 
     def values(net: Mixture) -> dict[str, torch.Tensor]:
         return {name: whole(value) for name, value in net.state_dict().items()}
 
     wanted = values(net)
-    lone, (own, first, second, last) = made(None, kind, "dynamic"), (made(mesh, kind, "dynamic") for _ in range(4))
-    own.load_state_dict(net.state_dict())
+    lone, (own_state, first, second, last) = (
+        mixture_of(None, kind, "dynamic"),
+        (mixture_of(mesh, kind, "dynamic") for _ in range(4)),
+    )
+    own_state.load_state_dict(net.state_dict())
     set_model_state_dict(first, get_model_state_dict(net, options=full), options=full)
     lone.load_state_dict(wanted)
     set_model_state_dict(second, lone.state_dict(), options=full)
-    assert all(local_stored(p) is not None for p in own.experts.parameters() if p.ndim == 3)
-    found = [off(values(each), wanted) for each in (own, first, second)]
+    assert all(local_stored(p) is not None for p in own_state.experts.parameters() if p.ndim == 3)
+    differing = [off(values(each), wanted) for each in (own_state, first, second)]
     plain = octavo.restore(net).state_dict()
     assert (
         all(local_stored(p) is None for p in net.parameters()) and plain.keys() == dict(net.named_parameters()).keys()
     )
     last.load_state_dict(plain)  # cast anew, as scales were of a bound
-    return [*found, off(values(octavo.restore(last)), values(net))]
+    return [*differing, off(values(octavo.restore(last)), values(net))]
 
 
 @pytest.mark.parametrize("kind", ["octavo bias", "stored transposed"])
@@ -163,27 +168,27 @@ def test_state_dicts(pool, kind):
 
 
 def through_phases(mesh: Any, kind: str) -> dict[str, float]:
-    """What differs from one rank where weights go into FP8 in training, and back."""
+    """Return what differs from one rank where weights go into FP8 in training, and back."""
     size, rank = mesh.size(), mesh.get_rank()
     phases = [
         Phase(recipes.dynamic()),
         Phase(recipes.dynamic(), weight_storage="fp8", from_step=1),
         Phase(recipes.dynamic(), weight_storage=None, from_step=3),
     ]
-    found = []
+    traces = []
     for on, ranks in ((mesh, range(rank, rank + 1)), (None, range(size))):
         net = built(kind, "dynamic", E)
         if on is not None:
             expert_parallel(net, on)
         optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, moments="bf16", master="fp32")
         schedule = PrecisionSchedule(net.experts, optimizer, phases)
-        own = {}
+        trace = {}
         for index in range(4):
-            own |= {name: value for name, value in step(net, optimizer, index, ranks).items() if on is not None}
-            own |= {f"{name} {index}": whole(value) for name, value in net.state_dict().items()}
+            trace |= {name: value for name, value in step(net, optimizer, index, ranks).items() if on is not None}
+            trace |= {f"{name} {index}": whole(value) for name, value in net.state_dict().items()}
             schedule.step()
-        found.append(own)
-    return off({name: found[0][name] for name in found[1]}, found[1])
+        traces.append(trace)
+    return off({name: traces[0][name] for name in traces[1]}, traces[1])
 
 
 @pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])

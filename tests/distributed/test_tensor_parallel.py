@@ -1,4 +1,4 @@
-"""Sequence parallelism with inputs gathered in FP8: what one rank computes, in half of the bytes."""
+"""Sequence parallelism with inputs gathered in FP8: one rank's results, in half of the bytes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ IN_BF16 = ("gw_hp", "high_precision")
     "recipe", [pytest.param(it, marks=[pytest.mark.full] * (it in IN_BF16)) for it in tasks.RECIPES]
 )
 def test_equal_to_one_rank(pool, recipe, shared, shape):
-    """Bit for bit where sums are exact, which scales that are powers of two make them."""
+    """Training equals one rank's bit for bit where scales are powers of two, which make sums exact."""
     for (first, second), *_ in pool.run(tasks.sequence_parallel, shape, recipe, shared, torch.float32):
         assert max(second.values()) <= (0.0 if recipe in EXACT else 1e-3)  # a code more or less of what o reads
         assert max(first.values()) <= 1e-3
@@ -37,9 +37,9 @@ def test_equal_to_one_rank(pool, recipe, shared, shape):
     [pytest.param(it, marks=[] if it in ("dynamic", "rowwise", "gw_hp") else pytest.mark.full) for it in tasks.RECIPES],
 )
 def test_bytes(pool, recipe, shared, exact):
-    """Of gathers: inputs forward, in backward the gradient of o's output."""
-    found = pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "exact" if exact else "")[0]
-    forward, backward = (counter[GATHER] / BF16 for counter in found[1:])
+    """Gathers of inputs in forward, and of the gradient of o's output in backward, have the recipe's bytes."""
+    counters = pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "exact" if exact else "")[0]
+    forward, backward = (counter[GATHER] / BF16 for counter in counters[1:])
     times = 1 if shared else 3
     if recipe in IN_BF16 or (exact and recipe not in ("dynamic", "power of two", "delayed")):
         assert (forward, backward) == (times, 1)
@@ -51,7 +51,7 @@ def test_bytes(pool, recipe, shared, exact):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "gw_hp"])
 def test_sums_in_fp8(pool, recipe, shared):
-    """Of an output, and of the gradient of an input that is gathered in FP8: within what one rounding of each makes."""
+    """Sums of an output, and of the gradient of an input gathered in FP8, are within one rounding of each addend."""
     in_bf16 = 0 if recipe != "gw_hp" else 1 if shared else 3  # inputs
     for (first, _), *counters in pool.run(tasks.sequence_parallel, (2,), recipe, shared, torch.bfloat16, "reduced"):
         assert max(first.values()) < 2**-4
@@ -75,7 +75,7 @@ def test_reductions_that_are_refused():
 
 @pytest.mark.parametrize("recipe", ["gw_hp", *(pytest.param(one, marks=pytest.mark.full) for one in ("delayed", "mx"))])
 def test_checkpointed_and_frozen(pool, recipe):
-    """Forward computed again gives the same gradients; frozen weights have tokens sent for what is left to compute."""
+    """Forward computed again gives the same gradients; with frozen weights ranks send tokens for other gradients."""
     for again, frozen, gathered in pool.run(tasks.checkpointed_and_frozen, (2,), recipe):
         assert max(again.values()) == 0.0 and frozen == 0.0
         assert BF16 <= gathered <= 1.04 * BF16  # codes of the input and of the gradient
@@ -85,7 +85,7 @@ def test_checkpointed_and_frozen(pool, recipe):
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 @pytest.mark.parametrize("kind", ["RMSNormMLP", "TransformerBlock"])
 def test_compiled_under_fsdp2(pool, recipe, kind):
-    """One graph for all equal modules, which read weights gathered in FP8: bit for bit as eager, but a bias's sum."""
+    """Equal modules, which read weights gathered in FP8, share one graph, as eager bit for bit but for a bias's sum."""
     assert pool.run(trained, (2, 2), recipe, kind, seconds=240) == [[[], []]] * 4
 
 
@@ -95,15 +95,15 @@ def test_inputs_on_another_mesh(pool):
 
 
 def test_delayed_state_begins_with_scales_of_all_ranks(pool):
-    """Buffers that parallelize_module has written look like committed ones, of which nothing has to be agreed on."""
+    """Scales are all ranks' from the first forward on, though parallelize_module's buffers look like committed ones."""
     for differences in pool.run(fused.begun, (2,)):
         assert len(differences) == 2 and max(differences) < 1e-5
 
 
 def test_a_prepared_input_has_the_scale_of_a_layer_that_reads_it(pool):
-    """Or its own, after a resume, where it is not known who reads it: the same but for a rounding."""
-    for known, resumed, copied in pool.run(fused.of_another_scale, (2,)):
-        assert known < 1e-5 and 0 < resumed < 0.1 and copied < 1e-5
+    """The input has a reading layer's scale, or after a resume its own: the same but for a rounding."""
+    for second_step, resumed, copied in pool.run(fused.of_another_scale, (2,)):
+        assert second_step < 1e-5 and 0 < resumed < 0.1 and copied < 1e-5
 
 
 def test_a_frozen_norm_stays_frozen(pool):
@@ -115,8 +115,8 @@ def test_a_frozen_norm_stays_frozen(pool):
     "recipe", ["power of two", "rowwise", *(pytest.param(one, marks=pytest.mark.full) for one in ("blockwise", "mx"))]
 )
 def test_features_that_do_not_divide(pool, recipe, shape):
-    for found in pool.run(tasks.uneven, shape, recipe):
-        assert max(found.values()) == 0.0
+    for differing in pool.run(tasks.uneven, shape, recipe):
+        assert max(differing.values()) == 0.0
 
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("high_precision", marks=pytest.mark.full)])

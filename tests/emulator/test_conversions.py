@@ -14,8 +14,8 @@ def floats(*magnitudes: np.ndarray) -> np.ndarray:
     """float32: every number of bf16, random bits, and these numbers with their neighbours and signs."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 50_000, dtype=np.uint64).astype(np.uint32)
     every = [(np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32), bits.view(np.float32)]
-    for given in (values.astype(np.float32) for values in magnitudes):
-        for values in (given, np.nextafter(given, np.float32(0)), np.nextafter(given, np.float32(np.inf))):
+    for numbers in (values.astype(np.float32) for values in magnitudes):
+        for values in (numbers, np.nextafter(numbers, np.float32(0)), np.nextafter(numbers, np.float32(np.inf))):
             every += [values, -values]
     return np.concatenate(every)
 
@@ -31,22 +31,22 @@ def test_to_fp8(element: str) -> None:
     """Nearest, ties to even, saturated, of infinity too; NaN is 0x7F whatever its sign."""
     dtype, most, last = FP8[element]
     magnitudes = np.arange(last + 1, dtype=np.uint8).view(dtype)
-    given = floats(ties(magnitudes), magnitudes, np.array([most, most * 17 / 16, most * 1.25]))
+    numbers = floats(ties(magnitudes), magnitudes, np.array([most, most * 17 / 16, most * 1.25]))
     with np.errstate(all="ignore"):
-        want = np.clip(given, -most, most).astype(dtype).view(np.uint8)
-    want[np.isnan(given)] = 0x7F
-    pair = compute(f"cvt.rn.satfinite.{element}x2.f32", given, given[::-1], out=np.uint16)
+        want = np.clip(numbers, -most, most).astype(dtype).view(np.uint8)
+    want[np.isnan(numbers)] = 0x7F
+    pair = compute(f"cvt.rn.satfinite.{element}x2.f32", numbers, numbers[::-1], out=np.uint16)
     assert (pair >> 8 == want).all() and (pair & 255 == want[::-1]).all()  # the first operand is the upper half
 
 
 @pytest.mark.parametrize("element", FP8)
 def test_float16_to_fp8(element: str) -> None:
     dtype, most, _ = FP8[element]
-    given = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     with np.errstate(all="ignore"):
-        want = np.clip(given.astype(np.float32), -most, most).astype(dtype).view(np.uint8)
-    want[np.isnan(given)] = 0x7F
-    pairs = np.stack([given, given[::-1]], 1).copy().view(np.uint32).reshape(-1)
+        want = np.clip(numbers.astype(np.float32), -most, most).astype(dtype).view(np.uint8)
+    want[np.isnan(numbers)] = 0x7F
+    pairs = np.stack([numbers, numbers[::-1]], 1).copy().view(np.uint32).reshape(-1)
     got = compute(f"cvt.rn.satfinite.{element}x2.f16x2", pairs, out=np.uint16).view(np.uint8).reshape(-1, 2)
     assert (got[:, 0] == want).all() and (got[:, 1] == want[::-1]).all()
 
@@ -67,19 +67,19 @@ def test_to_halves(kind: str) -> None:
     codes = np.arange(0x7C00 if kind == "f16" else 0x7F80, dtype=np.uint16).view(dtype)
     last = codes[-1:].astype(np.float64)
     over = last + (last - codes[-2:-1].astype(np.float64)) / 2  # from here on, infinity
-    given = floats(ties(codes), codes.astype(np.float64), over)
+    numbers = floats(ties(codes), codes.astype(np.float64), over)
     with np.errstate(all="ignore"):
-        want = given.astype(dtype).view(np.uint16)
-    nan = np.isnan(given)
+        want = numbers.astype(dtype).view(np.uint16)
+    nan = np.isnan(numbers)
     want[nan] = 0x7FFF
-    nearest = compute(f"cvt.rn.{kind}.f32", given, out=np.uint16)
+    nearest = compute(f"cvt.rn.{kind}.f32", numbers, out=np.uint16)
     assert (nearest == want).all()
     if kind == "f16":  # toward zero: the nearest, but where that is farther from zero one less
         with np.errstate(all="ignore"):
-            beyond = np.abs(want.view(dtype).astype(np.float64)) > np.abs(given.astype(np.float64))
-        zero = compute("cvt.rz.f16.f32", given, out=np.uint16)
+            beyond = np.abs(want.view(dtype).astype(np.float64)) > np.abs(numbers.astype(np.float64))
+        zero = compute("cvt.rz.f16.f32", numbers, out=np.uint16)
         assert (zero == want - (beyond & ~nan)).all() and beyond.any()
-    pair = compute(f"cvt.rn.{kind}x2.f32", given, given[::-1], out=np.uint32)
+    pair = compute(f"cvt.rn.{kind}x2.f32", numbers, numbers[::-1], out=np.uint32)
     assert (pair >> 16 == want).all() and (pair & 0xFFFF == want[::-1]).all()
 
 
@@ -92,10 +92,10 @@ def test_from_halves(kind: str) -> None:
 
 
 def test_between_float32_and_float64() -> None:
-    given = floats()
-    number = ~np.isnan(given)
-    wide = compute("cvt.f64.f32", given, out=np.float64)
-    assert (wide[number] == given[number]).all() and np.isnan(wide[~number]).all()
+    numbers = floats()
+    number = ~np.isnan(numbers)
+    wide = compute("cvt.f64.f32", numbers, out=np.float64)
+    assert (wide[number] == numbers[number]).all() and np.isnan(wide[~number]).all()
     random = np.random.default_rng(1)
     wide = np.concatenate(
         [wide, wide * (1 + 2.0**-24), random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))]
@@ -113,9 +113,9 @@ def test_between_float32_and_float64() -> None:
 def test_between_integers(source: str, to: str) -> None:
     """Cut off, or extended by the source's sign; a register that is wider than the result by the result's."""
     size, out = int(source[1:]) // 8, int(to[1:]) // 8
-    given = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500).astype(f"{source[0]}{size}".replace("s", "i"))
-    got = compute(f"cvt.{to}.{source}", given.view(f"u{size}"), out=f"u{max(out, 2)}")
-    want = given.astype(f"{to[0]}{out}".replace("s", "i")).astype(f"{to[0]}{max(out, 2)}".replace("s", "i"))
+    numbers = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500).astype(f"{source[0]}{size}".replace("s", "i"))
+    got = compute(f"cvt.{to}.{source}", numbers.view(f"u{size}"), out=f"u{max(out, 2)}")
+    want = numbers.astype(f"{to[0]}{out}".replace("s", "i")).astype(f"{to[0]}{max(out, 2)}".replace("s", "i"))
     assert (got == want.view(got.dtype)).all()
 
 
@@ -124,12 +124,12 @@ def test_between_integers(source: str, to: str) -> None:
 def test_integers_to_floats(source: str, to: str) -> None:
     size = int(source[1:]) // 8
     dtype = f"{source[0]}{size}".replace("s", "i")
-    given = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500) >> np.arange(500) % 63
-    given = np.r_[given.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3].astype(
-        dtype
-    )
-    got = compute(f"cvt.rn.{to}.{source}", given, out=f"f{int(to[1:]) // 8}")
-    assert (got == given.astype(got.dtype)).all()
+    numbers = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500) >> np.arange(500) % 63
+    numbers = np.r_[
+        numbers.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3
+    ].astype(dtype)
+    got = compute(f"cvt.rn.{to}.{source}", numbers, out=f"f{int(to[1:]) // 8}")
+    assert (got == numbers.astype(got.dtype)).all()
 
 
 def test_floats_to_integers_saturate() -> None:

@@ -1,4 +1,4 @@
-"""Each thing that a GPU would fault at or leave undefined is found; beside each, that the right program passes."""
+"""Each kind of fault and undefined result on a GPU is found; beside each, the right program passes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.support.ptx import launch, module
 PLACE = "mul.wide.u32 %d1, %n, 4; add.s64 %d1, %d1, %a0;"  # of a thread's 32 bits in the first array
 
 
-def finds(what: str, body: str, *arrays: np.ndarray, **given: Any) -> None:
-    with pytest.raises(emulator.Fault, match=what):
-        launch(body, *arrays, **given)
+def finds(message: str, body: str, *arrays: np.ndarray, **options: Any) -> None:
+    with pytest.raises(emulator.Fault, match=message):
+        launch(body, *arrays, **options)
 
 
 def words(count: int = 32) -> np.ndarray:
@@ -73,15 +73,15 @@ def test_global_memory_that_nobody_wrote() -> None:
 def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> None:
     """A launch that reads the tensor's first bytes."""
     spans = memory.spans([tensor.untyped_storage()] if is_argument else [])
-    found = GlobalMemory(spans, more=lambda: memory.spans(all_storages()))
+    global_memory = GlobalMemory(spans, more=lambda: memory.spans(all_storages()))
     values = [tensor.data_ptr().to_bytes(8, "little")]
-    emulator.run(module("ld.global.b32 %r1, [%a0];", 1), (1, 1, 1), values, 0, found, emulator.Options())
+    emulator.run(module("ld.global.b32 %r1, [%a0];", 1), (1, 1, 1), values, 0, global_memory, emulator.Options())
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("is_argument", [True, False])
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
         lambda: torch.empty(64, dtype=torch.int32),
         lambda: torch.empty(64, dtype=torch.uint8).view(torch.int32),
@@ -89,9 +89,9 @@ def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> N
         lambda: torch.empty_like(torch.zeros(4, 4)),
     ],
 )
-def test_tensors_that_nobody_wrote(made: Any, is_argument: bool) -> None:
+def test_tensors_that_nobody_wrote(make: Any, is_argument: bool) -> None:
     with Unwritten() as memory:
-        tensor = made()
+        tensor = make()
         with pytest.raises(emulator.Fault, match="nobody wrote"):
             read_tensor(tensor, memory, is_argument)
         tensor.view(-1)[1:].zero_()
@@ -226,7 +226,7 @@ def test_a_store_where_a_copy_will_land() -> None:
 
 
 def test_a_copy_reads_as_late_as_its_wait() -> None:
-    """A source that is written after the copy began is what lands."""
+    """A copy takes what is written to its source after it began."""
     body = f"{COPY} {COMMIT} st.global.b32 [%d1], 77; {WAIT.format(0)} {LOOK}"
     data, out = source(), words()
     launch(body, data, out, shared=512)
@@ -275,15 +275,15 @@ def test_a_loop_that_does_not_end(schedule: str) -> None:
 
 
 def test_orders_are_random_and_repeatable() -> None:
-    """Each program takes a ticket; in some order of programs, and of lanes in one atomic."""
+    """Orders are drawn by a seed: programs, and lanes in one atomic, take tickets in some order."""
     body = f"{PLACE} atom.global.gpu.relaxed.add.u32 %r1, [%a1], 1; st.global.b32 [%d1], %r1;"
-    found = []
+    tickets = []
     for seed in (0, 0, 1):
         out = words(32 * 8)
         launch(body, out, np.zeros(4, np.uint32), programs=8, schedule="warps", seed=seed)
         assert sorted(out.tolist()) == list(range(256))
-        found.append(out.tolist())
-    assert found[0] == found[1] != found[2] and found[0] != sorted(found[0])
+        tickets.append(out.tolist())
+    assert tickets[0] == tickets[1] != tickets[2] and tickets[0] != sorted(tickets[0])
 
 
 @pytest.mark.parametrize("schedule", ["programs", "warps"])
@@ -291,13 +291,13 @@ def test_what_only_some_orders_show(schedule: str) -> None:
     """Whoever comes last is to see all sums; a program that looks too soon does not, in most orders."""
     begin, add = "setp.eq.u32 %p1, %t, 0;", "@%p1 red.global.gpu.relaxed.add.f32 [%a0], 0f3F800000;"
     ticket = "@%p1 atom.global.gpu.acq_rel.add.u32 %r1, [%a1], 1;"
-    rest = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3;"
-    rest += " @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
+    tail = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3;"
+    tail += " @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
     wrong = 0
     for seed in range(10):
         sums, tickets, out = np.zeros(4, np.float32), np.zeros(4, np.uint32), np.zeros(4, np.float32)
-        launch(begin + add + ticket + rest, sums, tickets, out, programs=4, schedule=schedule, seed=seed)
+        launch(begin + add + ticket + tail, sums, tickets, out, programs=4, schedule=schedule, seed=seed)
         assert out[0] == 4
-        launch(begin + ticket + add + rest, sums * 0, tickets * 0, out, programs=4, schedule=schedule, seed=seed)
+        launch(begin + ticket + add + tail, sums * 0, tickets * 0, out, programs=4, schedule=schedule, seed=seed)
         wrong += out[0] != 4
     assert wrong

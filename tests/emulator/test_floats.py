@@ -28,10 +28,10 @@ def rounded(value: Fraction, kind: str) -> float:
     exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
     exponent -= abs(value) < Fraction(2) ** exponent
     step = Fraction(2) ** (max(exponent, least) - digits + 1)
-    found = round(value / step) * step
-    size = abs(found)
-    found = float(size) if size < Fraction(2) ** (most + 1) else np.inf
-    return found if value > 0 else -found
+    nearest = round(value / step) * step
+    size = abs(nearest)
+    nearest = float(size) if size < Fraction(2) ** (most + 1) else np.inf
+    return nearest if value > 0 else -nearest
 
 
 def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -61,7 +61,7 @@ def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def check(got: np.ndarray, exact: list[Fraction | None], kind: str) -> None:
-    chosen = [index for index, value in enumerate(exact) if value]  # of zero and of what is not finite, others
+    chosen = [index for index, value in enumerate(exact) if value]  # zero and infinities have other results
     assert len(chosen) > 500
     want = np.array([rounded(exact[index], kind) for index in chosen]).astype(got.dtype)
     wrong = np.flatnonzero(bits_of(got[chosen]) != bits_of(want))
@@ -101,10 +101,10 @@ def test_quotients_and_roots(kind: str) -> None:
     check(compute(f"div.rn.{kind}", x, y), [row and row[1] and row[0] / row[1] for row in fractions(x, y)], kind)
     root = compute(f"sqrt.rn.{kind}", np.abs(x))
     digits = FORMATS[kind][0]
-    for value, found in zip(np.abs(x).tolist(), root.tolist(), strict=True):
+    for value, actual in zip(np.abs(x).tolist(), root.tolist(), strict=True):
         if np.isfinite(value) and value > 0:  # the exact root is between the found number's neighbours' midpoints
-            half = Fraction(2) ** (int(np.floor(np.log2(found))) - digits)
-            assert (Fraction(found) - half) ** 2 <= Fraction(value) <= (Fraction(found) + half) ** 2
+            half = Fraction(2) ** (int(np.floor(np.log2(actual))) - digits)
+            assert (Fraction(actual) - half) ** 2 <= Fraction(value) <= (Fraction(actual) + half) ** 2
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
@@ -184,11 +184,11 @@ APPROXIMATE = {
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_approximate_functions_reach_their_bound_and_do_not_pass_it(name: str) -> None:
-    exact, bound, given = APPROXIMATE[name]
-    given = given.astype(np.float32)
-    truth = exact(given.astype(np.longdouble))
+    exact, bound, x = APPROXIMATE[name]
+    x = x.astype(np.float32)
+    truth = exact(x.astype(np.longdouble))
     errors = {
-        where: ((compute(name, given, approximation=where).astype(np.longdouble) - truth) / truth) / bound
+        where: ((compute(name, x, approximation=where).astype(np.longdouble) - truth) / truth) / bound
         for where in (-1, 0, 1)
     }
     for where, error in errors.items():

@@ -16,11 +16,13 @@ TYPES = ["s16", "u16", "s32", "u32", "s64", "u64"]
 def numbers(kind: str, seed: int) -> np.ndarray:
     """Random numbers of every length, and the ends."""
     bits, random = int(kind[1:]), np.random.default_rng(seed)
-    found = random.integers(0, 1 << 63, COUNT, dtype=np.uint64) << np.uint64(1) | np.uint64(seed & 1)
-    found = (found >> random.integers(0, 64, COUNT, dtype=np.uint64)) * random.choice([1, -1], COUNT).astype(np.uint64)
+    values = random.integers(0, 1 << 63, COUNT, dtype=np.uint64) << np.uint64(1) | np.uint64(seed & 1)
+    values = (values >> random.integers(0, 64, COUNT, dtype=np.uint64)) * random.choice([1, -1], COUNT).astype(
+        np.uint64
+    )
     ends = np.array([0, 1, -1, 2, (1 << bits - 1) - 1, -(1 << bits - 1), 1 << (bits // 2)], object) & ((1 << bits) - 1)
-    found[: ends.size] = random.permutation(ends).astype(np.uint64)
-    return found.astype(f"u{bits // 8}")
+    values[: ends.size] = random.permutation(ends).astype(np.uint64)
+    return values.astype(f"u{bits // 8}")
 
 
 def signed(value: int, kind: str) -> int:
@@ -31,12 +33,12 @@ def signed(value: int, kind: str) -> int:
 
 
 def holds(name: str, kinds: str, function: Callable[..., int], *inputs: Any) -> None:
-    """The instruction's bits are those of ``function``; kinds: of the result and the operands."""
-    to, *given = kinds.split()
+    """Check that the instruction's bits are those of ``function``; kinds: of the result and the operands."""
+    to, *kinds_of_operands = kinds.split()
     got = compute(name, *inputs, out=f"u{int(to[1:]) // 8}")
     columns = [[one] * COUNT if isinstance(one, int) else one.tolist() for one in inputs]
     for row, *values in zip(got.tolist(), *columns, strict=True):
-        numbers = [signed(value, kind) for value, kind in zip(values, given, strict=True)]
+        numbers = [signed(value, kind) for value, kind in zip(values, kinds_of_operands, strict=True)]
         assert row == function(*numbers) & ((1 << int(to[1:])) - 1), (name, numbers)
 
 
@@ -66,15 +68,15 @@ OPERATIONS: list[tuple[str, str, Callable[..., int], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds", "function", "kind"), [(*rest, kind) for *rest, types in OPERATIONS for kind in types]
+    ("name", "kinds", "function", "kind"), [(*operation, kind) for *operation, types in OPERATIONS for kind in types]
 )
 def test_what_an_instruction_computes(name: str, kinds: str, function: Callable[..., int], kind: str) -> None:
     bits = int(kind[1:])
     kinds = kinds.format(k=kind, w=f"{kind[0]}{2 * bits}")
-    given = [numbers(each, seed) for seed, each in enumerate(kinds.split()[1:], 1)]
+    operands = [numbers(each, seed) for seed, each in enumerate(kinds.split()[1:], 1)]
     if name.startswith("div"):
-        given[1][given[1] == 0] = 3
-    holds(name.format(k=kind, n=bits), kinds, function, *given)
+        operands[1][operands[1] == 0] = 3
+    holds(name.format(k=kind, n=bits), kinds, function, *operands)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -91,11 +93,11 @@ def extracted(a: int, start: int, length: int, kind: str) -> int:
     if length == 0:
         return 0
     sign = a >> min(start + length - 1, bits - 1) & 1 if kind[0] == "s" else 0
-    found = 0
+    field = 0
     for place in range(bits):
         inside = place < length and start + place < bits
-        found |= (a >> (start + place) & 1 if inside else sign) << place
-    return found
+        field |= (a >> (start + place) & 1 if inside else sign) << place
+    return field
 
 
 def inserted(a: int, b: int, start: int, length: int, bits: int) -> int:
@@ -113,20 +115,26 @@ def test_fields(kind: str) -> None:
     )
     a, b, bits = numbers(kind, 1), numbers(kind, 2), int(kind[1:])
     plain = f"u{bits}"
-    holds(f"bfe.{kind}", f"{plain} {plain} u32 u32", lambda *given: extracted(*given, kind), a, start, length)
+    holds(f"bfe.{kind}", f"{plain} {plain} u32 u32", lambda *operands: extracted(*operands, kind), a, start, length)
     holds(
-        f"bfi.b{bits}", f"{plain} {plain} {plain} u32 u32", lambda *given: inserted(*given, bits), a, b, start, length
+        f"bfi.b{bits}",
+        f"{plain} {plain} {plain} u32 u32",
+        lambda *operands: inserted(*operands, bits),
+        a,
+        b,
+        start,
+        length,
     )
 
 
 def permuted(a: int, b: int, selector: int) -> int:
     both = (a | b << 32).to_bytes(8, "little")
-    found = []
+    chosen_bytes = []
     for place in range(4):
         chosen = selector >> 4 * place & 15
         byte = both[chosen & 7]
-        found.append((255 if byte & 128 else 0) if chosen & 8 else byte)
-    return int.from_bytes(bytes(found), "little")
+        chosen_bytes.append((255 if byte & 128 else 0) if chosen & 8 else byte)
+    return int.from_bytes(bytes(chosen_bytes), "little")
 
 
 def test_permuted_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Matrix instructions: who holds which element, by the PTX manual, and what may be done before a product has ended."""
+"""Matrix instructions: the lane of each element, by the PTX manual, and what may run before a product has ended."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def names(first: int, count: int) -> str:
 
 
 def factors(codes: np.ndarray) -> np.ndarray:
-    """What E8M0's codes multiply by."""
+    """Return the factors that E8M0's codes stand for."""
     return np.exp2(codes.astype(np.float32) - 127)
 
 
@@ -90,12 +90,12 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str, scaled: bool) 
         want = want * factors(rows)[:, None] * factors(columns)
         scales |= 0xABCD00  # other bytes
     body = f"{load(0, 4, 0)} {load(4, 2, 1)} {load(6, 4, 2)} {load(14, 2, 4)} {product};"
-    given = aligned(held_a), aligned(held_b), aligned(held_c), out, scales
-    launch(body + store(10, 4, 3), *given, target=target)
+    arrays = aligned(held_a), aligned(held_b), aligned(held_c), out, scales
+    launch(body + store(10, 4, 3), *arrays, target=target)
     want += c
     for other in ("{1, 0}", "{0, 1}") if scaled else ():
         with pytest.raises(emulator.Unsupported, match="scales in other bytes or lanes"):
-            launch(body.replace("{0, 0};", f"{other};"), *given, target=target)
+            launch(body.replace("{0, 0};", f"{other};"), *arrays, target=target)
     assert (out == want[row[..., 0] + number[:, 0] // 2 * 8, thread[:, None] % 4 * 2 + number[:, 0] % 2]).all()
 
 
@@ -103,22 +103,22 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str, scaled: bool) 
 @pytest.mark.parametrize("transposes", [False, True])
 def test_matrices_in_shared_memory(count: int, transposes: bool) -> None:
     """ldmatrix: of matrix m a lane gets row lane / 4, columns lane % 4 * 2 and the next; stmatrix is its inverse."""
-    given = aligned(np.random.default_rng(0).integers(0, 1 << 16, (count, 8, 8)).astype(np.uint16))
+    memory = aligned(np.random.default_rng(0).integers(0, 1 << 16, (count, 8, 8)).astype(np.uint16))
     rows = (
         f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1}; mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;"
     )
     fill = f"{rows} mul.wide.u32 %d1, %r51, 1; add.s64 %d1, %d1, %a0; ld.global.v4.b32 {names(40, 4)}, [%d1];"
     fill += f"st.shared.v4.b32 [%r50], {names(40, 4)};"
     name = f"sync.aligned.m8n8.x{count}{'.trans' if transposes else ''}.shared.b16"
-    held, back = np.zeros((32, count), np.uint32), aligned(np.zeros_like(given))
+    held, back = np.zeros((32, count), np.uint32), aligned(np.zeros_like(memory))
     again = f"stmatrix.{name} [%r50+512], {names(0, count)}; ld.shared.v4.b32 {names(40, 4)}, [%r50+512];"
     end = "add.s64 %d1, %d1, %a2; sub.s64 %d1, %d1, %a0; st.global.v4.b32 [%d1], {%r40, %r41, %r42, %r43};"
     body = f"{fill} ldmatrix.{name} {names(0, count)}, [%r50]; {store(0, count, 1)} {again} {end}"
-    launch(body, given, held, back, shared=1024)
-    matrices = given.view(np.uint16).reshape(count, 8, 8)
+    launch(body, memory, held, back, shared=1024)
+    matrices = memory.view(np.uint16).reshape(count, 8, 8)
     matrices = matrices.swapaxes(1, 2) if transposes else matrices
     want = np.ascontiguousarray(matrices).view(np.uint32).reshape(count, 32).T
-    assert (held == want).all() and (back == given).all()
+    assert (held == want).all() and (back == memory).all()
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def image(codes: np.ndarray, swizzle: int) -> np.ndarray:
     row, byte = np.arange(rows)[:, None], np.arange(width)[None, :]
     at = row * swizzle + byte
     at = at ^ (at >> 7 & swizzle // 16 - 1) << 4
-    found = np.zeros(rows * width, np.uint8)
-    found[at] = codes
-    return found
+    swizzled = np.zeros(rows * width, np.uint8)
+    swizzled[at] = codes
+    return swizzled
 
 
 def descriptor(start: int, swizzle: int, code: int) -> int:
@@ -179,11 +179,11 @@ class Wgmma:
 
     def launch(self, body: str, **options: Any) -> np.ndarray:
         thread, number = np.arange(128)[:, None], np.arange(32)
-        out, found = np.zeros((128, 32), np.float32), np.zeros((64, 64), np.float32)
+        out, product = np.zeros((128, 32), np.float32), np.zeros((64, 64), np.float32)
         launch(f"{body} {store(0, 32, 2)}", *self.images, out, threads=128, shared=A_BYTES + B_BYTES, **options)
         row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (number // 2 % 2)
-        found[row, 8 * (number // 4) + thread % 4 * 2 + number % 2] = out
-        return found
+        product[row, 8 * (number // 4) + thread % 4 * 2 + number % 2] = out
+        return product
 
 
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
@@ -193,8 +193,8 @@ COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligne
 @pytest.mark.parametrize("swizzle", SWIZZLED)
 def test_products_of_a_warpgroup(swizzle: int, options: dict[str, Any]) -> None:
     one = Wgmma(swizzle)
-    found = one.launch(f"{one.fill} {one.products} {COMMIT} {WAIT}", **options)
-    assert (found == exact(one.a, one.b)).all()
+    product = one.launch(f"{one.fill} {one.products} {COMMIT} {WAIT}", **options)
+    assert (product == exact(one.a, one.b)).all()
 
 
 def test_registers_of_a_product_before_its_wait() -> None:
@@ -291,8 +291,8 @@ class Tcgen05:
 
     def launch(self, body: str, *more: np.ndarray, **options: Any) -> np.ndarray:
         out = np.zeros((128, 64), np.float32)
-        given = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
-        launch(f"{body} {store(0, 64, 2)}", *self.images, out, *more, **given)
+        launch_options = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
+        launch(f"{body} {store(0, 64, 2)}", *self.images, out, *more, **launch_options)
         return out
 
 
@@ -343,8 +343,8 @@ def test_what_may_not_be_done_with_scales() -> None:
         begin.replace("%r99, 68;", "%r99, 127;") + after: "out of bounds",
         begin.replace("%r99, 68;", "%r99, 65604;") + after: "out of bounds",
     }
-    for body, what in faults.items():
-        with pytest.raises(emulator.Fault, match=what):
+    for body, message in faults.items():
+        with pytest.raises(emulator.Fault, match=message):
             one.launch(body)
     one.launch(begin + one.commit + one.wait + write + one.look)
     for bit in (0, 6, 8, 13, 23, 24, 28, 31):
@@ -361,7 +361,7 @@ def test_products_in_tensor_memory(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", ["together", "programs", "warps"])
 def test_a_wait_that_stands_before_what_it_waits_for(schedule: str) -> None:
-    """As Triton 3.7 lays it: one warp jumps behind the loop in which the others wait, begins, and comes back."""
+    """A wait may stand before its event, as in Triton 3.7: one warp jumps behind the others' loop and comes back."""
     one = Tcgen05()
     body = f"{one.begin} setp.lt.u32 %p6, %t, 32; @%p6 bra first; second: {one.wait} {one.look} bra last;"
     out = one.launch(f"{body} first: {one.products} {one.commit} bra second; last:", schedule=schedule, most=3000)
@@ -384,8 +384,8 @@ def test_what_may_not_be_done_with_tensor_memory(schedule: str) -> None:
         + after: "out of bounds",
         begin + "@%p2 st.shared.b32 [memory], 0;" + after: "race",
     }
-    for body, what in faults.items():
-        with pytest.raises(emulator.Fault, match=what):
+    for body, message in faults.items():
+        with pytest.raises(emulator.Fault, match=message):
             one.launch(body, schedule=schedule, most=4000)
 
 

@@ -1,4 +1,4 @@
-"""What PTX text becomes, and that what is not modelled is refused with its line."""
+"""The parser's result of PTX text, and the refusal, with its line, of what is not modelled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_operands() -> None:
 
 
 def test_loops_and_branches_over_lanes() -> None:
-    """Each lane counts to its own number; lanes meet again after the loop and after branches either way."""
+    """Lanes count to their own numbers, and meet again after the loop and after branches either way."""
     out = np.zeros(64, np.uint32)
     launch(
         """mov.b32 %r1, 0; mov.b32 %r2, 0;
@@ -66,7 +66,7 @@ def test_loops_and_branches_over_lanes() -> None:
 
 
 def test_jumps_by_a_table() -> None:
-    """Each lane to its own place; beyond the table is a fault."""
+    """Lanes jump to their own places; beyond the table is a fault."""
     out = np.zeros(64, np.uint32)
     body = """table: .branchtargets first, second, third;
         and.b32 %r1, %n, {}; brx.idx %r1, table;

@@ -92,7 +92,7 @@ def accumulator(kind: str, exact: Tensor) -> Tensor:
 
 
 def sums(a: str, b: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Many [count, K], [count, K] and [count]: every kind of operand with every kind of accumulator."""
+    """Return many sums, [count, K], [count, K] and [count]: every kind of operand with every kind of accumulator."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for kinds, of_c in itertools.product(OPERANDS, ACCUMULATORS):
         x, y = (operand(kind, element, (count, depth(a))) for kind, element in zip(kinds, (a, b), strict=True))
@@ -134,10 +134,10 @@ def test_sums_of_scaled_blocks_are_the_oracles(case: tuple[str, str, str, str]) 
 def test_the_exponent_of_zero_shows_where_products_are_small(case: tuple[str, str, str, str]) -> None:
     x, y, c = operand("small", "bf16", (2000, 16)), operand("small", "bf16", (2000, 16)), torch.zeros(2000)
     rule = rule_of(*case)
-    found = ours(x, y, c, rule)
-    assert np.array_equal(found, oracle(*case).dpa(x, y, c).numpy().view(np.uint32))
+    sums = ours(x, y, c, rule)
+    assert np.array_equal(sums, oracle(*case).dpa(x, y, c).numpy().view(np.uint32))
     for zero in (rule.zero - 1, rule.zero + 1):
-        assert (ours(x, y, c, rule._replace(zero=zero)) != found).any()
+        assert (ours(x, y, c, rule._replace(zero=zero)) != sums).any()
 
 
 @pytest.mark.parametrize("case", CASES[:: len(FP8 + WIDE) - 1], ids=" ".join)
@@ -149,9 +149,9 @@ def test_matrices_and_groups(case: tuple[str, str, str, str], groups: int, monke
     a, b, c = a.view(groups, one.m, one.k), b.view(groups, one.n, one.k), torch.randn(groups, one.m, one.n)
     values = a.double().numpy(), np.ascontiguousarray(b.double().numpy().swapaxes(1, 2)).swapaxes(1, 2), c.numpy()
     before = [part.copy() for part in values]
-    found = multiply_add(*values, rule_of(*case))
-    assert found.dtype == np.float32 and found.shape == c.shape
-    for x, y, z, result in zip(a, b, c, found, strict=True):
+    sums = multiply_add(*values, rule_of(*case))
+    assert sums.dtype == np.float32 and sums.shape == c.shape
+    for x, y, z, result in zip(a, b, c, sums, strict=True):
         assert np.array_equal(one(x, y.T, z).numpy(), result)
     assert all(np.array_equal(part, old) for part, old in zip(values, before, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the lanes of a warp see of each other, against the manual's words."""
+"""The values that lanes of a warp read from each other, against the manual's words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = np.random.default_rng(0).integers(0, 1 << 32, 128, dtype=np.uint64).ast
     ],
 )
 def test_shuffles(mode: str, clamp: int, other: Callable[[int, int], int]) -> None:
-    """By one number of all lanes, and by each lane's own, of which five bits count."""
+    """Lanes shuffle by one number of all lanes, and by each lane's own, of which five bits count."""
     for by in (0, 1, 3, 16, 31, VALUES):
         got = compute(f"shfl.sync.{mode}.b32", VALUES, by, clamp, -1)
         steps = np.broadcast_to(by, 128) & 31
@@ -33,20 +33,20 @@ def test_shuffles(mode: str, clamp: int, other: Callable[[int, int], int]) -> No
 @pytest.mark.parametrize("kind", ["s32", "u32"])
 @pytest.mark.parametrize("name", ["add", "min", "max"])
 def test_reductions(name: str, kind: str) -> None:
-    given = VALUES.view(np.int32) if kind == "s32" else VALUES
-    rows = given.reshape(4, 32)
-    want = rows.sum(1, dtype=given.dtype) if name == "add" else getattr(rows, name)(axis=1)
+    operand = VALUES.view(np.int32) if kind == "s32" else VALUES
+    rows = operand.reshape(4, 32)
+    want = rows.sum(1, dtype=operand.dtype) if name == "add" else getattr(rows, name)(axis=1)
     assert (compute(f"redux.sync.{name}.{kind}", VALUES, -1) == np.repeat(want, 32).view(np.uint32)).all()
 
 
 def test_reductions_of_floats_pass_over_nan() -> None:
-    given = np.random.default_rng(0).standard_normal(128).astype(np.float32)
-    given[::7], given[96:] = np.nan, -np.nan
-    got = compute("redux.sync.max.f32", given, -1, target="sm_100a").reshape(4, 32)
-    assert (got[:3] == np.nanmax(given[:96].reshape(3, 32), 1, keepdims=True)).all()
+    numbers = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    numbers[::7], numbers[96:] = np.nan, -np.nan
+    got = compute("redux.sync.max.f32", numbers, -1, target="sm_100a").reshape(4, 32)
+    assert (got[:3] == np.nanmax(numbers[:96].reshape(3, 32), 1, keepdims=True)).all()
     assert (got[3].view(np.uint32) == 0x7FFFFFFF).all()
-    got = compute("redux.sync.max.abs.f32", given, -1, target="sm_100a").reshape(4, 32)
-    assert (got[:3] == np.nanmax(np.abs(given[:96].reshape(3, 32)), 1, keepdims=True)).all()
+    got = compute("redux.sync.max.abs.f32", numbers, -1, target="sm_100a").reshape(4, 32)
+    assert (got[:3] == np.nanmax(np.abs(numbers[:96].reshape(3, 32)), 1, keepdims=True)).all()
     assert (got[3].view(np.uint32) == 0x7FFFFFFF).all()
 
 

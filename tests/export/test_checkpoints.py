@@ -53,7 +53,7 @@ def seen_operands() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether named pairs of a model, in the order of its forward, are what its products multiplied, bit for bit."""
+    """Return whether a model's named pairs, in forward's order, are its products' operands, bit for bit."""
     return len(pairs) == len(operands) and all(
         torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s.float())
         for (_, codes, scale_inv), (q, s) in zip(pairs, operands, strict=True)
@@ -62,8 +62,8 @@ def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Ten
 
 def fp8(model: nn.Module, layout: str) -> list[tuple[str, Tensor, Any]]:
     """Copies of a model's named pairs, with scales in float32."""
-    found = octavo.export.iterate_fp8(model, layout, fp8_only=True)  # type: ignore[arg-type]
-    return [(name, codes.clone(), as_float(scale_inv).clone()) for name, codes, scale_inv in found]
+    triples = octavo.export.iterate_fp8(model, layout, fp8_only=True)  # type: ignore[arg-type]
+    return [(name, codes.clone(), as_float(scale_inv).clone()) for name, codes, scale_inv in triples]
 
 
 def as_float(scale_inv: Any) -> Tensor:
@@ -88,7 +88,7 @@ def step(net: Any, optimizer: Any) -> None:
 
 
 def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training: bool) -> list[str]:
-    """What is wrong with what this rank iterates of a model under FSDP2, after two steps."""
+    """Return what is wrong with what this rank iterates of a model under FSDP2, after two steps."""
     net, wrong = layers(recipe, stored), []
     options: Any = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mixed else {}
     for layer in net[:-1]:  # the last group also holds the norm
@@ -114,7 +114,7 @@ def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training:
 
 
 def sharded_peak(mesh: Any) -> tuple[int, int]:
-    """(what iterating a sharded model holds at most, its codes' bytes)."""
+    """Return (the most bytes that iterating a sharded model holds, its codes' bytes)."""
     net = layers("blockwise", True, (1024,) * 9)
     for layer in net[:-1]:
         fully_shard(layer, mesh=mesh)
@@ -169,7 +169,7 @@ def llama(recipe: Recipe, tied: bool = False, dtype: torch.dtype = torch.bfloat1
 
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """By transformers' from_pretrained, which dequantises to the model's dtype."""
+    """Load by transformers' from_pretrained, which dequantises to the model's dtype."""
     import transformers
 
     if quantization_config(folder)["quant_method"] in ("fp8", "mxfp8"):
@@ -182,13 +182,13 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
         pytest.importorskip("compressed_tensors")
         options = transformers.CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*already has a `quantization_config`")  # it is told how to read that one
+        warnings.filterwarnings("ignore", ".*already has a `quantization_config`")  # which says how to read it
         return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
 
 
-def assert_same_model(found: nn.Module, model: nn.Module) -> None:
-    """Bit for bit: dequantised weights where a layer is in FP8, the parameters themselves elsewhere."""
-    modules, theirs = dict(model.named_modules()), dict(found.named_parameters())
+def assert_same_model(loaded: nn.Module, model: nn.Module) -> None:
+    """Check bit for bit: dequantised weights where a layer is in FP8, the parameters themselves elsewhere."""
+    modules, theirs = dict(model.named_modules()), dict(loaded.named_parameters())
     ours = dict(model.named_parameters())
     assert theirs.keys() == ours.keys()
     for name, parameter in ours.items():
@@ -222,11 +222,11 @@ def test_transformers_reads_it(tmp_path, monkeypatch, name, layout, dtype, tied,
     assert in_fp8 == {key for key in stored if key.endswith("_proj.weight")}
     assert {key + suffix for key in in_fp8} == {key for key in stored if key.endswith(suffix)}
     assert ("lm_head.weight" not in stored) == tied and "model.embed_tokens.weight" in stored
-    found = load(tmp_path / "out", monkeypatch)
-    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
-    assert_same_model(found, model)
+    loaded = load(tmp_path / "out", monkeypatch)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_same_model(loaded, model)
     tokens = torch.randint(64, (2, 16))
-    assert sqnr(found(tokens).logits, model(tokens).logits) > 25  # ours casts the inputs too: 28.5 to 28.9 dB measured
+    assert sqnr(loaded(tokens).logits, model(tokens).logits) > 25  # ours casts the inputs too: 28.5 to 28.9 dB measured
 
 
 def test_fp8_layers_that_share_a_weight_are_written_each(tmp_path):
@@ -241,7 +241,7 @@ def test_fp8_layers_that_share_a_weight_are_written_each(tmp_path):
 
 
 def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
-    """That is, transformers' dequantisation takes the block's size from the number of scales."""
+    """transformers' dequantisation still takes the block's size from the number of scales."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     layer = layer_of(recipes.blockwise(), 192, 128)
@@ -463,7 +463,7 @@ SITUATIONS = [  # weights that are scaled by rows are neither kept nor stored
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("recipe", "situation"), SITUATIONS)
 def test_the_codes_are_those_of_the_forward(recipe, situation, training):
-    """Each weight is cast once; those that are in FP8 already are given as they are."""
+    """Iterating casts each weight once, and gives codes that exist already as they are."""
     net = layers(recipe, stored=situation == "stored")
     optimizer = octavo.optim.AdamW(net.parameters(), lr=0.01)
     for _ in range(2):  # so that a delayed scale is an earlier weight's
@@ -476,11 +476,11 @@ def test_the_codes_are_those_of_the_forward(recipe, situation, training):
         net(torch.randn(32, 256))
     net.train(training)
     with CountOps() as ops:
-        found = list(iterate_fp8(net, LAYOUT_OF[recipe], fp8_only=True))
+        triples = list(iterate_fp8(net, LAYOUT_OF[recipe], fp8_only=True))
     if training:
         assert ops.casts == (0 if situation in ("kept", "stored") else 3)
     if situation == "stored":
-        assert all(codes.data_ptr() == net.get_parameter(name).qdata.data_ptr() for name, codes, _ in found)
+        assert all(codes.data_ptr() == net.get_parameter(name).qdata.data_ptr() for name, codes, _ in triples)
     pairs = fp8(net, LAYOUT_OF[recipe])
     with seen_operands() as operands:
         net(torch.randn(32, 256))

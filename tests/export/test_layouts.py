@@ -47,12 +47,12 @@ def gpt_oss() -> nn.Module:
 
 
 def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
-    own = recipes.rowwise(power_of_two=True) if recipe == "rowwise" else getattr(recipes, recipe)()
-    return octavo.convert(model, octavo.RecipeMap(own, IN_HIGH_PRECISION), lambda module, name: True)
+    recipe_of_model = recipes.rowwise(power_of_two=True) if recipe == "rowwise" else getattr(recipes, recipe)()
+    return octavo.convert(model, octavo.RecipeMap(recipe_of_model, IN_HIGH_PRECISION), lambda module, name: True)
 
 
 def values(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """What a pair stands for, of any layout."""
+    """Return the values of a pair, of any layout."""
     for dim, size in enumerate(codes.shape if scale_inv.ndim == 2 else ()):
         scale_inv = scale_inv.repeat_interleave(-(-size // scale_inv.shape[dim]), dim)[
             (slice(None),) * dim + (slice(size),)
@@ -74,7 +74,7 @@ def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
     model = make()
     model.save_pretrained(tmp_path / "plain")
     plain = load_file(tmp_path / "plain/model.safetensors")
-    written = {name: rest for name, *rest in iterate_fp8(in_fp8(model, recipe).eval(), layout)}
+    written = {name: pair for name, *pair in iterate_fp8(in_fp8(model, recipe).eval(), layout)}
     assert written.keys() == plain.keys()
     for name, (tensor, scale_inv) in written.items():
         if scale_inv is None:
@@ -86,8 +86,8 @@ def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
         alone = octavo.quantize(plain[name], E4M3, GRANULARITIES[recipe], power_of_two=powers)
         if not shared or ".w2." in name or "down" in name:
             assert torch.equal(tensor.float(), alone.qdata.float())
-        found = values(tensor, scale_inv)
-        assert (found - plain[name].float()).norm() < 0.03 * plain[name].float().norm()
+        dequantized = values(tensor, scale_inv)
+        assert (dequantized - plain[name].float()).norm() < 0.03 * plain[name].float().norm()
     experts = [name for name, (_, scale_inv) in written.items() if "experts" in name and scale_inv is not None]
     assert len(experts) == 4 * 3
 
@@ -103,7 +103,7 @@ def test_the_codes_are_those_of_the_forward(training: bool) -> None:
         optimizer.step()
     optimizer.zero_grad()
     model.train(training)
-    pairs = {name: rest for name, *rest in iterate_fp8(model, "per-tensor", fp8_only=True)}
+    pairs = {name: codes_and_scales for name, *codes_and_scales in iterate_fp8(model, "per-tensor", fp8_only=True)}
     with seen_operands() as operands, torch.no_grad():
         model(input_ids=tokens)
     gate_up, down = (pair for pair in operands if pair[0].ndim == 3)
@@ -130,32 +130,32 @@ def test_transformers_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_experts_that_keep_their_tensors() -> None:
-    """octavo's own, and those in high precision, whose names are those of state_dict, as of any model."""
+    """octavo's experts, and those in high precision, keep their tensors, by state_dict's names."""
     experts = octavo.nn.Experts(3, 128, 256, recipe=recipes.blockwise())
-    found = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
-    assert found == {"gate_up.weight": ((3, 512, 128), (3, 4, 1)), "down.weight": ((3, 128, 256), (3, 1, 2))}
+    shapes = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
+    assert shapes == {"gate_up.weight": ((3, 512, 128), (3, 4, 1)), "down.weight": ((3, 128, 256), (3, 1, 2))}
     layers = octavo.RecipeMap(recipes.blockwise(), {**IN_HIGH_PRECISION, "*.experts": None})
     model = octavo.convert(mixtral(), layers, lambda module, name: True)
     assert "model.layers.0.mlp.experts.gate_up_proj" in [name for name, *_ in iterate_fp8(model)]
 
 
 @pytest.mark.parametrize(
-    ("make", "kept", "says"),
+    ("make", "exceptions", "says"),
     [
         (gpt_oss, {}, r"GptOssExperts stores it as \[E, K, N\], which no reader takes in FP8"),
         (mixtral, {"*.experts.down": None}, "other matrices of the same experts are not in FP8"),
         (lambda: mixtral(192), {}, "blocks of 128 rows reach from one of its 2 matrices of 192 rows into the next"),
     ],
 )
-def test_what_no_server_reads_is_refused(make: Any, kept: dict[str, None], says: str) -> None:
-    layers = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None, **kept})
+def test_what_no_server_reads_is_refused(make: Any, exceptions: dict[str, None], says: str) -> None:
+    layers = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None, **exceptions})
     model = octavo.convert(make(), layers, lambda module, name: not name.endswith((".router", ".gate")))
     with pytest.raises(ExportError, match=says):
         iterate_fp8(model)
 
 
 def tensors(model: nn.Module) -> list[tuple[str, list[int], float]]:
-    """Names, shapes and something of the values of what is iterated."""
+    """Return names, shapes and a few values of the iterated tensors."""
     parts = [(name, tensor, scale_inv) for name, tensor, scale_inv in iterate_fp8(model)]
     return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in parts]
 
@@ -187,10 +187,10 @@ def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_recipe_that_is_named_fits(layout):
     net = to_fp8(nn.Sequential(nn.Linear(192, 300)), getattr(recipes, LAYOUTS[layout].recipe)())
-    found, layers, skipped = entries(net, layout)
-    assert [(entry.key, entry.layer) for entry in found] == [("0.weight", net[0]), ("0.bias", None)]
+    planned, layers, skipped = entries(net, layout)
+    assert [(entry.key, entry.layer) for entry in planned] == [("0.weight", net[0]), ("0.bias", None)]
     assert (layers, skipped) == ({"0": net[0]}, [])
-    ((name, codes, scales),) = found[0].read(True, {})
+    ((name, codes, scales),) = planned[0].read(True, {})
     assert name == "0.weight"
     assert (codes.shape, codes.dtype) == ((300, 192), torch.float8_e4m3fn)
     shapes = {"blockwise": (3, 2), "rowwise": (300, 1), "mx": (300, 6)}

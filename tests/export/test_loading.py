@@ -62,8 +62,8 @@ def written(folder, recipe=ANY_SCALES, layout=None, kind=llama, **options) -> nn
     return model
 
 
-def assert_same_codes(found: nn.Module, model: nn.Module, layout: str = "fine-grained") -> None:
-    for (name, a, s), (other, b, t) in zip(iterate_fp8(found, layout), iterate_fp8(model, layout), strict=True):
+def assert_same_codes(loaded: nn.Module, model: nn.Module, layout: str = "fine-grained") -> None:
+    for (name, a, s), (other, b, t) in zip(iterate_fp8(loaded, layout), iterate_fp8(model, layout), strict=True):
         assert name == other
         assert torch.equal(a.float(), b.float()), name
         assert s is t is None or torch.equal(s, t), name
@@ -81,18 +81,18 @@ def assert_same_codes(found: nn.Module, model: nn.Module, layout: str = "fine-gr
     ],
 )
 def test_codes_stay_codes(tmp_path, kind, recipe, trained):
-    """Each expert's matrices too, which are joined with others."""
+    """Loaded codes are the file's, also each expert's matrices, which are joined with others."""
     make, tied = mixtral if kind == "mixtral" else llama, kind == "tied llama"
     options = {"kind": make} | ({"tied": True} if tied else {})
     model = written(tmp_path / "out", recipe, **options)
     with warnings.catch_warnings(action="error", category=UserWarning):
-        found = load_fp8(on_meta(recipe=recipe, trained=trained, **options), tmp_path / "out").eval()
-    stored = [p for p in found.parameters() if isinstance(p, StoredWeight)]
+        loaded = load_fp8(on_meta(recipe=recipe, trained=trained, **options), tmp_path / "out").eval()
+    stored = [p for p in loaded.parameters() if isinstance(p, StoredWeight)]
     assert len(stored) == (6 if make is mixtral else 14) and {p.dtype for p in stored} == {torch.bfloat16}
-    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
-    assert_same_codes(found, model, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_same_codes(loaded, model, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
     tokens = torch.randint(64, (2, 16))
-    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
@@ -108,20 +108,20 @@ def test_what_transformers_writes_is_read_as_transformers_reads_it(tmp_path, mon
     for key, tensor in llama().bfloat16().state_dict().items():
         state |= Fp8Quantize(quantizer).convert({key: tensor}) if "_proj" in key else {key: tensor}
     safetensors.save_file(state, folder / "model.safetensors", {"format": "pt"})
-    found = load_fp8(on_meta(), folder)
+    loaded = load_fp8(on_meta(), folder)
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for name, parameter in found.named_parameters():
+    for name, parameter in loaded.named_parameters():
         stored = local_stored(parameter)
         value = parameter if stored is None else stored.dequantize()
         assert torch.equal(value, theirs.get_parameter(name)), name
     if scale_fmt == "ue8m0":  # powers of two: trained weights too are what the file has
-        assert_same_codes(load_fp8(on_meta(trained=True), folder), found)
+        assert_same_codes(load_fp8(on_meta(trained=True), folder), loaded)
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor([[0.01]]).bfloat16()])
 def test_one_scale_in_any_shape_and_dtype(tmp_path, scale):
-    """Some checkpoints have scalars, beside static scales of inputs."""
+    """A scale loads in any shape and dtype: some checkpoints have scalars, beside static scales of inputs."""
     model = layer(tmp_path / "out", recipes.dynamic(), weight_scale_inv=scale).requires_grad_(False)
     load_fp8(model, tmp_path / "out")
     assert torch.equal(model.weight.scale_inv, scale.float().view(1, 1))
@@ -131,9 +131,9 @@ def test_scales_of_rows_become_one(tmp_path):
     """Within a rounding of the codes."""
     model = written(tmp_path / "out", recipes.rowwise())
     with pytest.warns(UserWarning, match="14 weights were rounded to new codes, first model"):
-        found = load_fp8(on_meta(recipe=recipes.dynamic()), tmp_path / "out")
+        loaded = load_fp8(on_meta(recipe=recipes.dynamic()), tmp_path / "out")
     for name, codes, scale in iterate_fp8(model, "compressed-tensors", fp8_only=True):
-        stored = found.get_parameter(name)
+        stored = loaded.get_parameter(name)
         expected = StoredWeight.cast(codes.float() * scale)
         assert torch.equal(stored.qdata.float(), expected.qdata.float())
         assert torch.equal(stored.scale_inv, expected.scale_inv)
@@ -148,18 +148,18 @@ def test_scales_of_rows_become_one(tmp_path):
     ],
 )
 def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, recipe, layout):
-    """As a twin computes them whose weights are the values of the codes."""
+    """Frozen weights pass gradients as a twin does whose weights are the values of the codes."""
     kind = mixtral if kind == "mixtral" else kind
     model = written(tmp_path / "out", recipe, layout, kind)
     with warnings.catch_warnings(action="error", category=UserWarning):
-        found = load_fp8(on_meta(kind, recipe), tmp_path / "out").eval()
-    assert_same_codes(found, model, layout)
+        loaded = load_fp8(on_meta(kind, recipe), tmp_path / "out").eval()
+    assert_same_codes(loaded, model, layout)
     tokens = torch.randint(64, (2, 9))
-    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     twin = octavo.restore(load_fp8(on_meta(kind, recipe), tmp_path / "out"))
     octavo.convert(twin, octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer)
     gradients = []
-    for net in (found, twin):
+    for net in (loaded, twin):
         leaf = twin.model.embed_tokens(tokens).detach().requires_grad_()
         net(inputs_embeds=leaf, labels=tokens).loss.backward()
         gradients.append(leaf.grad)
@@ -168,13 +168,13 @@ def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, reci
     copied = octavo.convert(
         kind().bfloat16().requires_grad_(False), octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8"
     )
-    copied.load_state_dict(found.state_dict())
+    copied.load_state_dict(loaded.state_dict())
     assert_same_codes(copied, model, layout)
-    found.requires_grad_(True)(tokens, labels=tokens).loss.backward()
+    loaded.requires_grad_(True)(tokens, labels=tokens).loss.backward()
     with pytest.raises(
         ValueError, match=r"loaded while it was frozen, .* no powers of two, or of rows or 1 x 32, which"
     ):
-        octavo.optim.AdamW(found.parameters(), lr=1e-3).step()
+        octavo.optim.AdamW(loaded.parameters(), lr=1e-3).step()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, reci
     ],
 )
 def test_what_compressed_tensors_compresses_stays_as_it_is(tmp_path, preset, recipe):
-    """By its own scales and its own rounding of them; ours of MXFP8 are as its or twice as large."""
+    """Compressed weights keep their codes and scales; ours of MXFP8 are as its or twice as large."""
     compressed_tensors = pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -204,9 +204,9 @@ def test_what_compressed_tensors_compresses_stays_as_it_is(tmp_path, preset, rec
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config.model_dump(mode="json")}))
     state = {key: value for key, value in theirs.state_dict().items() if key != "0.input_scale"}
     safetensors.save_file(state, tmp_path / "model.safetensors")
-    found = nn.Sequential(nn.Linear(256, 384, bias=False)).requires_grad_(False)
-    load_fp8(octavo.convert(found, recipe, every_layer, "fp8"), tmp_path)
-    stored = found[0].weight
+    loaded = nn.Sequential(nn.Linear(256, 384, bias=False)).requires_grad_(False)
+    load_fp8(octavo.convert(loaded, recipe, every_layer, "fp8"), tmp_path)
+    stored = loaded[0].weight
     assert torch.equal(stored.qdata.view(torch.uint8), state["0.weight"].view(torch.uint8))
     assert torch.equal(stored.scale_inv.float(), scale.float().view(shape))
     with torch.no_grad():
@@ -224,33 +224,33 @@ def test_what_compressed_tensors_compresses_stays_as_it_is(tmp_path, preset, rec
 def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp_path):
     model = written(tmp_path / "out")
     with pytest.warns(UserWarning, match="14 weights were rounded .* no power of two"):
-        found = load_fp8(on_meta(trained=True), tmp_path / "out")
+        loaded = load_fp8(on_meta(trained=True), tmp_path / "out")
     for name, codes, scale in iterate_fp8(model, fp8_only=True):
         values = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        stored = found.get_parameter(name)
+        stored = loaded.get_parameter(name)
         assert (stored.scale_inv.frexp()[0] == 0.5).all()
         before = stored.before_cast().float()
         assert ((before - values).abs() <= values.abs() * 2**-8 + 2**-20 * values.abs().max()).all()  # bf16's own
         assert not torch.equal(stored.dequantize().float(), values)
-    optimizer = octavo.optim.AdamW(found.parameters(), lr=1e-3)
+    optimizer = octavo.optim.AdamW(loaded.parameters(), lr=1e-3)
     tokens = torch.randint(64, (2, 16))
     losses = []
     for _ in range(4):
-        losses.append(found(input_ids=tokens, labels=tokens).loss)
+        losses.append(loaded(input_ids=tokens, labels=tokens).loss)
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.05
-    assert isinstance(found.model.layers[0].mlp.up_proj.weight, StoredWeight)
+    assert isinstance(loaded.model.layers[0].mlp.up_proj.weight, StoredWeight)
 
 
 def test_frozen_weights_with_other_scales(tmp_path):
     """Gradients pass as by the same codes, whatever the recipe says of scales."""
-    model, found, other = written(tmp_path / "out"), load_fp8(on_meta(), tmp_path / "out"), with_memory()
-    other.load_state_dict(found.state_dict())
+    model, loaded, other = written(tmp_path / "out"), load_fp8(on_meta(), tmp_path / "out"), with_memory()
+    other.load_state_dict(loaded.state_dict())
     x = torch.randn(32, 128, dtype=torch.bfloat16)
     gradients = []
-    for net in (model.train(), found, other):
+    for net in (model.train(), loaded, other):
         if net is other:  # scales of inputs that are powers of two, and then no longer equal
             octavo.set_recipe(net, octavo.RecipeMap(recipes.blockwise(), HEAD_AS_IT_IS))
         leaf = x.clone().requires_grad_()
@@ -293,11 +293,11 @@ def test_names_are_mapped_as_transformers_maps_them(tmp_path):
 
 
 def test_a_model_with_memory_is_written_in_place(tmp_path):
-    model, found = written(tmp_path / "out"), with_memory()
-    parameters = {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
-    load_fp8(found, tmp_path / "out")
-    assert parameters == {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
-    assert_same_codes(found, model)
+    model, loaded = written(tmp_path / "out"), with_memory()
+    parameters = {name: (id(p), p.data_ptr()) for name, p in loaded.named_parameters()}
+    load_fp8(loaded, tmp_path / "out")
+    assert parameters == {name: (id(p), p.data_ptr()) for name, p in loaded.named_parameters()}
+    assert_same_codes(loaded, model)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ def layer(folder, recipe=recipes.blockwise(), **changes) -> nn.Module:
     """A checkpoint of one layer, whose tensors are changed, and a model for it."""
     octavo.export.to_safetensors(octavo.nn.Linear(256, 256, recipe=recipes.blockwise()), folder)
     tensors = safetensors.load_file(folder / "model.safetensors") | changes
-    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    safetensors.save_file(kept, folder / "model.safetensors")
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    safetensors.save_file(present, folder / "model.safetensors")
     return octavo.convert(nn.Linear(256, 256), recipe, every_layer, "fp8")
 
 
@@ -361,7 +361,7 @@ def test_a_file_of_another_folder_is_refused(tmp_path):
 
 
 def test_a_damaged_document_is_a_value_error_or_loads(tmp_path):
-    """One of a stranger: other types, deep lists, names twice, no UTF-8."""
+    """A stranger's document, of other types, deep lists, names twice or no UTF-8, is a ValueError or loads."""
     model, folder = layer(tmp_path / "out"), tmp_path / "out"
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     map_of_one = {"weight_map": dict.fromkeys(("weight", "weight_scale_inv", "bias"), "model.safetensors")}
@@ -464,10 +464,10 @@ def experts_written(folder, recipe) -> nn.Module:
 def test_experts_of_other_scales_are_rounded(tmp_path):
     experts_written(tmp_path / "out", recipes.dynamic())
     with pytest.warns(UserWarning, match="2 weights were rounded to new codes"):  # of the others all is one block
-        found = load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
+        loaded = load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
     with pytest.warns(UserWarning, match="6 weights were rounded to new codes"):  # of gate and up scales differ
         other = load_fp8(on_meta(mixtral, recipes.dynamic(), True), tmp_path / "out")
-    a, b = (octavo.restore(net).model.layers[0].mlp.experts.gate_up_proj.float() for net in (found, other))
+    a, b = (octavo.restore(net).model.layers[0].mlp.experts.gate_up_proj.float() for net in (loaded, other))
     assert (a - b).norm() < 0.04 * b.norm()
 
 
@@ -491,10 +491,10 @@ def test_experts_in_one_tensor(tmp_path, make):
     layout = "fine-grained" if make().name == "blockwise" else "compressed-tensors"
     octavo.export.to_safetensors(built(), tmp_path / "out", layout)
     stored = octavo.convert(built(), make(), every_layer, "fp8")
-    found = octavo.convert(built(), make(), every_layer, "fp8")
-    found.weight.detach().zero_()
-    load_fp8(found, tmp_path / "out")
-    assert torch.equal(found.weight.dequantize(), stored.weight.dequantize())
+    loaded = octavo.convert(built(), make(), every_layer, "fp8")
+    loaded.weight.detach().zero_()
+    load_fp8(loaded, tmp_path / "out")
+    assert torch.equal(loaded.weight.dequantize(), stored.weight.dequantize())
 
 
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):
@@ -527,15 +527,15 @@ def test_an_absent_library_is_named(tmp_path, monkeypatch):
 def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:
     model = octavo.convert(mixtral(), recipes.blockwise(), every_layer, "fp8")
     model.save_pretrained(tmp_path)
-    given = safetensors.load_file(tmp_path / "model.safetensors")
-    stored, others = split_stored(model, given)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    stored, others = split_stored(model, tensors)
     state = model.state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in stored and not any("experts" in name for name in others)
     assert all(torch.equal(value, state[name]) for name, value in stored.items())
 
 
 def test_ranks_read_the_matrices_of_their_experts(tmp_path):
-    """Whether codes stay is the same on all ranks, whose experts each are."""
+    """Ranks read their experts' matrices; whether codes stay is the same on all ranks."""
     experts_written(tmp_path / "out", recipes.blockwise())
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     try:
@@ -547,9 +547,9 @@ def test_ranks_read_the_matrices_of_their_experts(tmp_path):
                 load_fp8(model, tmp_path / "out")
                 whole = load_fp8(on_meta(mixtral, recipe, True), tmp_path / "out")
             for name, weight in whole.model.layers[0].mlp.experts.named_parameters():
-                own = local_stored(model.model.layers[0].mlp.experts.get_parameter(name))
-                assert torch.equal(own.qdata.float(), weight.qdata[1:2].float())
-                assert torch.equal(own.scale_inv, weight.scale_inv[1:2])
-                assert torch.equal(own.before_cast(), weight.before_cast()[1:2])
+                experts_of_rank = local_stored(model.model.layers[0].mlp.experts.get_parameter(name))
+                assert torch.equal(experts_of_rank.qdata.float(), weight.qdata[1:2].float())
+                assert torch.equal(experts_of_rank.scale_inv, weight.scale_inv[1:2])
+                assert torch.equal(experts_of_rank.before_cast(), weight.before_cast()[1:2])
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What octavo's ops become, computed by torch: the parts around QuantizeLinear."""
+"""The lowering of octavo's ops, computed by torch: the parts around QuantizeLinear."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Exported files are standard ONNX, hold FP8 weights, and compute in onnxruntime what octavo computes."""
+"""Exported files are standard ONNX, hold FP8 weights, and have octavo's results in onnxruntime."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ ALL_RECIPES = {
 
 
 def trained_a_little(module: nn.Module, *shape: int) -> nn.Module:
-    """With a history, and gains that are not all 1."""
+    """Give a module a history, and gains that are not all 1."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for _ in range(3):
         outputs = module(torch.randn(shape, dtype=next(module.parameters()).dtype))
@@ -61,7 +61,7 @@ def _one_table_of_translations():
 
 
 def assert_standard(path: Path, module: nn.Module, opset: int = 21, most: int = K * 40) -> None:
-    """Only ONNX's own operators; and the weights of FP8 products, the larger tensors, are FP8's codes."""
+    """Check that a file has only ONNX's own operators, and FP8 codes for the weights of FP8 products."""
     file = onnx.load(path)
     assert [(opset.domain, opset.version) for opset in file.opset_import] == [("", opset)]
     assert not file.functions and {node.domain for node in file.graph.node} == {""}
@@ -71,8 +71,8 @@ def assert_standard(path: Path, module: nn.Module, opset: int = 21, most: int = 
     assert codes.keys() <= {node.input[0] for node in file.graph.node if node.op_type == "DequantizeLinear"}
     assert sum(node.op_type == "QuantizeLinear" for node in file.graph.node) == len(linears)  # the inputs
     if linears:
-        rest = [onnx.numpy_helper.to_array(t) for t in file.graph.initializer if t.name not in codes]
-        assert max(tensor.size for tensor in rest) < most
+        others = [onnx.numpy_helper.to_array(t) for t in file.graph.initializer if t.name not in codes]
+        assert max(tensor.size for tensor in others) < most
 
 
 @pytest.mark.full  # a file is seconds of tracing: one is made by default, below
@@ -89,13 +89,13 @@ def test_every_module(kind, recipe, tmp_path):
         x = torch.randn(shape)
         with torch.no_grad():
             expected = torch.utils._pytree.tree_leaves(module(x))
-        found = run_onnx(path, x)
-        assert min(sqnr(*pair) for pair in zip(found, expected, strict=True)) >= 40
+        outputs = run_onnx(path, x)
+        assert min(sqnr(*pair) for pair in zip(outputs, expected, strict=True)) >= 40
 
 
 @pytest.fixture(scope="module")
 def small_bf16(tmp_path_factory):
-    """A model of three recipes in bf16, and its file with weights beside it, as of one that would be too large."""
+    """A model of three recipes in bf16, and its file with weights beside it, as for too large models."""
     layer = trained_a_little(octavo.nn.Linear(K, 256, recipe=recipes.delayed()), 8, K)
     mlp = octavo.nn.LayerNormMLP(
         256, 160, "gelu", zero_centered_gamma=True, recipe=ALL_RECIPES["rowwise and blockwise"]()
@@ -118,7 +118,7 @@ def test_modules_are_standard_operators_in_any_shape(small_bf16):
 
 def test_y_scale_is_scale_inv_and_codes_are_octavos_beside_the_file(small_bf16):
     net, path = small_bf16
-    assert {found.name for found in path.parent.iterdir()} == {"m.onnx", "m.onnx.data"}
+    assert {written.name for written in path.parent.iterdir()} == {"m.onnx", "m.onnx.data"}
     assert path.stat().st_size < 40_000 < path.with_name("m.onnx.data").stat().st_size
     file = onnx.load(path)
     values = {t.name: t for t in file.graph.initializer}
@@ -187,9 +187,9 @@ class OfExperts(octavo.nn.GroupedLinear):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_can_not_be_exported(model, options, says, tmp_path):
-    with pytest.raises(ExportError, match=says) as found:
+    with pytest.raises(ExportError, match=says) as caught:
         to_onnx(model, torch.randn(2, 4, K), tmp_path / "m.onnx", **options)
-    assert len(str(found.value).splitlines()) == 1
+    assert len(str(caught.value).splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_paths_that_can_not_be_written_and_a_failure_that_keeps_what_was_there(s
     monkeypatch.setattr(onnx.checker, "check_model", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
-    assert [found.name for found in tmp_path.iterdir()] == ["m.onnx"] and path.read_text() == "before"
+    assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"] and path.read_text() == "before"
 
 
 def test_the_extra_is_named(monkeypatch, tmp_path):
@@ -256,7 +256,7 @@ def test_given_shapes_are_kept():
 @pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mx"])
 @pytest.mark.parametrize("build", [octavo.nn.Linear, octavo.nn.RMSNormMLP])
 def test_any_number_of_rows(name, build):
-    """By torch.export itself, of weights that require gradients: nothing is cast for a backward."""
+    """A model exported by torch.export itself takes any number of rows; no weight is cast for a backward."""
     model = build(256, 256, recipe=getattr(recipes, name)()).eval()
     rows = torch.export.Dim("rows", min=2, max=4096)
     program = torch.export.export(model, (torch.randn(16, 256),), dynamic_shapes=({0: rows},))

@@ -42,8 +42,8 @@ def test_a_record_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    own = octavo.recipes.delayed(history_length=8)
-    layer, path = octavo.nn.Linear(32, 32, recipe=own), tmp_path / "rules.json"
+    delayed = octavo.recipes.delayed(history_length=8)
+    layer, path = octavo.nn.Linear(32, 32, recipe=delayed), tmp_path / "rules.json"
     with octavo.inspect.record(layer, tmp_path / "run", every=1) as recorder:
         for step in range(6):
             layer(torch.randn(16, 32) * (300 if step == 4 else 1)).square().sum().backward()
@@ -51,13 +51,13 @@ def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.Capt
     json_path = tmp_path / "x.json"
     assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(path), "--json", str(json_path)]) == 0
     assert f"octavo.convert(model, '{path}')" in capsys.readouterr().out
-    found = octavo.inspect.diagnose(octavo.inspect.load(tmp_path / "run"))
-    mended = octavo.RecipeMap(own, found[0].rules)
-    assert octavo.recipes.load(path) == mended and octavo.set_recipe(layer, path).recipe == mended.of("") != own
+    findings = octavo.inspect.diagnose(octavo.inspect.load(tmp_path / "run"))
+    mended = octavo.RecipeMap(delayed, findings[0].rules)
+    assert octavo.recipes.load(path) == mended and octavo.set_recipe(layer, path).recipe == mended.of("") != delayed
     (tmp_path / "run/recipes.json").unlink()  # as older records are
     assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(path)]) == 0
     assert f"octavo.recipes.load('{path}', DEFAULT)" in capsys.readouterr().out
-    assert octavo.recipes.load(path, own) == mended
+    assert octavo.recipes.load(path, delayed) == mended
     written = [each["rules"] for each in json.loads(json_path.read_text())["findings"]]
     assert written[0].items() <= json.loads(path.read_text())["rules"].items()
 
@@ -75,8 +75,8 @@ def test_what_was_found_of_the_model_is_shown_beside(tmp_path: Path, capsys: pyt
     (tmp_path / "run/what_if.json").write_text(json.dumps({"what_if": [row]}))
     assert cli.main(["inspect", str(tmp_path / "run"), "--json", str(tmp_path / "x.json")]) == 0
     assert json.loads((tmp_path / "x.json").read_text())["what_if"] == [row]
-    given = ["--json", str(tmp_path / "y.json"), "--what-if", str(tmp_path / "x.json")]
-    assert cli.main(["inspect", str(tmp_path / "run"), *given]) == 0
+    arguments = ["--json", str(tmp_path / "y.json"), "--what-if", str(tmp_path / "x.json")]
+    assert cli.main(["inspect", str(tmp_path / "run"), *arguments]) == 0
     assert json.loads((tmp_path / "y.json").read_text())["what_if"] == [row]
     for text in ("", "[]", '{"what_if": [1]}'):
         (tmp_path / "run/what_if.json").write_text(text)
@@ -157,10 +157,10 @@ def test_wrong_entry_points(folder, name, says):
 @pytest.mark.parametrize("budget", [("--keep", "1"), ("--loss", "0.01%")])
 def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
     subject = entry_point("what_if_user:training")
-    given = options(
+    arguments = options(
         "--recipes", "dynamic,mx", "--min-features", "16", "--write", "map.json", "--device", "H200", *budget
     )
-    assert what_if_command(given, subject) == 0
+    assert what_if_command(arguments, subject) == 0
     printed, written = capsys.readouterr().out, (folder / "map.json").read_text()
     how = "wrote map.json: octavo.convert(model, 'map.json')"
     for text in (written, "(all layers)", "mx", "measured with it", "NVIDIA H200", " us a batch, predicted loss", how):
@@ -218,7 +218,7 @@ def test_what_can_not_be_done(arguments, says):
 
 
 def test_what_a_files_rules_would_bring(folder, capsys):
-    """Against the model's own recipes: a layer that has none is left out."""
+    """A file's rules are compared with the model's own recipes; a layer that has none is left out."""
     torch.manual_seed(0)
     subject = entry_point("what_if_user:training")
     octavo.convert(subject.model, octavo.recipes.dynamic(), lambda module, name: name == "0")
@@ -226,8 +226,8 @@ def test_what_a_files_rules_would_bring(folder, capsys):
     (folder / "mine.json").write_text('{"default": "mx", "rules": {"0": {"output": null}}}')
     assert what_if_command(options("--rules", "mine.json"), subject, folder) == 0
     out = capsys.readouterr().out
-    found = {line.split("  ")[0]: line.split() for line in out.partition("high precision   ")[2].splitlines()[1:]}
-    assert float(found["its own"][2]) > float(found["mine.json"][1]) > 0 and not (folder / "what_if.json").exists()
+    columns = {line.split("  ")[0]: line.split() for line in out.partition("high precision   ")[2].splitlines()[1:]}
+    assert float(columns["its own"][2]) > float(columns["mine.json"][1]) > 0 and not (folder / "what_if.json").exists()
     assert "exact" in out and "\n2 " not in out
     (folder / "mine.json").write_text('{"default": "mx", "rules": {"head": null}}')
     with pytest.raises(WhatIfError, match=r"mine.json: no module of the model is called head"):

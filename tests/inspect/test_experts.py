@@ -26,7 +26,7 @@ SAVED = dataclasses.replace(recipes.dynamic(), saved=Cast(E4M3, PerTensor(), Dyn
 
 
 def rows_of(size: float = 1.0) -> Tensor:
-    """Rows of which those of the fourth expert are spread wide."""
+    """Return rows, those of the fourth expert spread wide."""
     torch.manual_seed(1)
     x = torch.randn(sum(SIZES), 40)
     x[ENDS[2] : ENDS[3]] *= torch.logspace(0, -9, 40)
@@ -44,7 +44,7 @@ def layer_of(recipe: Any) -> octavo.nn.GroupedLinear:
 
 
 def alone(layer: octavo.nn.GroupedLinear) -> nn.ModuleList:
-    """Each expert as a linear layer."""
+    """Return each expert as a linear layer."""
     twins = [octavo.nn.Linear(40, 48, bias=False, recipe=layer.recipe) for _ in SIZES]
     for twin, weight in zip(twins, layer.weight, strict=True):
         twin.weight.data.copy_(weight)
@@ -68,10 +68,10 @@ def test_each_expert_is_counted_as_a_layer_alone(name: str) -> None:
         table.attach(True)
         layer(rows_of(), ENDS).backward(grads()) if model is layer else run_alone(twins)
         tables.append(table)
-    found, expected = tables
+    counted, expected = tables
     for name in ("sums", "extremes"):
-        by_expert = getattr(found, name).unflatten(0, (len(found.rows), len(SIZES)))
-        twin = getattr(expected, name).unflatten(0, (len(SIZES), len(found.rows))).transpose(0, 1)
+        by_expert = getattr(counted, name).unflatten(0, (len(counted.rows), len(SIZES)))
+        twin = getattr(expected, name).unflatten(0, (len(SIZES), len(counted.rows))).transpose(0, 1)
         torch.testing.assert_close(by_expert, twin, rtol=1e-9, atol=0)
 
 
@@ -225,9 +225,9 @@ def test_experts_that_live_in_fp8(name: str, tmp_path: Path) -> None:
         before = layer.weight.dequantize().double()
         optimizer.step()
         recorder.step()
-    found = octavo.inspect.load(tmp_path)
-    place = next(at for at, row in enumerate(found.rows) if row.role == "weight")
-    assert np.isposinf(found.measures["sqnr"][0, place])  # its codes are the weight
+    record = octavo.inspect.load(tmp_path)
+    place = next(at for at, row in enumerate(record.rows) if row.role == "weight")
+    assert np.isposinf(record.measures["sqnr"][0, place])  # its codes are the weight
     moved = layer.weight.dequantize().double() - before
-    assert found.weights["update"][0, 0] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-6)
-    assert found.weights["changed"][0, 0] == pytest.approx((moved != 0).double().mean().item())
+    assert record.weights["update"][0, 0] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-6)
+    assert record.weights["changed"][0, 0] == pytest.approx((moved != 0).double().mean().item())

@@ -1,4 +1,4 @@
-"""The first inf or NaN is found where it was put, with what the steps before it were like."""
+"""The first inf or NaN is found in the place where it was put, with the rows of the steps before it."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ BEFORE = ("before first", "before mlp", "before last")  # of a model; these and 
 
 
 class _Spoil(torch.autograd.Function):
-    """x, with these added to an element of it, and to one of its gradient."""
+    """Return x with these values added to one of its elements, and to one of its gradient's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _added(x: Tensor, value: Tensor) -> Tensor:
 
 
 class Spoiled(nn.Module):
-    """Three layers; ``added`` [3, 2] is put in before each, forward and backward."""
+    """A model of three layers; ``added`` [3, 2] is put in before each, forward and backward."""
 
     added: Tensor
 
@@ -103,7 +103,7 @@ def _put(model: nn.Module, place: str, value: float) -> None:
 
 
 def spoiled_rank(mesh: Any) -> tuple[Any, ...]:
-    """A training under FSDP2 in which rank 1 has a fault; what each rank reads of it."""
+    """Return a fault's place as each rank reads it, of a training under FSDP2 in which rank 1 has the fault."""
     model = Spoiled(recipes.delayed())
     for layer in (model.first, model.mlp, model.last, model):
         fully_shard(layer, mesh=mesh)
@@ -111,11 +111,11 @@ def spoiled_rank(mesh: Any) -> tuple[Any, ...]:
     trace = octavo.inspect.trace_faults(model, raises=False, group=mesh.get_group())
     train_spoiled(model, range(5), trace, fault)
     trace.close()
-    found = trace.fault
-    return found.layer, found.role, found.step, found.rank, len(found.before), found.share
+    named = trace.fault
+    return named.layer, named.role, named.step, named.rank, len(named.before), named.share
 
 
-PLACES = {  # where a fault is put in step 1: where it is found
+PLACES = {  # the place of a fault in step 1: the place that is reported
     "before first": ("first", "input", 1),
     "before mlp": ("mlp.fc1", "input", 1),
     "in mlp": ("mlp.fc2", "input", 1),
@@ -185,14 +185,14 @@ def test_rows_amax_and_scale_before_a_fault(compiled: bool) -> None:
                 trace.step(loss=step)
     fault = raised.value.fault
     assert fault == trace.fault and fault.share == 1 / 40
-    found = [(row["input amax"], row["grad_output amax"]) for row in fault.before]
-    assert found == seen
+    amaxes = [(row["input amax"], row["grad_output amax"]) for row in fault.before]
+    assert amaxes == seen
     assert [row["loss"] for row in fault.before] == [0, 1, 2, 3]
     assert "grad_output scale_inv" in str(fault).splitlines()[1]
 
 
 def test_a_training_that_diverges() -> None:
-    """By a learning rate that float16 cannot hold for long; hooks see each tensor whole."""
+    """A training that diverges by a learning rate that float16 cannot hold for long; hooks see each tensor whole."""
     model = nn.Sequential(*(octavo.nn.Linear(16, 16, recipe=recipes.delayed()) for _ in range(3))).half()
     optimizer, seen = torch.optim.SGD(model.parameters(), 3.0), []
     for name, layer in model.named_children():
@@ -249,5 +249,5 @@ def test_a_watched_training_is_the_same() -> None:
 
 def test_ranks_name_the_one(pool: Any) -> None:
 
-    found: list[Any] = pool.run(spoiled_rank, (2,))
-    assert found == [("mlp.fc1", "input", 3, 1, 4, 1 / 80)] * 2
+    faults: list[Any] = pool.run(spoiled_rank, (2,))
+    assert faults == [("mlp.fc1", "input", 3, 1, 4, 1 / 80)] * 2

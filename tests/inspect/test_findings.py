@@ -1,4 +1,4 @@
-"""What is found in records that are made, and in trainings that are broken on purpose; and that remedies mend them."""
+"""Findings in records that are written by hand and in trainings that are broken on purpose; remedies mend these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASTS = (  # role, products, format
 DELAYED = Delayed()
 
 
-def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -> Record:
+def healthy(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -> Record:
     """A record in which nothing is wrong: normal numbers under scales that fit them, one row a role."""
     random = np.random.default_rng(0)
     names = [f"model.layers.{place}.mlp" for place in range(layers)]
@@ -39,7 +39,7 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
     ]
     shape = (records, len(rows))
     amax = np.exp2(random.normal(0, 0.3, shape)) * np.resize([4.0, 1.0, 2.0**-12], len(rows))
-    own = np.resize([31.5, 31.5, 25.5], len(rows))
+    usual_sqnr = np.resize([31.5, 31.5, 25.5], len(rows))
     measures = {
         "flushed": random.uniform(0, 1e-3, shape),
         "clipped": random.uniform(0, 1e-5, shape),
@@ -47,7 +47,7 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
         "elements": np.full(shape, 1e4),
         "zeros": np.zeros(shape),
         "rms": amax / 4,
-        "sqnr": own + random.normal(0, 0.2, shape),
+        "sqnr": usual_sqnr + random.normal(0, 0.2, shape),
         "amax": amax,
         "scale_inv": amax / [row.largest for row in rows],
         "assumed": np.ones(shape),
@@ -71,7 +71,7 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
 
 
 def _normal(amax: Any) -> Any:
-    """How many of 10,000 numbers have each exponent: an octave below the amax and each further one half as many."""
+    """Return how many of 10,000 numbers have each exponent, each further below the amax's half as many."""
     top = np.floor(np.log2(amax)).astype(int) - LOWEST
     below = top[..., None] - np.arange(EXPONENTS)
     return np.where(below >= 0, 10000 * 0.5 ** (below + 1.0), 0).round().astype("float32")
@@ -89,7 +89,7 @@ BROKEN = "second"
 
 
 class Network(nn.Module):
-    """Three layers, each behind a norm."""
+    """A model of three layers, each behind a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,76 +140,76 @@ NAN = math.nan
 
 
 def only(findings: list[Finding]) -> Finding:
-    (found,) = findings
-    return found
+    (finding,) = findings
+    return finding
 
 
-def where(found: Finding) -> tuple[str, str, str, int]:
-    return found.kind, found.layer, found.role, found.begins
+def where(finding: Finding) -> tuple[str, str, str, int]:
+    return finding.kind, finding.layer, finding.role, finding.begins
 
 
 def test_nothing_is_wrong() -> None:
-    assert diagnose(made(3, 5)) == []
-    assert diagnose(made(0, 0)) == []
+    assert diagnose(healthy(3, 5)) == []
+    assert diagnose(healthy(0, 0)) == []
 
 
 def test_flushed() -> None:
-    record = put(made(), GRADIENT, flushed=[0.02, 0.071, 0.03])
+    record = put(healthy(), GRADIENT, flushed=[0.02, 0.071, 0.03])
     record.exponents[2, GRADIENT] = 0
     record.exponents[2, GRADIENT, 2:34] = 100  # 32 octaves below the amax, of about 2^-12
-    found = only(diagnose(record))
-    assert where(found) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
-    assert (found.worst, found.severity) == (100, pytest.approx(1 + 2 * math.log(7.1, 20)))
-    assert "7.1 % are flushed" in found.cause and "wider than E5M2" in found.cause
-    found = only(diagnose(put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
-    assert (found.begins, found.worst) == (150, 200)  # where its worst stretch begins
+    finding = only(diagnose(record))
+    assert where(finding) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
+    assert (finding.worst, finding.severity) == (100, pytest.approx(1 + 2 * math.log(7.1, 20)))
+    assert "7.1 % are flushed" in finding.cause and "wider than E5M2" in finding.cause
+    finding = only(diagnose(put(healthy(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
+    assert (finding.begins, finding.worst) == (150, 200)  # where its worst stretch begins
 
 
 def test_a_stale_scale_and_what_it_clips() -> None:
-    """One that is far too old is given up; a margin is room."""
-    found = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
-    assert where(found) == ("stale", "model.layers.1.mlp", "input", 50)
-    assert found.severity == pytest.approx(1 + 2 * math.log(30, 20)) and "3 % are clipped" in found.cause
-    assert "margin=3" in found.remedy
-    found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
-    assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
-    assert found.expected.startswith("nothing is clipped")
-    grows = only(diagnose(put(made(), INPUT, assumed=3.0, clipped=2e-4)))  # small, and in three records in turn
-    once = only(diagnose(put(made(), INPUT, assumed=[3.0, 3.0, 1.0], clipped=2e-4)))
+    """A stale scale gets a margin, one that is far too old another cast; what fits a margin is no finding."""
+    finding = only(diagnose(put(healthy(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
+    assert where(finding) == ("stale", "model.layers.1.mlp", "input", 50)
+    assert finding.severity == pytest.approx(1 + 2 * math.log(30, 20)) and "3 % are clipped" in finding.cause
+    assert "margin=3" in finding.remedy
+    finding = only(diagnose(put(healthy(), INPUT, assumed=1000.0, clipped=0.5)))
+    assert "Delayed" not in finding.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
+    assert finding.expected.startswith("nothing is clipped")
+    grows = only(diagnose(put(healthy(), INPUT, assumed=3.0, clipped=2e-4)))  # small, and in three records in turn
+    once = only(diagnose(put(healthy(), INPUT, assumed=[3.0, 3.0, 1.0], clipped=2e-4)))
     assert (grows.level, once.level) == ("warning", "note")
-    record = made()
+    record = healthy()
     record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []
 
 
 def test_a_low_sqnr() -> None:
-    found = only(diagnose(put(made(), GRADIENT, sqnr=[10.0, 15.0, 15.0])))
-    assert where(found)[:3] == ("rounded", "model.layers.1.mlp", "grad_output")
-    assert "10.0 dB" in found.cause and "E4M3" in found.remedy
-    assert only(diagnose(put(made(), INPUT, sqnr=10.0))).remedy.count("None") == 2
+    finding = only(diagnose(put(healthy(), GRADIENT, sqnr=[10.0, 15.0, 15.0])))
+    assert where(finding)[:3] == ("rounded", "model.layers.1.mlp", "grad_output")
+    assert "10.0 dB" in finding.cause and "E4M3" in finding.remedy
+    assert only(diagnose(put(healthy(), INPUT, sqnr=10.0))).remedy.count("None") == 2
 
 
 def test_outliers() -> None:
-    record = made()
+    record = healthy()
     record.exponents[1:, INPUT] = 0
     record.exponents[1:, INPUT, 30:34] = 1000
     record.exponents[1:, INPUT, 50] = 30  # 2 to 4, as the amax
-    found = only(diagnose(put(record, INPUT, flushed=0.2)))
-    assert where(found) == ("outliers", "model.layers.1.mlp", "input", 50)
-    assert "recipes." in found.expected and "at most" in found.expected
+    finding = only(diagnose(put(record, INPUT, flushed=0.2)))
+    assert where(finding) == ("outliers", "model.layers.1.mlp", "input", 50)
+    assert "recipes." in finding.expected and "at most" in finding.expected
 
 
 def test_a_master_keeps_what_the_weight_rounds_off() -> None:
-    record = made(1, 8)
+    record = healthy(1, 8)
     record.weights["changed"][:] = 0.01
     record.weights["master_update"][:] = 1e-9
     record.weights["master_changed"][:] = 1.0
     assert diagnose(record) == []
     record.weights["master_changed"][4:] = 0.05
-    found = only(diagnose(record))
-    assert where(found) == ("unmoved", "model.layers.0.mlp", "weight", 200)
-    assert "its master's numbers: 95 % of them stay, in 1 of 1 layers" in found.cause
-    assert 'master="fp32"' in found.remedy
+    finding = only(diagnose(record))
+    assert where(finding) == ("unmoved", "model.layers.0.mlp", "weight", 200)
+    assert "its master's numbers: 95 % of them stay, in 1 of 1 layers" in finding.cause
+    assert 'master="fp32"' in finding.remedy
 
 
 def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from octavo.inspect.incidents import LEVELS, level_of, severity_of
 
 np = pytest.importorskip("numpy")
 
-from tests.inspect.test_findings import made, put  # noqa: E402
+from tests.inspect.test_findings import healthy, put  # noqa: E402
 from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
 
 
 def test_a_risen_rate_explains_what_follows() -> None:
-    """But not what was wrong before, nor what begins long after."""
-    record = made(4, 40)
+    """A risen rate explains what follows, but not what was wrong earlier, nor what begins long after."""
+    record = healthy(4, 40)
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * 32
     record.weights["update"][AT] *= 10
     record.scalars["loss"][1][AT + 1] += 5
@@ -30,23 +30,23 @@ def test_a_risen_rate_explains_what_follows() -> None:
 def test_upstream_explains_downstream() -> None:
     """Inputs in the order of the layers, gradients in the opposite order."""
     for role, places in {"input": (0, 3, 6), "grad_output": (8, 5, 2)}.items():
-        record = made(3, RECORDS)
+        record = healthy(3, RECORDS)
         record.measures["flushed"][AT:, places] = 0.1
-        (found,) = diagnose(record)
-        assert found.role == role and found.layer == record.rows[places[0]].layer
-        assert [effect.layer for effect in found.consequences] == [record.rows[place].layer for place in places[1:]]
+        (finding,) = diagnose(record)
+        assert finding.role == role and finding.layer == record.rows[places[0]].layer
+        assert [effect.layer for effect in finding.consequences] == [record.rows[place].layer for place in places[1:]]
 
 
 def test_an_inf_or_nan_explains_all_others() -> None:
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)
-    (found,) = diagnose(record)
-    assert (found.layer, found.level, found.severity) == (LAYER, "critical", 10)
-    assert len(found.consequences) == 12
+    (finding,) = diagnose(record)
+    assert (finding.layer, finding.level, finding.severity) == (LAYER, "critical", 10)
+    assert len(finding.consequences) == 12
 
 
 def test_verdicts_are_sentences() -> None:
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     assert verdict(record, diagnose(record)) == f"Nothing exceeds its limit in {RECORDS} recorded steps"
     put(record, 3, assumed=6.0, clipped=0.53)
     assert verdict(record, diagnose(record)) == f"{LAYER} clips 53 % of its input since step 50: give it a margin of 3"

@@ -1,4 +1,4 @@
-"""What ranks record together is what one records of all their work."""
+"""Records of several ranks together equal one rank's of all their work."""
 
 import errno
 import warnings
@@ -31,7 +31,7 @@ def group_of(mesh: Any) -> Any:
 
 
 def record_sharded(mesh: Any, name: str, folder: str) -> None:
-    """Two steps under FSDP2, each rank with its rows of one batch."""
+    """Record two steps under FSDP2, each rank with its rows of one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     octavo.convert(model, getattr(recipes, name)(), select=lambda *_: True)
@@ -48,7 +48,7 @@ def record_sharded(mesh: Any, name: str, folder: str) -> None:
 
 
 def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
-    """The same where rank 0 can't write what it counts; what is warned of."""
+    """Return the warnings where rank 0 can't write the record."""
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(RecordWriter, "add_counts", side_effect=full), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -59,20 +59,20 @@ def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
 def record_tensor_parallel(mesh: Any, recipe: str, folder: str) -> None:
     """A step of two layers under tensor and sequence parallelism."""
     torch.manual_seed(0)
-    model, own = Pair(64, 96, True), slice(None)
+    model, columns = Pair(64, 96, True), slice(None)
     x, grad = small(3, 64, 64), small(3, 64, 64)
     convert(model, recipe)
     if mesh is not None:
         up = ours.ColwiseParallel(input_layouts=Shard(1), exact=True)
         parallelize_module(model, mesh, {"up": up, "down": ours.RowwiseParallel(output_layouts=Shard(1))})
-        own = slice(mesh.get_local_rank() * 64 // mesh.size(), (mesh.get_local_rank() + 1) * 64 // mesh.size())
+        columns = slice(mesh.get_local_rank() * 64 // mesh.size(), (mesh.get_local_rank() + 1) * 64 // mesh.size())
     with octavo.inspect.record(model, folder, every=1, group=group_of(mesh)) as recorder:
-        model(x[:, own].clone().requires_grad_()).backward(grad[:, own])
+        model(x[:, columns].clone().requires_grad_()).backward(grad[:, columns])
         recorder.step()
 
 
 def record_experts(mesh: Any, recipe: str, folder: str, sharded: bool = False, storage: Any = None) -> tuple[Any, ...]:
-    """A step of experts on several ranks. What a fault of rank 1 is then traced to.
+    """Record a step of experts on several ranks; return the place to which a later fault of rank 1 is traced.
 
     ``sharded``: by FSDP2, and not computed by the ranks that have them; ``storage``: of their weights.
     """
@@ -188,8 +188,8 @@ def test_experts_under_fsdp_have_their_weights_counted_once(pool: Any, tmp_path:
     as_they_lie = [at for at, row in enumerate(alone.rows) if row.role == "weight" or row.products == ("output",)]
     assert len(as_they_lie) == 6
     for name, values in alone.of_worst.measures.items():
-        found = ranks.of_worst.measures[name][0, as_they_lie]
-        np.testing.assert_allclose(found, values[0, as_they_lie], rtol=1e-9, err_msg=name)
+        measured = ranks.of_worst.measures[name][0, as_they_lie]
+        np.testing.assert_allclose(measured, values[0, as_they_lie], rtol=1e-9, err_msg=name)
     assert (ranks.exponents[0, as_they_lie] == alone.exponents[0, as_they_lie]).all()
     for layer, tokens in alone.experts.tokens.items():
         assert (ranks.experts.tokens[layer] == tokens).all()

@@ -1,4 +1,4 @@
-"""What a record says, read."""
+"""Records as they are read, and the measures that come from them."""
 
 import dataclasses
 import json
@@ -26,9 +26,9 @@ def test_a_stale_scale_is_seen(tmp_path: Path) -> None:
             torch.manual_seed(0)
             layer(size * torch.randn(16, 32)).sum().backward()
             recorder.step()
-    found = octavo.inspect.load(tmp_path)
-    assert found.measures["assumed"][:, 0] == pytest.approx([1, 1, 8], rel=1e-6)
-    assert found.measures["clipped"][:2, 0].max() == 0 < found.measures["clipped"][2, 0]
+    record = octavo.inspect.load(tmp_path)
+    assert record.measures["assumed"][:, 0] == pytest.approx([1, 1, 8], rel=1e-6)
+    assert record.measures["clipped"][:2, 0].max() == 0 < record.measures["clipped"][2, 0]
 
 
 def test_a_margin_is_room(tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_a_margin_is_room(tmp_path: Path) -> None:
     with octavo.inspect.record(layer, tmp_path) as recorder:
         layer(x).square().sum().backward()
         recorder.step()
-    found = octavo.inspect.load(tmp_path)
-    assert [row.largest for row in found.rows if row.role == "grad_output"] == [57344 / 8, 57344]
-    assert found.measures["assumed"][0] == pytest.approx(1.0)
+    record = octavo.inspect.load(tmp_path)
+    assert [row.largest for row in record.rows if row.role == "grad_output"] == [57344 / 8, 57344]
+    assert record.measures["assumed"][0] == pytest.approx(1.0)
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_a_damaged_document_is_an_error_or_a_record_that_is_reported(tmp_path: P
             damaged = damaged_json(values, seed)
             path.write_bytes(damaged.replace(b"}, {", b"}\n{") if path.suffix == ".jsonl" else damaged)
             try:
-                found = octavo.inspect.load(tmp_path)
+                record = octavo.inspect.load(tmp_path)
             except RecordError:
                 continue
-            read += bool(table(found, diagnose(found), 10)) and bool(to_json(found, diagnose(found)))
+            read += bool(table(record, diagnose(record), 10)) and bool(to_json(record, diagnose(record)))
         path.write_bytes(data)
     assert 10 < read < 40
 

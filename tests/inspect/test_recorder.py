@@ -1,4 +1,4 @@
-"""Records of small trainings: that they change nothing, and what switches leave."""
+"""Records of small trainings: they change nothing in them, and note switches."""
 
 import contextlib
 import errno
@@ -76,7 +76,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_forward_that_a_checkpoint_computes_again_is_counted_once(use_reentrant: bool, tmp_path: Path) -> None:
     model = octavo.nn.Linear(32, 16)
-    found = []
+    counts = []
     for name in ("plain", "checkpointed"):
         with octavo.inspect.record(model, tmp_path / name, every=1) as recorder:
             for _ in range(2):
@@ -84,9 +84,9 @@ def test_a_forward_that_a_checkpoint_computes_again_is_counted_once(use_reentran
                 y = model(x) if name == "plain" else checkpoint(model, x, use_reentrant=use_reentrant)
                 y.sum().backward()
                 recorder.step()
-        found.append(octavo.inspect.load(tmp_path / name).measures["elements"])
-    np.testing.assert_array_equal(*found)
-    assert found[0][:, 0].tolist() == [8 * 32, 8 * 32]
+        counts.append(octavo.inspect.load(tmp_path / name).measures["elements"])
+    np.testing.assert_array_equal(*counts)
+    assert counts[0][:, 0].tolist() == [8 * 32, 8 * 32]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_compiled_training_leaves_the_same_record(kind: Any, backend: str, tmp
             train(model, range(3), recorder, called)
         train(model, range(1), called=called)
         records.append(octavo.inspect.load(tmp_path / name))
-    assert counter.frame_count == 2  # with what is counted, and without
+    assert counter.frame_count == 2  # with counts, and without
     for name, values in records[0].measures.items():
         np.testing.assert_allclose(records[1].measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
 
@@ -120,7 +120,7 @@ WAITS = {"item": Tensor.item, "tolist": Tensor.tolist, "bool": bool, "cpu": Tens
 def test_a_recorded_step_does_not_wait_for_the_device(
     named: str, wait: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors on the meta device have no values to read: what would wait for a GPU fails."""
+    """Tensors on the meta device have no values to read: a read that would wait for a GPU fails."""
     read = Recorder._count
 
     def count(self: Recorder) -> dict[str, Tensor]:
@@ -154,8 +154,8 @@ def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
         graph = weakref.ref(x)
         del x, loss
         assert graph() is None
-    found = octavo.inspect.load(tmp_path)
-    assert found.scalars["grad_norm"] == ([0, 1, 2], [0.0, 1.0, 2.0]) and found.scalars["lr"][1] == [0.5] * 3
+    record = octavo.inspect.load(tmp_path)
+    assert record.scalars["grad_norm"] == ([0, 1, 2], [0.0, 1.0, 2.0]) and record.scalars["lr"][1] == [0.5] * 3
 
 
 @pytest.mark.parametrize("make", [octavo.optim.AdamW, torch.optim.AdamW], ids=["octavo", "torch"])
@@ -173,15 +173,15 @@ def test_a_recovery_and_the_steps_it_skips_are_noted(make: Any, tmp_path: Path) 
             schedule.step()
             optimizer.zero_grad()
             recorder.step(loss=loss)
-    found = octavo.inspect.load(tmp_path)
-    assert sorted((step, kind) for step, kind, _ in found.events) == [
+    record = octavo.inspect.load(tmp_path)
+    assert sorted((step, kind) for step, kind, _ in record.events) == [
         (2, "skipped"),
         (3, "recovery"),
         (3, "skipped"),
         (6, "switch"),
     ]
-    assert "skipped" not in found.scalars
-    assert [event["kind"] for event in json.loads(to_json(found, []))["events"]].count("recovery") == 1
+    assert "skipped" not in record.scalars
+    assert [event["kind"] for event in json.loads(to_json(record, []))["events"]].count("recovery") == 1
 
 
 def test_steps_that_an_optimizer_leaves_out_are_noted(tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def test_steps_that_an_optimizer_leaves_out_are_noted(tmp_path: Path) -> None:
 
 
 def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
-    layer, given = octavo.nn.Linear(32, 32, recipe=recipes.rowwise()), []
-    with octavo.inspect.record(layer, tmp_path, every=2, on_record=lambda *row: given.append(row)) as recorder:
+    layer, handed = octavo.nn.Linear(32, 32, recipe=recipes.rowwise()), []
+    with octavo.inspect.record(layer, tmp_path, every=2, on_record=lambda *row: handed.append(row)) as recorder:
         for step in range(3):
             layer(torch.randn(16, 32).requires_grad_()).sum().backward()
             recorder.step(loss=float(step))
-    found = octavo.inspect.load(tmp_path)
-    assert [(step, values["loss"]) for step, values in given] == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert list(given[1][1]) == ["loss"]
-    at = next(i for i, row in enumerate(found.rows) if (row.role, row.products) == ("input", ("grad_weight",)))
-    assert given[2][1]["input.grad_weight.sqnr"] == found.measures["sqnr"][1, at]
-    assert given[2][1]["weight.changed"] == found.weights["changed"][1, 0] == 0
+    record = octavo.inspect.load(tmp_path)
+    assert [(step, values["loss"]) for step, values in handed] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert list(handed[1][1]) == ["loss"]
+    at = next(i for i, row in enumerate(record.rows) if (row.role, row.products) == ("input", ("grad_weight",)))
+    assert handed[2][1]["input.grad_weight.sqnr"] == record.measures["sqnr"][1, at]
+    assert handed[2][1]["weight.changed"] == record.weights["changed"][1, 0] == 0
 
 
 PLAIN = Row("0", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()))
@@ -225,12 +225,12 @@ def test_sums_the_worst_and_tokens_are_kept() -> None:
     counts[:, 0] = [800, 0, 400, 50, 400, 0, 200]  # elements: tokens are those of the gradient, which is cast once
     counts[[0, 2], SUMS.index("flushed")] = 100
     counts[6, SUMS.index("nonfinite")] = 1
-    found = arrays_of(rows, counts, extremes)
-    np.testing.assert_allclose(found["sums"][:, 0], [1200, 50, 600])
-    np.testing.assert_allclose(found["exponents"][0], counts[:3, len(SUMS) :].sum(0), rtol=1e-6)
-    np.testing.assert_allclose(found["extremes"][2], extremes[4:].max(0))
-    assert found["worst"].tolist() == [[2, 2], [2, 1]] and found["tokens"].tolist() == [20, 0, 10]
-    np.testing.assert_allclose(found["worst_sums"], counts[[2, 6], : len(SUMS)])
+    arrays = arrays_of(rows, counts, extremes)
+    np.testing.assert_allclose(arrays["sums"][:, 0], [1200, 50, 600])
+    np.testing.assert_allclose(arrays["exponents"][0], counts[:3, len(SUMS) :].sum(0), rtol=1e-6)
+    np.testing.assert_allclose(arrays["extremes"][2], extremes[4:].max(0))
+    assert arrays["worst"].tolist() == [[2, 2], [2, 1]] and arrays["tokens"].tolist() == [20, 0, 10]
+    np.testing.assert_allclose(arrays["worst_sums"], counts[[2, 6], : len(SUMS)])
     assert "worst" not in arrays_of([PLAIN], counts[:1], extremes[:1])
 
 
@@ -245,5 +245,5 @@ def test_severities_are_times_the_limits() -> None:
         (PLAIN, {"nonfinite": 1e-9}, math.inf),
         (PLAIN, dict.fromkeys(fine, math.nan), -math.inf),
     ]
-    measures = {name: np.array([{**fine, **given}[name] for _, given, _ in cases]) for name in fine}
+    measures = {name: np.array([{**fine, **changes}[name] for _, changes, _ in cases]) for name in fine}
     assert severities(measures, [row for row, *_ in cases]).tolist() == pytest.approx([value for *_, value in cases])

@@ -1,4 +1,4 @@
-"""What other casts would flush, by exponents, held against casts that are made."""
+"""The shares that other casts would flush, by exponents, against casts that are done."""
 
 import dataclasses
 import json
@@ -44,18 +44,18 @@ def outlier() -> Tensor:
 
 
 def test_the_share_below_a_magnitude() -> None:
-    found = Exponents([0] * 48 + [8, 4, 4] + [0] * 13, 7.0)  # of 1 to 2, 2 to 4, 4 to 8
-    assert [float(found.below(x)) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e30)] == [
+    exponents = Exponents([0] * 48 + [8, 4, 4] + [0] * 13, 7.0)  # of 1 to 2, 2 to 4, 4 to 8
+    assert [float(exponents.below(x)) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e30)] == [
         0, 0, 0, 0.25, 0.5, 0.75, 1, 1
     ]  # fmt: skip
-    assert float(found.octaves_beyond(0.5)) == pytest.approx(math.log2(7 / 2))
+    assert float(exponents.octaves_beyond(0.5)) == pytest.approx(math.log2(7 / 2))
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("x", [wide(), outlier()], ids=["wide", "outlier"])
 def test_a_scale_for_the_tensor_is_foretold(format: octavo.formats.Format, x: Tensor) -> None:
-    found = exponents_of(x)
-    foretold = float(found.below(format.smallest_subnormal / 2 * found.amax / format.max))
+    exponents = exponents_of(x)
+    foretold = float(exponents.below(format.smallest_subnormal / 2 * exponents.amax / format.max))
     assert foretold == pytest.approx(flushed(x, Cast(format, PerTensor())), abs=5e-3)
 
 
@@ -99,30 +99,30 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("own", OWN, ids=lambda recipe: recipe.name)
-def test_rules_change_nothing_else(own: octavo.Recipe) -> None:
-    rows = Table(nn.Sequential(octavo.nn.Linear(16, 16, recipe=own))).rows
+@pytest.mark.parametrize("start", OWN, ids=lambda recipe: recipe.name)
+def test_rules_change_nothing_else(start: octavo.Recipe) -> None:
+    rows = Table(nn.Sequential(octavo.nn.Linear(16, 16, recipe=start))).rows
     seen = 0
     for row in rows:
         for remedy in remedies(row, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"):
             assert eval(as_text(remedy.rules), vars(octavo)) == remedy.rules
             if isinstance(remedy.rules["0"], octavo.Recipe):  # another for all of the layer
                 continue
-            changed = octavo.RecipeMap(own, remedy.rules).of("0")
-            assert (changed.saved, changed.fast_accum) == (own.saved, own.fast_accum)
-            seen += _differences(own, changed, row)
+            changed = octavo.RecipeMap(start, remedy.rules).of("0")
+            assert (changed.saved, changed.fast_accum) == (start.saved, start.fast_accum)
+            seen += _differences(start, changed, row)
     assert seen >= 5
 
 
-def _differences(own: octavo.Recipe, changed: octavo.Recipe, row: Row) -> int:
-    """In how many casts recipes differ, which may be a row's, in one field, or in that and in a margin left out."""
+def _differences(start: octavo.Recipe, changed: octavo.Recipe, row: Row) -> int:
+    """Return how many casts differ, which may be a row's, in one field, or in that and in a margin left out."""
     seen = 0
     for product, roles in OPERANDS.items():
         if getattr(changed, product) is None:
-            seen += getattr(own, product) is not None
-            assert getattr(own, product) is None or product in row.products
+            seen += getattr(start, product) is not None
+            assert getattr(start, product) is None or product in row.products
             continue
-        for role, before, after in zip(roles, getattr(own, product), getattr(changed, product), strict=True):
+        for role, before, after in zip(roles, getattr(start, product), getattr(changed, product), strict=True):
             if before == after:
                 continue
             assert role == row.role and product in row.products
@@ -142,10 +142,10 @@ def test_what_no_gpu_multiplies_is_not_proposed() -> None:
 def test_the_last_remedy_is_certain() -> None:
     rule = Delayed(4)
     *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.delayed(4))).rows
-    found = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
+    offered = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
     assert gradient.cast.rule == rule
-    assert [remedy.is_bound for remedy in found] == [False, True, True, False]
-    assert found[-1].rules == {"": {"grad_input": None, "grad_weight": None}} and found[-1].share == 0
+    assert [remedy.is_bound for remedy in offered] == [False, True, True, False]
+    assert offered[-1].rules == {"": {"grad_input": None, "grad_weight": None}} and offered[-1].share == 0
 
 
 @pytest.mark.parametrize("name", ['a"b', "x[0]", "*", 'q": print("RUN"), "z', "Delayed(), Dynamic())", "z\\n"])
@@ -161,8 +161,8 @@ def test_a_layers_name_is_matched_as_it_is(name: str) -> None:
 
 def test_remedies_of_one_layer_together() -> None:
     off, pair = None, recipes.dynamic().output
-    found = [{"0": {"output": off}}, {"1": recipes.mx()}, {"0": {"output": pair, "grad_weight": pair}}, {"1": None}]
-    assert together([*found, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
+    offered = [{"0": {"output": off}}, {"1": recipes.mx()}, {"0": {"output": pair, "grad_weight": pair}}, {"1": None}]
+    assert together([*offered, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
         "0": {"output": off, "grad_input": off},
         "1": recipes.mx(),
     }

@@ -25,7 +25,7 @@ from octavo.inspect.what_if import Effect, WhatIf
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_command import record  # noqa: E402
-from tests.inspect.test_findings import made, put  # noqa: E402
+from tests.inspect.test_findings import healthy, put  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIMIT = 3_000_000  # bytes of a page
@@ -79,13 +79,13 @@ Object.assign(result, { id: "result", textContent: JSON.stringify(found) });
 
 def broken(layers: int, records: int) -> tuple[Record, list[Finding]]:
     """A record with two findings, in the second and third layer."""
-    record = put(made(layers, records), 3, assumed=6.0, clipped=0.03)
+    record = put(healthy(layers, records), 3, assumed=6.0, clipped=0.03)
     put(record, 8, flushed=[0.0, 0.3, *[0.0] * (records - 3)])
     return record, diagnose(record)
 
 
 def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") -> list[dict[str, Any]]:
-    """What octavo.inspect.compare might find of the model of such a record."""
+    """Return rows as octavo.inspect.compare gives them of the model of such a record."""
     names = ["", *(f"model.layers.{place}.mlp" for place in range(layers))]
     effects = [
         Effect(name, recipe, *(0.03,) * 3, 1e-4, 1e-4 * (place + 1), 0.9999, 1.0, place % 2 == 0)
@@ -95,8 +95,8 @@ def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") 
 
 
 def with_experts() -> Record:
-    """Two layers of four experts, the parts of one module; the last expert gets nothing from the third record on."""
-    record = made()
+    """Return a record of two layers of four experts in one module; the last expert has no tokens from record 3 on."""
+    record = healthy()
     names = [name.replace(".mlp", ".mlp.experts.down") for name in record.layers]
     names[0] = names[1].replace("down", "gate_up")
     called = dict(zip(record.layers, names, strict=True))
@@ -117,10 +117,10 @@ def test_experts_and_their_tokens() -> None:
     load = "model.layers.1.mlp.experts: 4 experts, 0 to 30, expert 0 2 times the mean; 3 none from step 100"
     assert lines[-1].strip() == load  # one for both parts
     content = json.loads(to_json(record, findings))
-    (found,) = content["loads"]
-    assert (found["tokens"], found["mean"], found["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
+    (only_load,) = content["loads"]
+    assert (only_load["tokens"], only_load["mean"], only_load["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
     assert content["casts"][0]["flushed"] == [50] * 4
-    assert json.loads(to_json(made(), []))["loads"] == []
+    assert json.loads(to_json(healthy(), []))["loads"] == []
 
 
 def test_as_text() -> None:
@@ -131,27 +131,27 @@ def test_as_text() -> None:
     assert f" 1  warning ({findings[0].severity:.1f} of 10), {title}" in text
     assert text.splitlines()[1] == f"{findings[0].sentence}."
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
-    assert table(made(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
-    assert table(made(3, 0), [], 5) == "no step is recorded yet"
+    assert table(healthy(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
+    assert table(healthy(3, 0), [], 5) == "no step is recorded yet"
 
 
 def test_two_runs() -> None:
-    """A finding whose severity grows by 1 is worse; one that another run has as a consequence is not new."""
+    """A finding whose severity grows by 1 is worse; a consequence in the other run is not new."""
     record, (first, second) = broken(3, 6)
-    (effect,) = diagnose(put(made(3, 6), 0, flushed=0.2))
+    (effect,) = diagnose(put(healthy(3, 6), 0, flushed=0.2))
     earlier = [replace(first, severity=first.severity - 1, consequences=(second,)), effect]
     states = [("worse", first), ("same", second), ("gone", effect)]
     assert changes([first, second], earlier) == states
     assert changes(earlier, [first, second])[0] == ("milder", earlier[0])
     assert changes([first], [])[0][0] == "new"
-    against = Against("earlier", made(2, 4), earlier)
+    against = Against("earlier", healthy(2, 4), earlier)
     text = table(record, [first, second], 1, against)
     assert "against earlier: 1 worse, 1 same, 1 gone\n    worse: " in text
     assert "    gone: warning, model.layers.0.mlp input of output and grad_weight: flushed from step 50" in text
     content = json.loads(to_json(record, [first, second], against=against))["against"]
     assert content["states"] == ["worse", "same"] and [each["layer"] for each in content["gone"]] == [effect.layer]
     assert len(content["casts"]) == 6 and len(content["casts"][0]["sqnr"]) == 1
-    assert table(made(), [], 5, Against("x", made(), [])).endswith("against x: no findings in either run")
+    assert table(healthy(), [], 5, Against("x", healthy(), [])).endswith("against x: no findings in either run")
 
 
 def test_the_command_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_as_json() -> None:
 def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(MissingExtraError, match=r"octavo\[inspect\]"):
-        to_html(made(), [], "run")
+        to_html(healthy(), [], "run")
 
 
 @pytest.mark.full
@@ -204,34 +204,34 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     record.events.extend([(100, "recovery", "the loss is a spike"), (100, "skipped", "nothing was touched")])
     record.scalars["lr"] = record.steps, [1e-3] * len(record.steps)
     findings[0] = replace(findings[0], consequences=(replace(findings[1], kind="clipped"),))
-    other = put(put(made(12, 30), 3, assumed=2.5), 12, flushed=0.2)
+    other = put(put(healthy(12, 30), 3, assumed=2.5), 12, flushed=0.2)
     against = Against("another run", other, diagnose(other))
     page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"), against)
-    found = looked_at(page, tmp_path)
+    seen = looked_at(page, tmp_path)
     plots = "loss against-flushed against-clipped against-sqnr flushed clipped sqnr assumed exponents amax resolution"
-    assert found["sections"] == [*plots.split(), "what-if"]
-    assert len(found["colours"]) == 5 and min(found["colours"]) > 10, "a heat map is empty"
-    assert len(found["marks"]) == 7 and min(found["marks"]) > 2, "a plot is empty"
-    assert found["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
-    assert found["state"] == ["worse", "new"] and len(found["gone"]) == 1 and found["folded"] == ["1 consequence"]
-    assert found["up"] == ["50", "100"] and found["down"] == ["100", "50"] and found["sorted"] == "descending"
-    assert found["redrawn"] and set(found["legend"]) == {"switch", "recovery", "skipped", "this run", "another run"}
-    assert found["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
-    assert found["filtered"] == ["model.layers.1.mlp"]
-    assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
-    assert len(found["labels"]) == 12 and {role for role, *_ in found["labels"]} == {"img"}
-    assert all(label and shows for _, label, shows in found["labels"])
-    assert "lr: 0.001 in all steps." in found["labels"][0][2]
-    assert len(found["links"]) == 14 and all(found["links"])
-    assert max(found["cut"] + found["narrow"]) <= 0 and found["wider"] <= 0 and found["wider_narrow"] <= 0
-    assert max(found["cards"]) < 390 and all(right < 390 and height for right, height in found["remedies"])
-    assert found["more"][0] is False and "1 of 2 findings" in found["more"][1]
-    assert found["all"] == [True, "scrolled all"]
-    assert found["fetched"] == []
+    assert seen["sections"] == [*plots.split(), "what-if"]
+    assert len(seen["colours"]) == 5 and min(seen["colours"]) > 10, "a heat map is empty"
+    assert len(seen["marks"]) == 7 and min(seen["marks"]) > 2, "a plot is empty"
+    assert seen["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
+    assert seen["state"] == ["worse", "new"] and len(seen["gone"]) == 1 and seen["folded"] == ["1 consequence"]
+    assert seen["up"] == ["50", "100"] and seen["down"] == ["100", "50"] and seen["sorted"] == "descending"
+    assert seen["redrawn"] and set(seen["legend"]) == {"switch", "recovery", "skipped", "this run", "another run"}
+    assert seen["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
+    assert seen["filtered"] == ["model.layers.1.mlp"]
+    assert all(after < before for after, before in zip(seen["after"], seen["before"], strict=True))
+    assert len(seen["labels"]) == 12 and {role for role, *_ in seen["labels"]} == {"img"}
+    assert all(label and shows for _, label, shows in seen["labels"])
+    assert "lr: 0.001 in all steps." in seen["labels"][0][2]
+    assert len(seen["links"]) == 14 and all(seen["links"])
+    assert max(seen["cut"] + seen["narrow"]) <= 0 and seen["wider"] <= 0 and seen["wider_narrow"] <= 0
+    assert max(seen["cards"]) < 390 and all(right < 390 and height for right, height in seen["remedies"])
+    assert seen["more"][0] is False and "1 of 2 findings" in seen["more"][1]
+    assert seen["all"] == [True, "scrolled all"]
+    assert seen["fetched"] == []
 
 
 def looked_at(page: str, folder: Path) -> dict[str, Any]:
-    """What a script in the page sees, with the network off."""
+    """Return what a script in the page sees, with the network off."""
     path = folder / "page.html"
     page = html.escape(f'{page}<script type="module">{LOOK}</script>')
     path.write_text(FRAME.replace("PAGE", page), encoding="utf-8")

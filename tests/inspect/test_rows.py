@@ -21,16 +21,16 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
         octavo.set_recipe(model, recipes.rowwise())
         recorder.event("switch", "by hand")
         train(model, range(2, 4), recorder)
-    found = octavo.inspect.load(tmp_path)
-    place = {row: at for at, row in enumerate(found.rows) if row.layer == "0" and row.role == "input"}
+    record = octavo.inspect.load(tmp_path)
+    place = {row: at for at, row in enumerate(record.rows) if row.layer == "0" and row.role == "input"}
     amax = {
-        row.cast.granularity: found.measures["amax"][:, at] for row, at in place.items() if "output" in row.products
+        row.cast.granularity: record.measures["amax"][:, at] for row, at in place.items() if "output" in row.products
     }
     assert np.isnan(amax[PerTensor()]).tolist() == [False, False, True, True]
     assert np.isnan(amax[PerRow()]).tolist() == [True, True, True, False]  # it came within the third step
-    names = [row["name"] for row in json.loads(to_json(found, []))["exponents"]]
-    assert len(set(names)) == len(names) == len(found.rows)
-    assert found.events == [(2, "switch", "by hand")]
+    names = [row["name"] for row in json.loads(to_json(record, []))["exponents"]]
+    assert len(set(names)) == len(names) == len(record.rows)
+    assert record.events == [(2, "switch", "by hand")]
 
 
 def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:

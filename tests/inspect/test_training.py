@@ -1,4 +1,4 @@
-"""Any one fault that is put into a healthy record is what is said first."""
+"""The first finding in a healthy record with any one fault put into it is that fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.inspect.record import OfExperts
 
 np = pytest.importorskip("numpy")
 
-from tests.inspect.test_findings import made  # noqa: E402
+from tests.inspect.test_findings import healthy  # noqa: E402
 
 AT, RECORDS = 8, 16  # the record that faults begin in, and all
 LASTING = slice(AT, None)
@@ -44,7 +44,7 @@ def measure(name: str, value: float, *places: int) -> Callable[[Record], None]:
 
 
 def nonfinite(at: int, *places: int) -> Callable[[Record], None]:
-    """In these rows, and in the record after it in all."""
+    """Return a change that puts faults into these rows, and into all rows of the record after it."""
 
     def put(record: Record) -> None:
         record.measures["nonfinite"][at, places] = 0.5
@@ -114,7 +114,7 @@ def option(name: str, before: float, after: float) -> Callable[[Record], Any]:
 def weights(
     name: str, before: float, after: float, *layers: int, records: slice = slice(AT, AT + 1)
 ) -> Callable[[Record], None]:
-    """What is recorded of all weights, and in ``records`` of those of these layers."""
+    """Return a change of the measures of all weights, and in ``records`` of those of these layers."""
 
     def put(record: Record) -> None:
         record.weights[name] = np.full_like(record.weights["update"], before)
@@ -184,9 +184,9 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_fault_is_said_first(name: str) -> None:
-    """And its sentence names the layer and the step; severities stay within bounds."""
+    """The first finding's sentence names the fault's layer and step; severities stay within bounds."""
     kind, layer, put = FAULTS[name]
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     put(record)
     first = diagnose(record)[0]
     assert (first.kind, first.layer) == (kind, layer)
@@ -196,7 +196,7 @@ def test_one_fault_is_said_first(name: str) -> None:
 
 
 def test_healthy_numbers_of_a_training_are_no_finding() -> None:
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     ages, warmup = [*range(1, RECORDS + 1)], [1e-3 * min(1, (at + 1) / 5) for at in range(RECORDS)]
     for name, values in {"lr": warmup, "state_age": ages, "decayed_vectors": [0] * RECORDS}.items():
         record.scalars[name] = record.steps, values
@@ -206,18 +206,18 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
 
 
 def test_an_expert_without_tokens_is_named() -> None:
-    record = made(2, RECORDS)
+    record = healthy(2, RECORDS)
     tokens = np.full((RECORDS, 4), 30.0)
     tokens[AT:, 2] = 0
     worst = np.zeros_like(record.measures["amax"]) - 1
     of_experts = OfExperts(record.measures, record.exponents, worst, worst, dict.fromkeys(record.layers, tokens))
-    (found,) = diagnose(replace(record, experts=of_experts))
-    assert (found.kind, found.layer, found.begins) == ("idle expert", record.layers[0], 50 * AT)
-    assert "expert 2 of 4" in found.cause
+    (finding,) = diagnose(replace(record, experts=of_experts))
+    assert (finding.kind, finding.layer, finding.begins) == ("idle expert", record.layers[0], 50 * AT)
+    assert "expert 2 of 4" in finding.cause
 
 
 def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     nonfinite(AT, *range(12))(record)
     steps = range(50 * RECORDS)
     record.scalars["loss"] = (
@@ -229,16 +229,16 @@ def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
 
 
 def test_a_jump_names_what_is_not_recorded() -> None:
-    record = made(4, RECORDS)
+    record = healthy(4, RECORDS)
     update(50)(record)
-    (found,) = diagnose(record)
-    assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
+    (finding,) = diagnose(record)
+    assert "Recovery" in finding.remedy and finding.expected.endswith("; record lr to see what rose")
     del record.scalars["grad_norm"]
     assert diagnose(record)[0].expected.endswith("; record lr and grad_norm to see what rose")
 
 
 def test_batches_in_turn_repeat() -> None:
-    record = made(4, 24)
+    record = healthy(4, 24)
     record.scalars["loss"][1][AT - 1 :] = [9.3, *(9.9 - 0.1 * (at % 3) - 0.01 * at for at in range(24 - AT))]
     first = diagnose(record)[0]
     assert (first.kind, first.begins) == ("repeats", 50 * AT) and "the same 3 in turn" in first.cause

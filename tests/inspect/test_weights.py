@@ -1,4 +1,4 @@
-"""What is recorded of weights and moments."""
+"""The measures of weights and moments in a record."""
 
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,20 @@ def test_moments_that_flush_and_weights_that_stand_still(tmp_path: Path) -> None
         before = layer.weight.detach().double()
         optimizer.step()
         recorder.step()
-    found = octavo.inspect.load(tmp_path)
+    record = octavo.inspect.load(tmp_path)
     changed = (layer.weight.detach().double() - before) != 0
-    assert found.weights["changed"][0, 0] == pytest.approx(changed.double().mean().item())
-    assert found.weights["resolution"][0, 0] < 0.3
+    assert record.weights["changed"][0, 0] == pytest.approx(changed.double().mean().item())
+    assert record.weights["resolution"][0, 0] < 0.3
     codes = [optimizer.state[layer.weight][f"{name}_codes"] for name in ("exp_avg", "exp_avg_sq")]
     flushed = ((codes[1] == 0) & (codes[0] & 0x7F != 0)).double().mean().item()
-    assert found.weights["second_flushed"][0, 0] == pytest.approx(flushed)
+    assert record.weights["second_flushed"][0, 0] == pytest.approx(flushed)
 
 
 @pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.full)])
 def test_a_compiled_step_of_the_optimizer_is_said_to_be_unwatched(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it changed is recorded, and the gradients that are left, of weights that changed."""
+    """A compiled step is said to be unwatched; what it changed is recorded, and gradients that are left."""
     model = nn.Sequential(octavo.nn.Linear(32, 16), octavo.nn.Linear(16, 16).requires_grad_(False))
     optimizer, gradients = torch.optim.AdamW(model[0].parameters(), 1e-2), []
     step = torch.compile(lambda: optimizer.step(), backend="eager") if how == "compiled" else optimizer.step
@@ -72,11 +72,11 @@ class Launches(TorchDispatchMode):
 
 
 def masters_of(model: nn.Module, optimizer: octavo.optim.AdamW) -> list[torch.Tensor]:
-    found = []
+    values = []
     for layer in model:  # type: ignore[attr-defined]
         master, _ = for_kernel(layer.weight, layer.weight.detach(), optimizer.state[layer.weight], optimizer.settings)
-        found.append(master.read_all(master.weight).double())  # type: ignore[union-attr]
-    return found
+        values.append(master.read_all(master.weight).double())  # type: ignore[union-attr]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_masters_and_what_is_seen_of_them(storage: str | None, master: str, tmp_
     record = octavo.inspect.load(tmp_path)
     if storage is not None:  # the codes are the weight
         assert np.isposinf(record.measures["sqnr"][0, [row.role == "weight" for row in record.rows]]).all()
-    found = record.weights
-    assert np.isnan(found["master_update"][0]).all()  # the first step makes it
+    weights = record.weights
+    assert np.isnan(weights["master_update"][0]).all()  # the first step makes it
     for step in (1, 2):
         moved = [after - before for before, after in zip(*values[step - 1 : step + 1], strict=True)]
         expected = [change.square().mean().sqrt().item() for change in moved]
-        assert found["master_update"][step] == pytest.approx(expected, rel=1e-6)
+        assert weights["master_update"][step] == pytest.approx(expected, rel=1e-6)
         changed = [(change != 0).double().mean().item() for change in moved]
-        assert found["master_changed"][step] == pytest.approx(changed)
-        assert (found["changed"][step] < changed).all()
+        assert weights["master_changed"][step] == pytest.approx(changed)
+        assert (weights["changed"][step] < changed).all()
 
 
 def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
             layer(torch.randn(8, 16)).sum().backward()
             optimizer.step()
             recorder.step()
-    found = octavo.inspect.load(tmp_path).weights
-    assert np.isnan(found["master_changed"]).all() and (found["changed"] > 0.9).all()
+    weights = octavo.inspect.load(tmp_path).weights
+    assert np.isnan(weights["master_changed"]).all() and (weights["changed"] > 0.9).all()
 
 
 def test_frozen_weights_in_fp8_do_not_move(tmp_path: Path) -> None:
-    """One of E8M0's scales, one of a scale a row; what is trained beside them does."""
+    """Frozen weights, one with E8M0's scales, one with a scale a row, stand still; one trained beside them moves."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     model[:2].requires_grad_(False)
     recipe = octavo.RecipeMap(recipes.mx(), {"1": recipes.rowwise()})
@@ -137,8 +137,8 @@ def test_frozen_weights_in_fp8_do_not_move(tmp_path: Path) -> None:
         model(torch.randn(8, 64)).sum().backward()
         optimizer.step()
         recorder.step()
-    found = octavo.inspect.load(tmp_path).weights
-    assert found["changed"][0].tolist() == [0, 0, pytest.approx(1, abs=0.1)]
+    weights = octavo.inspect.load(tmp_path).weights
+    assert weights["changed"][0].tolist() == [0, 0, pytest.approx(1, abs=0.1)]
 
 
 def test_a_sample_lies_in_all_columns(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_more_layers_are_no_more_launches(storage: str | None) -> None:
                 before, launches.count = launches.count, 0
                 updates.begin(layers_of, is_as_before=True)
                 updates.end()
-        assert before >= launches.count  # what is made once
+        assert before >= launches.count  # made once
         counted.append(launches.count)
     assert counted[0] == counted[1] < 100
 
 
 def test_what_the_optimizer_changed_and_what_else_did(tmp_path: Path) -> None:
-    """Of a layer's weight and of its bias, the gradient too; a write between forward and the optimizer's step."""
+    """The optimizer's change and others' are told apart, of a layer's weight and bias: here a write before its step."""
     layer = octavo.nn.Linear(32, 16)
     optimizer = torch.optim.AdamW(layer.parameters(), 1e-3)
     with octavo.inspect.record(layer, tmp_path, every=1, optimizer=optimizer) as recorder:
@@ -191,12 +191,12 @@ def test_what_the_optimizer_changed_and_what_else_did(tmp_path: Path) -> None:
     record = octavo.inspect.load(tmp_path)
     rms = lambda of: of.square().mean().sqrt().item()  # noqa: E731
     assert record.others == ["bias"]
-    for found, update, gradient, outside in zip(
+    for weights, update, gradient, outside in zip(
         (record.weights, record.of_others), updates, gradients, (0.5**0.5, 1), strict=True
     ):
-        assert found["outside"][:, 0].tolist() == pytest.approx([0, outside])
-        assert found["update"][1, 0] == pytest.approx(rms(update), rel=1e-3)
-        assert found["gradient"][1, 0] == pytest.approx(rms(gradient))
+        assert weights["outside"][:, 0].tolist() == pytest.approx([0, outside])
+        assert weights["update"][1, 0] == pytest.approx(rms(update), rel=1e-3)
+        assert weights["gradient"][1, 0] == pytest.approx(rms(gradient))
     moment = optimizer.state[layer.weight]["exp_avg_sq"].mean().item()
     assert record.weights["second_moment"][1, 0] == pytest.approx(moment)
     assert record.scalars["betas 1 of group 0"] == ([0], [0.999])

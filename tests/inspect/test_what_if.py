@@ -45,8 +45,8 @@ def batches(number=1, seed=0):
     return [torch.randn(64, 32, generator=generator) for _ in range(number)]
 
 
-def found(model, *chosen, loss=loss, given=None, **options):
-    return compare(model, loss, given or batches(2), chosen or [recipes.dynamic()], select=every_layer, **options)
+def compared(model, *chosen, loss=loss, inputs=None, **options):
+    return compare(model, loss, inputs or batches(2), chosen or [recipes.dynamic()], select=every_layer, **options)
 
 
 def effect_of(result, layer, recipe="dynamic"):
@@ -55,18 +55,18 @@ def effect_of(result, layer, recipe="dynamic"):
 
 
 def test_the_hostile_layer_is_found_first_and_kept():
-    result = found(network(outlier=2.0**17))
+    result = compared(network(outlier=2.0**17))
     ranked, rules = result.ranked("dynamic"), result.recipe_map(keep=1).rules
     assert ranked[0].layer == "4" and [name for name, rule in rules.items() if rule is None] == ["4"]
     assert ranked[0].predicted > 10 * ranked[1].predicted
-    assert found(network()).ranked("dynamic")[0].predicted < 0.1 * ranked[0].predicted
+    assert compared(network()).ranked("dynamic")[0].predicted < 0.1 * ranked[0].predicted
 
 
 @pytest.mark.parametrize("layer", ["0", "2", "7"])
 @pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.mx()], ids=lambda recipe: recipe.name)
 def test_effects_are_those_of_a_model_with_one_layer_converted(layer, recipe):
     model, (batch,) = network(), batches(1)
-    effect = effect_of(found(model, recipe, given=[batch]), layer, recipe.name)
+    effect = effect_of(compared(model, recipe, inputs=[batch]), layer, recipe.name)
     gradients, values = [], []
     for select in (lambda module, name: False, lambda module, name: name == layer):
         twin = copy.deepcopy(model)
@@ -85,7 +85,7 @@ def test_effects_are_those_of_a_model_with_one_layer_converted(layer, recipe):
 
 def test_products_are_those_of_the_layer_alone():
     model, (x,) = network()[:1], batches(1)
-    effect = effect_of(found(model, given=[x]), "0")
+    effect = effect_of(compared(model, inputs=[x]), "0")
     in_fp8 = to_fp8(copy.deepcopy(model), recipes.dynamic())
     results = []
     for twin in (model, in_fp8):
@@ -99,13 +99,13 @@ def test_products_are_those_of_the_layer_alone():
 
 
 def test_effects_add_up():
-    result = found(network(), given=batches(4))
+    result = compared(network(), inputs=batches(4))
     whole = result.whole["dynamic"]
     assert sum(1 - effect.cosine for effect in result.effects) == pytest.approx(1 - whole.cosine, rel=0.2)
 
 
 def test_a_loss_that_is_linear_in_the_output_has_no_curvature():
-    result = found(nn.Sequential(nn.Linear(32, 8)), loss=lambda model, x: (model(x) + 1).mean())
+    result = compared(nn.Sequential(nn.Linear(32, 8)), loss=lambda model, x: (model(x) + 1).mean())
     effect = effect_of(result, "0")
     assert abs(effect.loss) > 1e-6
     assert abs(effect.curvature) < 1e-7
@@ -113,7 +113,7 @@ def test_a_loss_that_is_linear_in_the_output_has_no_curvature():
 
 def test_of_few_runs_the_worst_layers_are_measured_and_the_others_estimated():
     model = network(outlier=2.0**17)
-    measured, some = found(model), found(model, runs=4)  # two layers by two batches
+    measured, some = compared(model), compared(model, runs=4)  # two layers by two batches
     assert all(effect.measured for effect in measured.effects)
     known = [effect for effect in some.effects if effect.measured]
     assert len(known) == 2 and measured.ranked("dynamic")[0] in known
@@ -125,9 +125,9 @@ def test_of_few_runs_the_worst_layers_are_measured_and_the_others_estimated():
 
 def test_delayed_scales_a_batch_by_those_before():
     one = batches(1)
-    same = found(network(), recipes.delayed(), recipes.dynamic(), given=one)
+    same = compared(network(), recipes.delayed(), recipes.dynamic(), inputs=one)
     assert effect_of(same, "2", "delayed").cosine == effect_of(same, "2").cosine
-    grown = found(network(), recipes.delayed(), recipes.dynamic(), given=[*one, 100 * one[0]])
+    grown = compared(network(), recipes.delayed(), recipes.dynamic(), inputs=[*one, 100 * one[0]])
     assert effect_of(grown, "0", "delayed").output > 5 * effect_of(grown, "0").output
     assert 1 - effect_of(grown, "0", "delayed").cosine > 5 * (1 - effect_of(grown, "0").cosine)
 
@@ -140,7 +140,7 @@ def test_a_gpt_with_its_parts_and_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             return next_byte_loss(model(batch[:, :-1]), batch[:, 1:])
 
-    result = found(model, loss=loss, given=[tokens])
+    result = compared(model, loss=loss, inputs=[tokens])
     assert set(result.works) == {
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, nn.Embedding)
     }
@@ -177,7 +177,7 @@ def test_the_model_is_left_as_it_was():
     loss(model, *batches(1)).backward()  # a delayed history
     model[0].weight.grad = None
     model[2].eval()
-    kept = model[3].weight.grad.clone()
+    gradient = model[3].weight.grad.clone()
     stepped = []
     model[7].weight.register_post_accumulate_grad_hook(stepped.append)
     weights, before, random = (
@@ -194,7 +194,7 @@ def test_the_model_is_left_as_it_was():
         for key, (_, value) in before[name][3].items():
             assert torch.equal(value, after[name][3][key][1])
     assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
-    assert torch.equal(kept, model[3].weight.grad) and torch.equal(random, torch.get_rng_state()) and not stepped
+    assert torch.equal(gradient, model[3].weight.grad) and torch.equal(random, torch.get_rng_state()) and not stepped
 
 
 def test_it_is_left_so_by_a_loss_that_fails():
@@ -206,21 +206,21 @@ def test_it_is_left_so_by_a_loss_that_fails():
         raise RuntimeError("out of tokens")
 
     with pytest.raises(RuntimeError, match="out of tokens"):
-        found(model, loss=fails)
+        compared(model, loss=fails)
     assert str(snapshot(model)) == str(before)
 
 
 def test_weights_that_live_in_fp8():
     model = octavo.convert(network(), recipes.dynamic(), every_layer, weight_storage="fp8")
-    assert all(0 < 1 - effect.cosine < 0.01 for effect in found(model).effects)
+    assert all(0 < 1 - effect.cosine < 0.01 for effect in compared(model).effects)
     with pytest.raises(WhatIfError, match=r"can't read weights that are stored in FP8.*leave rowwise out"):
-        found(model, "rowwise")
+        compared(model, "rowwise")
 
 
 def test_a_map_is_measured_as_a_whole():
     """Dropout is the same in each pass."""
     model = network().insert(1, nn.Dropout(0.5))
-    result = found(model)
+    result = compared(model)
     assert all(1 - effect.cosine < 0.01 for effect in result.effects)
     whole, checked = result.whole["dynamic"], check(model, loss, batches(2), recipes.dynamic(), select=every_layer)
     assert (checked.loss, checked.cosine, checked.norm_ratio) == (whole.loss, whole.cosine, whole.norm_ratio)
@@ -243,36 +243,36 @@ def test_a_map_is_measured_as_a_whole():
     ],
 )
 def test_what_can_not_be_compared(options, says):
-    given = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
+    arguments = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
     with pytest.raises(WhatIfError, match=says):
-        compare(**given)
+        compare(**arguments)
 
 
 def test_a_model_that_can_not_be_copied():
     model = network()
     model.lock = threading.Lock()
     with pytest.raises(WhatIfError, match=r"can't be copied .*lock.*: take away"):
-        found(model)
+        compared(model)
 
 
 @pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
 def test_experts_are_layers(kind: str) -> None:
-    """Each matrix of all experts is one, with the errors that its casts make of each expert's rows."""
+    """All experts' matrices are one layer each, with the errors of each expert's rows."""
     torch.manual_seed(0)
     net = Mixture(kind, 4, 48)
     kinds, before = [type(module) for module in net.modules()], {n: p.clone() for n, p in net.named_parameters()}
     inputs = [batch(step, 0) for step in range(2)]
     chosen = [recipes.dynamic(), recipes.delayed()]
-    found = octavo.inspect.compare(net, lambda m, x: m(x).square().mean(), inputs, chosen, select=not_the_router)
-    assert [(e.layer, e.recipe) for e in found.effects] == [
+    comparison = octavo.inspect.compare(net, lambda m, x: m(x).square().mean(), inputs, chosen, select=not_the_router)
+    assert [(e.layer, e.recipe) for e in comparison.effects] == [
         (f"experts.{part}", recipe.name) for recipe in chosen for part in ("gate_up", "down")
     ]
-    assert all(0.02 < e.output < 0.06 and e.curvature + 1 - e.cosine > 0 and e.measured for e in found.effects)
-    assert {work.groups for work in found.works.values()} == {4}
-    assert [work.tokens for work in found.works.values()] == [2 * TOKENS] * 2
+    assert all(0.02 < e.output < 0.06 and e.curvature + 1 - e.cosine > 0 and e.measured for e in comparison.effects)
+    assert {work.groups for work in comparison.works.values()} == {4}
+    assert [work.tokens for work in comparison.works.values()] == [2 * TOKENS] * 2
     assert [type(module) for module in net.modules()] == kinds
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in net.named_parameters())
-    octavo.convert(net, found.recipe_map(keep=1), not_the_router)
+    octavo.convert(net, comparison.recipe_map(keep=1), not_the_router)
     formats = [net.experts.gate_up.recipe.is_high_precision, net.experts.down.recipe.is_high_precision]
     assert sorted(formats) == [False, True]
 

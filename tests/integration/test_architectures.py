@@ -28,20 +28,20 @@ SIZES = DECODER | GPT2 | T5 | NO_DROPOUT | EXPERTS | LATENT | GROUPS | DROPOUTS
 
 
 def tiny(name):
-    """A model whose configuration takes what it knows of SIZES."""
+    """Return a model whose configuration takes those of SIZES that it has."""
     config = CONFIG_MAPPING[name]
-    known = {*config().to_dict(), *getattr(config, "attribute_map", ())}
+    option_names = {*config().to_dict(), *getattr(config, "attribute_map", ())}
     torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key in known}
+    sizes = {key: value for key, value in SIZES.items() if key in option_names}
     return transformers.AutoModelForCausalLM.from_config(config(**sizes, use_cache=False)).float().train()
 
 
 def trace(model, tokens):
     model.zero_grad()
     torch.manual_seed(0)
-    found = model(input_ids=tokens, labels=tokens)
-    found.loss.backward()
-    return {"logits": found.logits.detach(), **gradients(model)}
+    result = model(input_ids=tokens, labels=tokens)
+    result.loss.backward()
+    return {"logits": result.logits.detach(), **gradients(model)}
 
 
 def test_a_block_casts_four_inputs_for_seven_layers():

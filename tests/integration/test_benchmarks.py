@@ -26,7 +26,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a benchmark and returns what it printed."""
+    """Run a benchmark and return what it printed."""
 
     def call(subject: str, *arguments: str | Path) -> str:
         module = subjects.module_of(subject)
@@ -91,11 +91,11 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
         ours = [row for row in rows if not any(name in row.get("variant", "") for name in others)]
         assert_numbers(ours, *columns.split())
     again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
-    assert "---" not in again and "stage 7" in again  # what is done is not done again
+    assert "---" not in again and "stage 7" in again  # finished stages do not run again
 
 
 def test_one_command_on_a_gpu_takes_eight_minutes() -> None:
-    """And a Llama's rows end before their stage does; after 185 s of them the first five are there."""
+    """All stages take eight minutes, and a Llama's rows end in time; after 185 s the first five are there."""
     on_gpu, rows = (importlib.import_module(f"benchmarks.{name}") for name in ("on_gpu", "training.llama_rows"))
     assert [*on_gpu.FIRST] == [*on_gpu.STAGES][: len(on_gpu.FIRST)]
     assert sum(on_gpu.STAGES[number].seconds for number in on_gpu.FIRST) <= 480
@@ -108,7 +108,7 @@ def test_one_command_on_a_gpu_takes_eight_minutes() -> None:
 def test_kernels_under_compute_sanitizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a script in its place: what it finds, and that it is not there, fails the stage."""
+    """Findings of Compute Sanitizer, and its absence, fail the stage; a script stands in its place."""
     sanitizer, script = subjects.module_of("sanitizer"), tmp_path / "compute-sanitizer"
     monkeypatch.setattr(sanitizer, "ON_GPU", True)
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
@@ -121,11 +121,11 @@ def test_kernels_under_compute_sanitizer(
 
 
 def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is of the sources as they are is not made again, but if --only names it."""
+    """Results of the sources as they are stay, and are emulated again only where --only names them."""
     emulated, written = subjects.module_of("emulated"), []
     row = {"right": "yes", "made": "before", "triton": "", "commit": "new"}
-    known = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
-    monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, known))
+    rows_by_case = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
+    monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, rows_by_case))
     monkeypatch.setattr(emulated, "change_since", lambda commit, measures: "" if commit == "new" else "a file")
     monkeypatch.setattr(emulated, "NAMES", ["amax", "cast rows"])
     monkeypatch.setattr(emulated, "rows_of", lambda capability, name: [row | {"made": name}])
@@ -137,20 +137,20 @@ def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_what_tensor_cores_lose() -> None:
-    """Few sums made anew are as good as the committed ones."""
+    """A few new sums are as good as the committed ones."""
     accumulation = importlib.import_module("benchmarks.kernels.accumulation")
     committed = {tuple(row.values())[:5]: row for row in accumulation.read("accumulation")}
-    found = [*accumulation.rows(16, (256, 1024))]
-    assert len(found) == len(committed) // 2
-    for row in found:
-        known = committed[tuple(str(value) for value in row.values())[:5]]
-        assert abs(float(row["sqnr_db"]) - float(known["sqnr_db"])) < 3 or not row["instruction"], row
+    sums_lost = [*accumulation.rows(16, (256, 1024))]
+    assert len(sums_lost) == len(committed) // 2
+    for row in sums_lost:
+        committed_row = committed[tuple(str(value) for value in row.values())[:5]]
+        assert abs(float(row["sqnr_db"]) - float(committed_row["sqnr_db"])) < 3 or not row["instruction"], row
 
 
 def test_subjects_say_what_they_are_and_what_they_measure():
-    found = subjects.subjects()
-    assert {"cpu_step", "kernels", "communication"} <= found.keys()
-    for subject in found.values():
+    all_subjects = subjects.subjects()
+    assert {"cpu_step", "kernels", "communication"} <= all_subjects.keys()
+    for subject in all_subjects.values():
         assert (
             subject.about
             and subject.takes
@@ -159,13 +159,13 @@ def test_subjects_say_what_they_are_and_what_they_measure():
 
 
 def test_llama_saves_its_floor() -> None:
-    """By kind, within 3 %, as it was counted last."""
+    """Llama's saved bytes are within 3 % of the last count, by kind."""
     saved = importlib.import_module("benchmarks.training.saved_bytes")
-    found = [
+    counts = [
         row for row in saved.read("saved_bytes") if row["model"] == "Llama" and row["recipe"] in ("dynamic", "delayed")
     ]
-    assert len(found) == 2 * 6
-    for row in found:
+    assert len(counts) == 2 * 6
+    for row in counts:
         for how in ("converted", "fused") if row["kind"] != "weights" else ():
             assert 1 <= int(row[how]) / saved.floor(row["kind"], how == "fused") < 1.03, (row["kind"], how)
 
@@ -183,9 +183,9 @@ def test_pages_have_every_table_that_is_made_for_them():
 
 
 def test_every_result_is_made_again_or_is_history() -> None:
-    """Pages name the commits of what is history: `report --check` sees to that."""
-    made = [name for names in subjects.ALL.values() for name in names]
-    assert sorted({name for name, _ in subjects.results()}) == sorted([*made, *subjects.STUDIES])
+    """Each result is written by a subject or is history; pages name history's commits, as `report --check` sees."""
+    names_of_results = [name for names in subjects.ALL.values() for name in names]
+    assert sorted({name for name, _ in subjects.results()}) == sorted([*names_of_results, *subjects.STUDIES])
     assert subjects.ALL.keys() <= subjects.subjects().keys() and subjects.OF_TRITON <= subjects.ALL.keys()
     for name, path in subjects.results():
         for commit in subjects.commits_of(path) if name in subjects.STUDIES else ():

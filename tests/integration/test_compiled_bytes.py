@@ -1,4 +1,4 @@
-"""What a Llama moves compiled with convert(fuse=True), beside eager and beside Inductor's own kernels."""
+"""The bytes that a Llama moves compiled with convert(fuse=True), beside eager and beside Inductor's own kernels."""
 
 from __future__ import annotations
 

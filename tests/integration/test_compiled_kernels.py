@@ -38,24 +38,24 @@ SPILLS = [("matmul_kernel", "matmul", BLOCKS, "18 spills, 56 bytes of stack")]
 KNOWN = {("3.6", "matmul", 89): SPILLS, ("3.6", "matmul", 120): SPILLS}
 
 
-def misses(found: list[tuple[dict[str, object], list[str]]]) -> list[tuple[object, ...]]:
-    return [(row["kernel"], row["op"], row["case"], miss) for row, misses in found for miss in misses]
+def misses(rows: list[tuple[dict[str, object], list[str]]]) -> list[tuple[object, ...]]:
+    return [(row["kernel"], row["op"], row["case"], miss) for row, misses in rows for miss in misses]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", compiled.CAPABILITIES)
 @pytest.mark.parametrize("group", compiled.GROUPS)
 def test_machine_code(group: str, capability: int) -> None:
-    found = list(compiled.compiled(capability, group))
+    rows = list(compiled.compiled(capability, group))
     release = ".".join(triton.__version__.split(".")[:2])
-    assert found and misses(found) == KNOWN.get((release, group, capability), [])
+    assert rows and misses(rows) == KNOWN.get((release, group, capability), [])
 
 
 @pytest.mark.parametrize("kernel", EACH_KERNEL)
 def test_machine_code_of_one_of_each_kernel(kernel: str) -> None:
-    found = [row for group in compiled.GROUPS for row in compiled.compiled(90, group, FIRST[kernel])]
-    assert kernel in {row["kernel"] for row, _ in found}, f"{FIRST[kernel]}: run benchmarks compiled, which writes it"
-    assert misses(found) == []
+    rows = [row for group in compiled.GROUPS for row in compiled.compiled(90, group, FIRST[kernel])]
+    assert kernel in {row["kernel"] for row, _ in rows}, f"{FIRST[kernel]}: run benchmarks compiled, which writes it"
+    assert misses(rows) == []
 
 
 def test_every_kernel_is_compiled() -> None:
@@ -72,17 +72,17 @@ def test_every_configuration_is_compiled() -> None:
 
 def test_every_op_is_compiled() -> None:
     with compiled.offline(90), uncompiled():  # making a case may launch
-        ops = {case.op for made in compiled.GROUPS.values() for case in made()}
+        ops = {case.op for cases_of_group in compiled.GROUPS.values() for case in cases_of_group()}
     kinds = {"cast_two_scalings", "grouped_cast", "norm_cast", "norm_cast_two_scalings"}  # of cast, by what it casts
     assert ops == {*cases.KERNELS, "optimizer_step", *kinds} - {"scales_of_pass"}  # which has no kernel of ours
 
 
 def test_rows_of_other_groups_and_architectures_stay() -> None:
-    kept = compiled._others([90], ["matmul", "grouped"])
+    others = compiled._others([90], ["matmul", "grouped"])
     assert compiled._others(compiled.CAPABILITIES, compiled.GROUPS) == []
-    products = {(row["capability"], row["op"]) for row in kept if "matmul" in row["op"]}
+    products = {(row["capability"], row["op"]) for row in others if "matmul" in row["op"]}
     assert products == {(f"sm_{it}", op) for it in (89, 100, 120) for op in ("matmul", "grouped_matmul")}
-    assert {row["op"] for row in kept if row["capability"] == "sm_90"} >= {"cast", "optimizer_step"}
+    assert {row["op"] for row in others if row["capability"] == "sm_90"} >= {"cast", "optimizer_step"}
 
 
 @pytest.mark.full
@@ -105,7 +105,7 @@ def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
 
 
 def test_codes_that_ptxas_12_loses_are_found() -> None:
-    """As in a transposing cast of before, whose results on an H100 were what a register happened to hold."""
+    """A fault of ptxas 12 is seen: an earlier transposing cast's results on an H100 were a register's leftovers."""
     convert = "cvt.rn.satfinite.e4m3x2.f32 {}, %f1, %f2;\n".format
     pack, read = "mov.b32 %r1, {%rs1, %rs2};\n", "cvt.u32.u16 %r2, %rs{};\n".format
     both = convert("%rs1") + convert("%rs2")
@@ -140,7 +140,7 @@ def kernel_of(capability: int, case: Any) -> Any:
     "capability", [pytest.param(it, marks=[] if it == 90 else pytest.mark.full) for it in compiled.CAPABILITIES]
 )
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
-    """Ada's and Hopper's: an FADD an element adds its sum to those before."""
+    """On Ada and Hopper an FADD an element adds the accumulator's sum to the earlier ones."""
     kernel = kernel_of(capability, cases.product(cases.LARGE, cases.E4M3, cases.ROW, cases.ROW))
     (loop,) = (loop for loop in machine_code.loops(kernel) if any("MMA" in i.name for i in loop))
     added = sum(i.name.startswith("FADD") for i in loop)
@@ -149,9 +149,9 @@ def test_a_short_accumulator_sums_one_step(capability: int) -> None:
 
 
 def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:
-    found = predicted_products.row_of("1x128 . 128x128", (4096, 4096, 4096), 90)
-    rows, cols, _ = map(int, found["tile"].split("x"))
-    added = dict(entry.split(":") for entry in found["adds"].split())
-    assert int(added["FFMA"]) == rows * cols / (32 * found["warps"])
+    row = predicted_products.row_of("1x128 . 128x128", (4096, 4096, 4096), 90)
+    rows, cols, _ = map(int, row["tile"].split("x"))
+    added = dict(entry.split(":") for entry in row["adds"].split())
+    assert int(added["FFMA"]) == rows * cols / (32 * row["warps"])
     assert int(added["FMUL"]) <= 4  # scales of a thread's rows
-    assert float(found["tflops"]) >= predicted_products.AIM
+    assert float(row["tflops"]) >= predicted_products.AIM

@@ -1,4 +1,4 @@
-"""A replay hands the kernels what the call that it repeats did, without Triton's binder."""
+"""A replay hands the kernels the arguments of the call that it repeats, without Triton's binder."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -28,16 +28,16 @@ UPDATE = ((448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max")
 
 
 class Launches:
-    """What came to the kernels: (kernel, grid, arguments), tensors as their bytes."""
+    """The launches of kernels: (kernel, grid, arguments), tensors as their bytes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
         self.bound = 0  # by Triton's binder
 
     def take(self) -> tuple[list[tuple[Any, ...]], int]:
-        found = self.seen, self.bound
+        recorded = self.seen, self.bound
         self.seen, self.bound = [], 0
-        return found
+        return recorded
 
 
 def described(argument: Any) -> Any:
@@ -49,19 +49,19 @@ def described(argument: Any) -> Any:
 
 @pytest.fixture
 def launches() -> Iterator[Launches]:
-    found = Launches()
+    launches = Launches()
     compiled, jit = triton.compiler.CompiledKernel, triton.runtime.jit.JITFunction
     run = jit.run
 
     def launcher(kernel: Any) -> Callable[..., None]:
-        def record(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
-            _, _, _, *arguments = rest  # launch metadata and hooks
-            found.seen.append((kernel.hash, (x, y, z), stream, metadata, described(tuple(arguments))))
+        def record(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *others: Any) -> None:
+            _, _, _, *arguments = others  # launch metadata and hooks
+            launches.seen.append((kernel.hash, (x, y, z), stream, metadata, described(tuple(arguments))))
 
         return record
 
     def bind(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.bound += 1
+        launches.bound += 1
         return run(self, *args, **kwargs)
 
     with (
@@ -70,7 +70,7 @@ def launches() -> Iterator[Launches]:
         mock.patch.object(compiled, "run", property(launcher)),
         mock.patch.object(jit, "run", bind),
     ):
-        yield found
+        yield launches
 
 
 def states() -> State:
@@ -152,7 +152,7 @@ COPIES: dict[str, Callable[[Tensor], Any]] = {  # an argument first
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", COPIES)
 def test_a_call_in_any_mode_is_recorded(name: str, mode: Any, launches: Launches) -> None:
-    """In inference mode torch hands a recorder ``contiguous`` and ``to`` as they are, which look like views."""
+    """A call is recorded in any mode; in inference mode recorders get ``contiguous``, which looks like a view."""
     x, bound = torch.randn(33, 100).bfloat16(), []
     for where in (nullcontext, mode, nullcontext):
         with where():

@@ -1,4 +1,4 @@
-"""Training steps of fused modules beside those of their parts: what is computed, what is committed, what is not."""
+"""Training steps of fused modules beside their parts': results, and the commits of delayed scales."""
 
 import copy
 from collections import defaultdict
@@ -22,7 +22,7 @@ each_norm = pytest.mark.parametrize("norm", LINEARS)
 
 
 def step(module: nn.Module, x: Tensor, grad: Tensor, x_requires_grad: bool = True) -> dict:
-    """The gradients that a step leaves, those not asked for left out."""
+    """Return the gradients that a step leaves, without those not asked for."""
     module.zero_grad()
     leaf = x.clone().requires_grad_(x_requires_grad)
     module(leaf).backward(grad)
@@ -57,12 +57,12 @@ def test_gradients_into_either_result(norm, recipe, used):
         return {"y": y.detach(), "norm output": normed.detach(), "x": x.grad, **gradients(module)}
 
     apart = in_parts(module)
-    found, expected = run(module), run(apart)
-    assert found.keys() == expected.keys()  # without gradients into the output the weight gets none
-    assert ("linear.weight" in found) == (used in ("both", "output"))
-    for name in found:
+    actual, expected = run(module), run(apart)
+    assert actual.keys() == expected.keys()  # without gradients into the output the weight gets none
+    assert ("linear.weight" in actual) == (used in ("both", "output"))
+    for name in actual:
         exact = name == "norm output" or used.startswith("norm")
-        assert sqnr(found[name], expected[name]) > (100 if exact else 20), name
+        assert sqnr(actual[name], expected[name]) > (100 if exact else 20), name
     assert_near_state(module, apart)
 
 
@@ -82,9 +82,9 @@ def test_an_output_in_high_precision_runs_the_parts(norm):
     for part in ("fc1", "fc2"):
         module = mlp(norm, RecipeMap(recipes.dynamic(), {part: {"output": None}}))
         with CountOps() as ops:
-            found = results(module, torch.randn(T, K), torch.randn(T, K))
+            outputs = results(module, torch.randn(T, K), torch.randn(T, K))
         assert ops.calls["matmul"] == 5 and not ops.calls["norm_cast"]
-        assert all(tensor.isfinite().all() for tensor in found.values())
+        assert all(tensor.isfinite().all() for tensor in outputs.values())
 
 
 @each_recipe
@@ -93,10 +93,10 @@ def test_what_is_saved_in_high_precision(recipe, saved):
     """The norm's input, its parameter, and the activation's input unless ``saved`` casts it: no copy of an FP8 one."""
     module = mlp(recipe=recipe, saved=saved, activation="swiglu", inside=96, dtype=torch.bfloat16, bias=False)
     x = torch.randn(T, K, dtype=torch.bfloat16, requires_grad=True)
-    kept = saved_tensors(module, x)
-    wide = sorted(t.numel() for t in kept if t.dtype == torch.bfloat16)
+    tensors = saved_tensors(module, x)
+    wide = sorted(t.numel() for t in tensors if t.dtype == torch.bfloat16)
     assert wide == ([T * K] if saved else [T * K, T * 2 * 96])
-    codes = sorted(t.numel() for t in kept if t.dtype in FORMATS)
+    codes = sorted(t.numel() for t in tensors if t.dtype in FORMATS)
     assert codes == sorted([T * K, T * 96, 192 * K, 96 * K] + ([T * 192] if saved else []))
 
 
@@ -109,19 +109,19 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def errors(module: nn.Module, steps: list[tuple[Tensor, Tensor]], truths: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Each result's distance from the truth over all steps."""
-    found: dict[str, float] = defaultdict(float)
+    """Return each result's distance from the truth over all steps."""
+    squares: dict[str, float] = defaultdict(float)
     for step, truth in zip(steps, truths, strict=True):
         for name, result in results(module, *step).items():
             assert result.dtype == step[0].dtype, name
-            found[name] += float((result.double() - truth[name]).square().sum())
-    return {name: square**0.5 for name, square in found.items()}
+            squares[name] += float((result.double() - truth[name]).square().sum())
+    return {name: square**0.5 for name, square in squares.items()}
 
 
 def assert_no_worse(
     module: nn.Module, n: int, dtype: torch.dtype, steps: int = 3, luck: float = 3.0, less: int = 0, but: str = ""
 ) -> None:
-    """With delayed scales each step's come from those before it; the others' steps are so many samples.
+    """Check that a module's errors are no larger than its separate parts', over steps of delayed or other scales.
 
     Two independent errors of m elements differ by 1 / sqrt(m) of themselves by chance. For matrices that is little, for
     a norm's parameters and biases ``luck`` times it is allowed. ``less``: the products that are not in FP8, of which

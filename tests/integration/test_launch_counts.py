@@ -23,11 +23,11 @@ AMAX, LINES = "amax_kernel", ["line_amax_kernel", "cast_lines_kernel"]
 def state(kernels: TritonKernels) -> State:
     """A delayed state whose scales are known to exist."""
     scale, history = torch.ones(3, device=kernels.gpu), torch.zeros(3, 4, device=kernels.gpu)
-    found = State(scale, history, before_of(scale))
-    kernels.module("delayed_update").committed(*found, (True, True, True))
+    delayed_state = State(scale, history, before_of(scale))
+    kernels.module("delayed_update").committed(*delayed_state, (True, True, True))
     if kernels.gpu.type == "cuda":
         torch.cuda.synchronize()
-    return found
+    return delayed_state
 
 
 def casts(*scaling: Any, **named: Any) -> Callable[..., Any]:
@@ -128,11 +128,11 @@ def test_launches_of_many_tensors(
 
 def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     x, activation = WHAT["its gradient"](kernels.gpu)
-    own = State.empty(4, kernels.gpu)
+    eager_state = State.empty(4, kernels.gpu)
     launched = count_launches(kernels, monkeypatch)
     for expected in ([AMAX, TENSOR], [AMAX, TENSOR], [TENSOR], [TENSOR]):  # of the state before the last commit
         commit = (None, None, E5M2, False, 0, *update_args("max"), True, 16, True, *activation)
-        kernels.cast_and_commit(x, *own, *commit)
+        kernels.cast_and_commit(x, *eager_state, *commit)
         assert launched == expected
         launched.clear()
         if kernels.gpu.type == "cuda":
@@ -145,10 +145,10 @@ def test_launches_of_what_octavo_inspect_reads(
 ) -> None:
     x, (q, scale_inv, tile) = numbers(kernels.gpu, 64), codes(kernels.gpu)
     sums = torch.zeros(71, dtype=torch.float64, device=kernels.gpu)
-    found, one = torch.zeros(4, device=kernels.gpu), torch.ones(1, dtype=torch.int32, device=kernels.gpu)
+    notes, one = torch.zeros(4, device=kernels.gpu), torch.ones(1, dtype=torch.int32, device=kernels.gpu)
     arguments = {
-        "cast_statistics": (numbers(kernels.gpu), q, scale_inv, tile, sums, found[:3]),
-        "note_faults": (x, q, scale_inv, None, one, found, one.clone()),
+        "cast_statistics": (numbers(kernels.gpu), q, scale_inv, tile, sums, notes[:3]),
+        "note_faults": (x, q, scale_inv, None, one, notes, one.clone()),
     }
     launched = noted(kernels, monkeypatch)
     getattr(kernels, name)(*arguments[name])

@@ -1,4 +1,4 @@
-"""Rows of a Llama's step, rehearsed without a GPU: what their names mean, what a cut leaves, where the time goes."""
+"""Rows of a Llama's step, rehearsed without a GPU: names' meanings, a run that is cut off, the account of time."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_rows_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has bf16's readings in the same rounds and the GPU's state beside them; what is not there says why."""
+    """Rows have bf16's readings in the same rounds and the GPU's state beside them; a missing one has its reason."""
     clock = itertools.count(1000)
     monkeypatch.setattr(step, "state_of_gpu", lambda: (float(next(clock)), 650.0, 60.0))
     output = tmp_path / "llama_step.csv"
     names = ["bf16", "delayed+fuse", "profile", "delayed+block", "bf16+liger", "delayed+head+moments"]
     assert step.main(["--toy", "--rows", *names, "--output", str(output)]) == 0, capsys.readouterr().out
-    found = {row["variant"]: row for row in read(output)}
-    assert [*found] == [name for name in names if name != "profile"]
-    liger = found.pop("bf16+liger")
+    by_variant = {row["variant"]: row for row in read(output)}
+    assert [*by_variant] == [name for name in names if name != "profile"]
+    liger = by_variant.pop("bf16+liger")
     assert liger["note"] == "ModuleNotFoundError: No module named 'liger_kernel'" and not liger["ms"]
-    for name, row in found.items():
+    for name, row in by_variant.items():
         assert float(row["ms"]) > 0 and float(row["by_bf16"]) > 0 and row["mode"] == "eager"
         clocks = [[int(one) for one in row[column].split()] for column in ("bf16_mhz", "mhz")]
         assert len(clocks[0]) == len(clocks[1]) == len(row["readings_ms"].split()) == 2
         turns = [each for pair in zip(*clocks, strict=True) for each in pair]
         assert turns == sorted(turns)  # bf16 and the row take turns
         assert row["watts"] == "650 650" and row["bf16_celsius"] == "60 60" and row["note"] == "", name
-    assert found["bf16"]["by_bf16"] == "1.000"
+    assert by_variant["bf16"]["by_bf16"] == "1.000"
     accounts = read(tmp_path / "llama_profile.csv")
     assert {row["variant"] for row in accounts} == {"bf16", "delayed+fuse"}
     assert all(float(row["ms"]) >= 0 for row in accounts) and "idle" in {row["kind"] for row in accounts}
 
 
 def test_a_cut_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is written before the next begins; one that fails is named, and what would not fit is left out."""
+    """A row is written before the next begins; a failing one is named, and one that would not fit is left out."""
     output = tmp_path / "llama_step.csv"
     row = step.row_of(rows.Variant.of("bf16"), [step.Reading(1.0)], [step.Reading(1.0)], 0.0, True)
 
@@ -76,14 +76,14 @@ def test_a_cut_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_reading_is_begun_after_the_deadline() -> None:
     calls: list[str] = []
 
-    def made(name: str) -> Any:
+    def noted_step(name: str) -> Any:
         return lambda: calls.append(name) or torch.zeros(())
 
     past, ahead = step.Deadline(-1.0), step.Deadline(1.0)
-    assert [len(each) for each in step.pair(made("a"), made("b"), past, False)] == [1, 1]
+    assert [len(each) for each in step.pair(noted_step("a"), noted_step("b"), past, False)] == [1, 1]
     assert calls == ["b"] * step.STEPS + ["a"] * step.STEPS
-    assert len(step.pair(made("a"), made("b"), ahead, False)[0]) == step.ROUNDS
-    assert len(step.readings(made("a"), 3, past, False)) == 1
+    assert len(step.pair(noted_step("a"), noted_step("b"), ahead, False)[0]) == step.ROUNDS
+    assert len(step.readings(noted_step("a"), 3, past, False)) == 1
 
 
 def test_what_names_mean() -> None:
@@ -95,16 +95,16 @@ def test_what_names_mean() -> None:
         rows.Variant.of("fuse")
     sizes = rows.TOY
     names = ("delayed", "delayed+head", "delayed+fuse", "delayed+block")
-    made = {name: rows.converted(rows.llama(sizes), rows.Variant.of(name), sizes) for name in names}
-    kinds = {name: {type(module).__name__ for module in model.modules()} for name, model in made.items()}
-    assert made["delayed"].lm_head.__class__ is torch.nn.Linear and hasattr(made["delayed+head"].lm_head, "recipe")
+    models = {name: rows.converted(rows.llama(sizes), rows.Variant.of(name), sizes) for name in names}
+    kinds = {name: {type(module).__name__ for module in model.modules()} for name, model in models.items()}
+    assert models["delayed"].lm_head.__class__ is torch.nn.Linear and hasattr(models["delayed+head"].lm_head, "recipe")
     assert "TransformerBlock" in kinds["delayed+block"] and "LlamaDecoderLayer" not in kinds["delayed+block"]
-    assert made["delayed+fuse"].model.norm.__class__ is not made["delayed"].model.norm.__class__
-    assert isinstance(rows.optimizer_of(rows.Variant.of("bf16+moments"), made["delayed"]), octavo.optim.AdamW)
+    assert models["delayed+fuse"].model.norm.__class__ is not models["delayed"].model.norm.__class__
+    assert isinstance(rows.optimizer_of(rows.Variant.of("bf16+moments"), models["delayed"]), octavo.optim.AdamW)
 
 
 def test_liger_is_around_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a library in its place, which patches transformers' module as Liger does."""
+    """Liger patches transformers' module around its own steps only; here by a library that patches alike."""
     from types import ModuleType
 
     from transformers.models.llama import modeling_llama
@@ -133,17 +133,17 @@ def test_where_a_steps_time_goes() -> None:
         profile.Kernel("void at::native::elementwise_kernel<...>", 600.0, 900.0),
         profile.Kernel("flash_fwd_kernel", 900.0, 1000.0),
     ]
-    found = {row["kind"]: row for row in profile.account(kernels)}
-    assert {kind: row["ms"] for kind, row in found.items()} == {
+    by_kind = {row["kind"]: row for row in profile.account(kernels)}
+    assert {kind: row["ms"] for kind, row in by_kind.items()} == {
         "products": "0.40", "other elementwise": "0.30", "casts": "0.20", "attention": "0.10", "idle": "0.10"
     }  # fmt: skip
-    assert found["idle"]["share"] == "0.100" and found["products"]["launches"] == "1"
+    assert by_kind["idle"]["share"] == "0.100" and by_kind["products"]["launches"] == "1"
     assert profile.account([]) == []
 
 
 @pytest.mark.gpu
 def test_replays_have_the_bits_of_plain_calls(kernels: Any) -> None:
-    """And a replay that does something else is found."""
+    """Replays have the bits of plain calls, and a replay that does something else is found."""
     module = kernels.module("replay")
     wrong, calls = replays.faults(kernels.cast, module, step.Deadline(0.02), seed=3)
     assert wrong == [] and calls >= replays.CALLS

@@ -1,4 +1,4 @@
-"""What is kept for backward, and the most that a step needs at once."""
+"""The bytes that are saved for backward, and the most that a step needs at once."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def batches(count: int, seed: int) -> Tensor:
 
 
 def trained(name: str, recipe: octavo.Recipe | None) -> tuple[Any, list[float]]:
-    """After two steps; and their losses."""
+    """Return a model after two steps, and their losses."""
     model, losses = built(name), []
     if recipe is not None:
         octavo.convert(model, recipe, every_layer)
@@ -63,9 +63,9 @@ def test_most_of_the_work_is_in_fp8_and_checkpoints_fit_both_ways(name: str, tmp
     experts = [module for module in model.modules() if isinstance(module, ConvertedExperts)]
     assert experts and all(module.gate_up.delayed_scale.all() for module in experts)
     tokens = batches(1, 7)[0]
-    found = octavo.summary(model, input_ids=tokens)
-    assert found.flops[0] > 0.9 * found.flops[1]
-    assert {row.kind for row in found.left_alone} == {"Embedding", f"{name}Top{'k' if 'Deep' in name else 'K'}Router"}
+    table = octavo.summary(model, input_ids=tokens)
+    assert table.flops[0] > 0.9 * table.flops[1]
+    assert {row.kind for row in table.left_alone} == {"Embedding", f"{name}Top{'k' if 'Deep' in name else 'K'}Router"}
     plain = built(name, seed=1)
     plain.load_state_dict(model.state_dict())
     assert_equal(plain.state_dict(), model.state_dict())

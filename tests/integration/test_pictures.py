@@ -1,4 +1,4 @@
-"""The pictures of the pages: legible at a telephone's width, inside their cards, and what they say."""
+"""The pictures of the pages: legible at a telephone's width, inside their cards, with the right texts."""
 
 from __future__ import annotations
 

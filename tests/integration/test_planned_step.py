@@ -20,16 +20,16 @@ def test_the_plan_holds_against_an_h100(full: bool) -> None:
     """Time and peak within 10 %, and whether FP8 is faster, by the host's times of the commit that was timed."""
     took, rates = step.measured(), step.rates(then=True)
     assert {name for name in took if not name.startswith("torchao")} == step.VARIANTS.keys()
-    found = {
+    plans = {
         name: step.planned(variant, rates) for name, variant in step.VARIANTS.items() if full or name != step.STATE
     }
-    for name, plan in found.items():
+    for name, plan in plans.items():
         assert 1e3 * plan.total == pytest.approx(float(took[name]["ms"]), rel=0.1), name
         assert plan.peak / 2**30 == pytest.approx(float(took[name]["peak_gib"]), rel=0.1), name
         faster = float(took[name]["ms"]) < float(took["bf16"]["ms"])
-        assert (plan.total < found["bf16"].total) is faster, name
-    waits = [found[f"octavo {name}"].waits for name in ("delayed", "rowwise")]
-    assert found["bf16"].waits == 0 < waits[0] < waits[1]  # the more the host does, the longer the GPU waits
+        assert (plan.total < plans["bf16"].total) is faster, name
+    waits = [plans[f"octavo {name}"].waits for name in ("delayed", "rowwise")]
+    assert plans["bf16"].waits == 0 < waits[0] < waits[1]  # the more the host does, the longer the GPU waits
 
 
 def test_products_are_those_of_layers() -> None:

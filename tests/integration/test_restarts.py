@@ -68,10 +68,10 @@ def _die_in(place: str, die: Callable[[], None], chosen: random.Random) -> None:
         now = next(calls) == nth
         if now and before:
             die()
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         if now:
             die()
-        return found
+        return result
 
     mock.patch(target.replace(":", "."), called).start()
 
@@ -105,9 +105,9 @@ def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
     log = [line.split(",")[:3] + line.split(",")[4:] for line in (folder / "log.csv").read_text().splitlines()]
     last = checkpoints_in(folder / "checkpoint")[0]
     dcp_to_torch_save(last, folder.parent / "whole.pt")
-    found = torch.load(folder.parent / "whole.pt", weights_only=True)
+    state = torch.load(folder.parent / "whole.pt", weights_only=True)
     bits = {
-        name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in found.items()
+        name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in state.items()
     }
     content = torch.load(last / "octavo.pt", weights_only=True)
     rows = [(step, loss, lr, str(val_loss)) for step, loss, lr, _, val_loss in content["extra"]["rows"]]

@@ -1,4 +1,4 @@
-"""Every feature in every situation: each cell of the table is what docs/combinations.md says of it.
+"""Every feature in every situation: each cell of the table has docs/combinations.md's verdict.
 
 The lists are in tests/support/seams; a cell is built by one function from a feature and a situation.
 """
@@ -17,14 +17,14 @@ SAMPLE = cells.sample()
 
 
 def params(on_ranks):
-    found = []
+    cells_of_kind = []
     for cell in cells.all_cells():
         if bool(SITUATIONS[cell[1]].ranks) == on_ranks:
             marks = [] if cell in SAMPLE else [pytest.mark.full]
             if cell in OPEN:
                 marks.append(pytest.mark.xfail(strict=True, reason=OPEN[cell]))
-            found.append(pytest.param(cell, marks=marks, id=" x ".join(cell)))
-    return found
+            cells_of_kind.append(pytest.param(cell, marks=marks, id=" x ".join(cell)))
+    return cells_of_kind
 
 
 @pytest.mark.parametrize("cell", params(on_ranks=False))
@@ -34,8 +34,8 @@ def test_in_one_process(cell):
 
 @pytest.mark.parametrize("cell", params(on_ranks=True))
 def test_on_ranks(pool, cell):
-    found = pool.run(cells.fault, SITUATIONS[cell[1]].ranks, *cell, seconds=60)
-    assert found == [""] * len(found)
+    faults = pool.run(cells.fault, SITUATIONS[cell[1]].ranks, *cell, seconds=60)
+    assert faults == [""] * len(faults)
 
 
 def test_names_are_of_the_table():
@@ -61,8 +61,8 @@ def test_the_sample_covers():
 
 
 def test_links_lead_somewhere():
-    found = {cells.verdict_of(cell) for cell in cells.all_cells()}
-    assert [broken_link(PAGE, v.link) for v in found if isinstance(v, Documented) if broken_link(PAGE, v.link)] == []
+    verdicts = {cells.verdict_of(cell) for cell in cells.all_cells()}
+    assert [broken_link(PAGE, v.link) for v in verdicts if isinstance(v, Documented) if broken_link(PAGE, v.link)] == []
 
 
 def test_the_page_is_of_the_table():

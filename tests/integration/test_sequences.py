@@ -92,7 +92,7 @@ class Subject:
     weight_shape: tuple[int, ...] = (OUT, IN)
 
     def plain(self, dtype: torch.dtype) -> Any:
-        """What convert is given."""
+        """Return the module that convert gets."""
         return nn.Linear(IN, OUT, dtype=dtype)
 
     def fresh(self) -> Any:
@@ -123,16 +123,16 @@ class Subject:
         self.state = State.empty(HISTORY)
 
     def moved(self) -> None:
-        """The layer has other parameters: nothing of before reaches them."""
+        """Go on with the layer's other parameters, which nothing from earlier reaches."""
         self.in_flight: list[InFlight] = []
         self.gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
         self.optimizers: dict[str, Any] = {}
-        self.kept: octavo.nn.KeptWeights | None = None
+        self.kept_weights: octavo.nn.KeptWeights | None = None
         self.model.zero_grad()
         self.forget()
 
     def forget(self) -> None:
-        """No write of before is noticed."""
+        """Let no earlier write be noticed."""
         self.gathered: float | None = None  # the amax of the weight when ranks cast it last
         self.known = False  # whether a training forward under delayed scaling has seen the weight
         self.written = self.stepped = False  # since then, by hand and by its optimizer
@@ -145,7 +145,7 @@ class Subject:
         self.written = True
 
     def written_in_flight(self) -> None:
-        """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
+        """Note a write of weights: tensors in flight on ranks read it if weights are gathered anew for backward."""
         self.disturbed = True
         if self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind != IN_FP8:
             self.in_flight = []
@@ -173,8 +173,8 @@ class Subject:
     def twin(self, weight: Tensor) -> Any:
         """A layer that has cast nothing yet, with this weight."""
         twin = self.fresh()
-        own = weight.detach().clone()
-        twin.weight = nn.Parameter(own, requires_grad=self.parameter("weight").requires_grad)
+        copied = weight.detach().clone()
+        twin.weight = nn.Parameter(copied, requires_grad=self.parameter("weight").requires_grad)
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
         twin.train(self.layer.training)
         if self.layer.recipe.delayed is not None:
@@ -192,35 +192,35 @@ class Subject:
             self.run(x, self.model, weight, keep=mode == "grad")
 
     def run(self, x: Tensor, call: Any, weight: Tensor | None = None, keep: bool = True) -> None:
-        """Compare ``call`` of x with the twin's forward; ``weight``: what it computes with, if not with its own."""
-        own = weight is None
+        """Compare ``call`` of x with the twin's forward; ``weight``: the one it computes with, if not the layer's."""
+        of_parameter = weight is None
         weight = self.whole(self.parameter("weight")) if weight is None else weight
         if self.mesh is not None and (self.disturbed or self.layer.recipe.delayed is not None):
             self.in_flight = []  # one set of codes serves all that are in flight
         self.disturbed = False
         delayed, training = self.layer.recipe.delayed is not None and not self.stored, self.layer.training
-        if delayed and training and own:
+        if delayed and training and of_parameter:
             if self.known and (self.replaced or self.written or (self.swapped and not self.stepped)):
                 empty_state(self.state, WEIGHT)
             self.known = True
             self.written = self.replaced = self.swapped = False
-        twin, now = self.twin(weight), float(self.state.scale[WEIGHT])
-        used = now
+        twin, scale_now = self.twin(weight), float(self.state.scale[WEIGHT])
+        used = scale_now
         if delayed and self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind == IN_FP8:
             amax = float(weight.abs().max())
             moved = self.gathered not in (None, amax) and not self.stepped
-            used = 0.0 if moved or used * amax > 2 * 448 else used  # far beyond what it was
+            used = 0.0 if moved or used * amax > 2 * 448 else used  # far larger than before
             self.gathered = amax
-        if (training and own) or self.mesh is not None:
+        if (training and of_parameter) or self.mesh is not None:
             self.stepped = False
         self.state.scale[WEIGHT] = used
-        given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
+        x_of_layer, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
         twin_y = twin(twin_x)
-        self.state.scale[WEIGHT] = now
-        y = call(given)
+        self.state.scale[WEIGHT] = scale_now
+        y = call(x_of_layer)
         assert torch.equal(y, twin_y), f"output is off by {(y - twin_y).abs().max()} of {twin_y.abs().max()}"
         if keep:
-            self.in_flight.append(InFlight(y, given, twin, twin_y, twin_x))
+            self.in_flight.append(InFlight(y, x_of_layer, twin, twin_y, twin_x))
 
     def backward(self, which: int = 0, factor: float = 1.0, again: bool = False) -> None:
         """Backward of one of the forwards in flight; ``factor``: between its weight and the parameter.
@@ -243,7 +243,7 @@ class Subject:
         self.compare_gradients()
 
     def add_gradients(self, new: dict[str, Tensor | None], factor: float = 1.0) -> None:
-        """What the parameters' gradients are to grow by."""
+        """Add to the growth that is expected of the parameters' gradients."""
         for name, gradient in new.items():
             if gradient is not None:
                 gradient = gradient * factor if name == "weight" else gradient
@@ -253,23 +253,23 @@ class Subject:
     def compare_gradients(self) -> None:
         """The layer's gradients are the twins'."""
         for name, wanted in self.gradients.items():
-            found = self.parameter(name).grad
-            assert (found is None) == (wanted is None)
-            assert found is None or torch.equal(self.whole(found), wanted), f"the {name}'s gradient"
+            gradient = self.parameter(name).grad
+            assert (gradient is None) == (wanted is None)
+            assert gradient is None or torch.equal(self.whole(gradient), wanted), f"the {name}'s gradient"
 
     def unroll(self, calls: int = 3) -> None:
-        """Several calls of the layer, and one backward pass of all of them."""
+        """Call the layer several times, with one backward pass of all calls."""
         if self.mesh is not None:
             return
         in_flight, self.in_flight, before = self.in_flight, [], self.state
         for call in range(calls):
             self.run(self.random(TOKENS, IN) * 4**call, self.model)
-        here, self.in_flight = self.in_flight, in_flight
-        gradients = [self.random(*one.y.shape) * 4**call for call, one in enumerate(here)]
-        torch.autograd.backward([one.y for one in here], gradients)
+        calls_here, self.in_flight = self.in_flight, in_flight
+        gradients = [self.random(*one.y.shape) * 4**call for call, one in enumerate(calls_here)]
+        torch.autograd.backward([one.y for one in calls_here], gradients)
         sums: dict[str, Tensor | None] = dict.fromkeys(self.gradients)
         amaxes = []
-        for one, gradient in reversed(list(zip(here, gradients, strict=True))):
+        for one, gradient in reversed(list(zip(calls_here, gradients, strict=True))):
             if (delayed := self.layer.recipe.delayed) is not None:
                 one.twin.fp8.state = state = before.clone()
                 plan = one.twin_y.grad_fn.plan  # type: ignore[union-attr]
@@ -283,15 +283,15 @@ class Subject:
                 sums[name] = new if old is None else old + new
         if amaxes and self.layer.training:
             roles = torch.stack(amaxes).amax(0).view(3, 1, 1).unbind()
-            found = [None if role == WEIGHT and self.stored else amax for role, amax in enumerate(roles)]
-            kernels.delayed_update(*before, *found, *self.layer.recipe.delayed_update)
+            amaxes_of_roles = [None if role == WEIGHT and self.stored else amax for role, amax in enumerate(roles)]
+            kernels.delayed_update(*before, *amaxes_of_roles, *self.layer.recipe.delayed_update)
         self.add_gradients(sums)
         self.compare_gradients()
 
     def step(self, name: str = "SGD") -> None:
         """A step of an optimizer that owns the layer's parameters."""
         if self.stored:
-            name, self.in_flight = "octavo", []  # whose backward would read codes that were written since, and raise
+            name, self.in_flight = "octavo", []  # their backward would read codes that were written since, and raise
         elif self.mesh is not None and name == "fused":
             name = "SGD"
         if name not in self.optimizers:
@@ -355,10 +355,10 @@ class Subject:
         if self.mesh is None:
             octavo.nn.invalidate(self.layer)
             empty_state(self.state, WEIGHT)
-            self.kept = None
+            self.kept_weights = None
 
     def rest(self) -> None:
-        """A step that updates nothing, of an optimizer with masters: the weight stays what it was written to be."""
+        """Take a step that updates nothing, by an optimizer with masters: the weight stays as it was written."""
         if self.stored or self.parameter("weight").dtype == torch.float32 or self.mesh is not None:
             return
         if "masters" not in self.optimizers:
@@ -370,7 +370,7 @@ class Subject:
         self.stepped = True
 
     def set_recipe(self, recipe: str = "dynamic") -> None:
-        """Another recipe, or the same anew."""
+        """Set another recipe, or the same anew."""
         if (self.stored or self.mesh is not None) and recipe not in STORABLE:
             return
         if self.mesh is not None and self.in_flight:
@@ -378,11 +378,11 @@ class Subject:
         octavo.set_recipe(self.model, RECIPES[recipe]())
         if recipe != "delayed" or self.recipe_name != "delayed":
             self.empty_state()
-        self.recipe_name, self.kept = recipe, None
+        self.recipe_name, self.kept_weights = recipe, None
         self.forget()
 
     def load(self, assign: bool = False) -> None:
-        """load_state_dict of other weights."""
+        """Load other weights by load_state_dict."""
         state = {n: value if value.dtype == torch.uint8 else 2 * value for n, value in self.model.state_dict().items()}
         if self.stored or self.mesh is not None:
             assign = False
@@ -392,26 +392,26 @@ class Subject:
         self.empty_state()
         self.forget()
         self.written_in_flight()
-        self.kept = None
+        self.kept_weights = None
         if assign:
             self.moved()
 
     def replace(self) -> None:
         if self.mesh is None and not self.stored:
             self.layer.weight = nn.Parameter(self.random(*self.weight_shape))
-            known = self.known
+            was_known = self.known
             self.moved()
-            self.known = self.replaced = known
+            self.known = self.replaced = was_known
 
     def call_functionally(self) -> None:
-        """functional_call with other parameters, and its backward."""
+        """Call with other parameters by functional_call, and compute the backward."""
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
-        given = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
+        replaced = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
         self.run(
             self.random(TOKENS, IN),
-            lambda x: torch.func.functional_call(self.model, given, (x,)),
-            given["0.weight"],
+            lambda x: torch.func.functional_call(self.model, replaced, (x,)),
+            replaced["0.weight"],
             keep=False,
         )
 
@@ -420,11 +420,11 @@ class Subject:
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return  # under delayed scaling it counts as a write: torch sets the parameter to itself
         in_flight, self.in_flight = self.in_flight, []
-        own = self.parameter()
+        parameter = self.parameter()
         parametrize.register_parametrization(self.layer, "weight", Twice())
-        self.layer._parameters["weight"] = own  # for this class; the module itself looks elsewhere
+        self.layer._parameters["weight"] = parameter  # for this class; the module itself looks elsewhere
         try:
-            self.run(self.random(TOKENS, IN), self.model, 2 * own.detach())
+            self.run(self.random(TOKENS, IN), self.model, 2 * parameter.detach())
             self.backward(0, 2.0)
         finally:
             del self.layer._parameters["weight"]
@@ -470,16 +470,16 @@ class Subject:
     def keep(self, anew: bool = True) -> None:
         if self.mesh is not None or self.stored or self.recipe_name not in ("dynamic", "blockwise") or self.in_flight:
             return
-        if anew or self.kept is None:
-            self.kept = octavo.nn.KeptWeights(self.model)
-        self.kept.cast()
+        if anew or self.kept_weights is None:
+            self.kept_weights = octavo.nn.KeptWeights(self.model)
+        self.kept_weights.cast()
 
 
 class Routed(octavo.nn.GroupedLinear):
     """Experts of which each token has one already."""
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        """One of the three gets no token."""
+        """Return the experts' output; one of the three experts gets no token."""
         return super().forward(input, torch.tensor([3, 3, TOKENS], dtype=torch.int32))
 
 

@@ -1,4 +1,4 @@
-"""The table of what is tested with other libraries is what the tests are.
+"""The table of tests with other libraries has the first sentences of those tests' docstrings.
 
 ``python -m tests.integration.test_tested`` writes it into docs/integrations.md.
 """
@@ -18,15 +18,15 @@ TABLE = re.compile(re.escape(HEADER) + r"((?:\|.*\n)*)")
 
 def rows() -> list[list[str]]:
     """Library, version here, and the first sentence of its tests' docstring."""
-    found = []
+    table_rows = []
     for room in ("integrations", "compat"):
         for path in sorted((ROOT / "tests" / room).rglob("test_*.py")):
             parts = path.relative_to(ROOT / "tests" / room).with_suffix("").parts
             library = parts[0].removeprefix("test_")
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             said = " ".join(docstring.split("\n\n")[0].split()).rstrip(".").removeprefix(f"octavo.{room}.{library}: ")
-            found.append([f"`{library}`", version(library), f"[{said}](../{path.relative_to(ROOT).as_posix()})"])
-    return found
+            table_rows.append([f"`{library}`", version(library), f"[{said}](../{path.relative_to(ROOT).as_posix()})"])
+    return table_rows
 
 
 def version(library: str) -> str:
@@ -36,8 +36,8 @@ def version(library: str) -> str:
         return "not installed"
 
 
-def table(found: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in found)
+def table(table_rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in table_rows)
 
 
 def written() -> list[list[str]]:
@@ -48,8 +48,8 @@ def written() -> list[list[str]]:
 
 
 def test_the_table_is_true() -> None:
-    def without_version(found: list[list[str]]) -> list[list[str]]:
-        return [[row[0], row[2]] for row in found]
+    def without_version(table_rows: list[list[str]]) -> list[list[str]]:
+        return [[row[0], row[2]] for row in table_rows]
 
     assert without_version(written()) == without_version(rows()), (
         "python -m tests.integration.test_tested writes it anew"

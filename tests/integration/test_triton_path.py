@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def device(kernels: Any) -> Iterator[torch.device]:
-    """Where layers run the Triton kernels; without a GPU they are put in the reference's place, laid as on Hopper."""
+    """The device where layers run Triton kernels; without a GPU they stand in for the reference, laid as on Hopper."""
     with in_place_of_reference(kernels) if kernels.gpu.type == "cpu" else nullcontext():
         yield kernels.gpu
 
@@ -34,17 +34,17 @@ def layer(recipe: octavo.Recipe, bias: bool, sizes: tuple[int, int], dtype: torc
 
 
 def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Each step's output and gradients, and the delayed state after it."""
+    """Return each step's output and gradients, and the delayed state after it."""
     module = module.to(device)
-    found = []
+    tensors = []
     for x, grad in zip(inputs, grads, strict=True):
         x = x.to(device).requires_grad_()
         y = module(x)
         y.backward(grad.to(device))
-        found += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-        found += list(octavo.nn.delayed_state_dict(module).values())
+        tensors += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+        tensors += list(octavo.nn.delayed_state_dict(module).values())
         module.zero_grad()
-    return [tensor.cpu() for tensor in found]
+    return [tensor.cpu() for tensor in tensors]
 
 
 @pytest.mark.covering(1)
@@ -84,9 +84,9 @@ def test_a_heads_loss_in_chunks_is_that_of_the_reference(
     target[::9] = -100
 
     def loss_and_gradients(on: torch.device) -> list[Tensor]:
-        own, rows = copy.deepcopy(head).to(on), x.detach().clone().to(on).requires_grad_()
-        loss = octavo.nn.linear_cross_entropy(rows, own, target.to(on))
-        return [one.cpu() for one in (loss.detach(), *torch.autograd.grad(loss, [rows, own.weight]))]
+        head_on_device, rows = copy.deepcopy(head).to(on), x.detach().clone().to(on).requires_grad_()
+        loss = octavo.nn.linear_cross_entropy(rows, head_on_device, target.to(on))
+        return [one.cpu() for one in (loss.detach(), *torch.autograd.grad(loss, [rows, head_on_device.weight]))]
 
     got = loss_and_gradients(device)
     with (

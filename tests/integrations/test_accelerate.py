@@ -85,12 +85,12 @@ class Run:
         plain = net().to(dtype)
         self.plain = octavo.convert(plain, recipes.delayed(), select=every_layer, weight_storage=weight_storage)
         kind = torch.optim.AdamW if optimizer is None else octavo.optim.AdamW
-        own: Any = kind(self.plain.parameters(), lr=1e-2, **(optimizer or {}))
-        self.schedule = None if phases is None else PrecisionSchedule(self.plain, own, phases)
-        scheduler = torch.optim.lr_scheduler.LinearLR(own, total_iters=20)
+        own_optimizer: Any = kind(self.plain.parameters(), lr=1e-2, **(optimizer or {}))
+        self.schedule = None if phases is None else PrecisionSchedule(self.plain, own_optimizer, phases)
+        scheduler = torch.optim.lr_scheduler.LinearLR(own_optimizer, total_iters=20)
         inputs = torch.randn(8 * BATCH, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(3))
         loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)  # type: ignore[arg-type]
-        prepared = self.accelerator.prepare(self.plain, own, loader, scheduler)
+        prepared = self.accelerator.prepare(self.plain, own_optimizer, loader, scheduler)
         self.model, self.optimizer, loader, self.scheduler = prepared
         self.accelerator.register_for_checkpointing(TrainingState(self.plain, self.schedule))
         self.batches, self.accumulate, self.max_norm = list(loader), accumulate, 0.05
@@ -163,11 +163,11 @@ CASES: dict[str, dict[str, Any]] = {
 def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
     ours = whole(tmp_path, **CASES[case])
     assert all(norm > 0.05 for norm in ours.norms)  # so that clipping changes something
-    rest = resumed(tmp_path, **CASES[case])
-    assert rest.losses == ours.losses[SAVED:]
-    assert_equal(rest.state(), ours.state())
-    if rest.schedule is not None and ours.schedule is not None:
-        assert rest.schedule.switches == ours.schedule.switches
+    resumed_run = resumed(tmp_path, **CASES[case])
+    assert resumed_run.losses == ours.losses[SAVED:]
+    assert_equal(resumed_run.state(), ours.state())
+    if resumed_run.schedule is not None and ours.schedule is not None:
+        assert resumed_run.schedule.switches == ours.schedule.switches
     if case == "octavo.optim":  # without what octavo keeps a resumed run differs
         run = Run(**CASES[case])
         run.accelerator._custom_objects.clear()
@@ -254,7 +254,7 @@ def test_a_model_is_converted_once() -> None:
 
 
 def test_gradients_that_are_gone_before_a_clip() -> None:
-    stored, early = (octavo.optim.AdamW(net().parameters(), **given) for given in ({"gradient_storage": "fp8"}, {}))
+    stored, early = (octavo.optim.AdamW(net().parameters(), **options) for options in ({"gradient_storage": "fp8"}, {}))
     for fine in (stored, early, torch.optim.AdamW(net().parameters())):
         check_clip(fine, "clip=1.0")
     octavo.optim.update_in_backward(early)
@@ -263,7 +263,7 @@ def test_gradients_that_are_gone_before_a_clip() -> None:
 
 
 def teach_after(model: nn.Module) -> None:
-    """After each forward in training one in evaluation, before the backward: of a teacher that is the model itself."""
+    """Evaluate after each training forward and before its backward, as with a teacher that is the model itself."""
 
     def teach(module: nn.Module, arguments: Any, output: Any) -> None:
         if module.training:
@@ -275,13 +275,13 @@ def teach_after(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", ["gradients in FP8", "updates in backward"])
 def test_micro_batches_are_one_step(how: str) -> None:
-    """Of gradients in FP8 the sum is rounded once, as with ``optimizer.accumulate()``; updates are those after it."""
+    """Micro-batches are one step, as with ``optimizer.accumulate()``; updates in backward are those after it."""
 
     def weights(follow: bool) -> dict[str, Tensor]:
         run = Run("no", accumulate=4, optimizer={"gradient_storage": "fp8"} if how == "gradients in FP8" else {})
-        own, run.max_norm = run.optimizer.optimizer, math.inf
+        optimizer, run.max_norm = run.optimizer.optimizer, math.inf
         if how == "updates in backward" and follow:
-            octavo.optim.update_in_backward(own)
+            octavo.optim.update_in_backward(optimizer)
         if follow:
             follow_accumulation(run.plain, run.optimizer)
             teach_after(run.plain)
@@ -290,12 +290,12 @@ def test_micro_batches_are_one_step(how: str) -> None:
         else:
             for step in range(2):
                 for micro in range(4):
-                    with own.accumulate() if micro < 3 else nullcontext():
+                    with optimizer.accumulate() if micro < 3 else nullcontext():
                         x = run.batches[4 * step + micro]
                         ((run.plain(x) - x).square().mean() / 4).backward()
-                own.step()
+                optimizer.step()
                 run.scheduler.step()
-                own.zero_grad()
+                optimizer.zero_grad()
         begin_anew()
         return dict(run.plain.state_dict())
 
@@ -309,27 +309,27 @@ ON_RANKS = ["bf16", "fp16", "accumulating", "octavo.optim", "FP8 weights", "FP8 
 
 
 def on_two(folder: Path, how: str) -> list[Any]:
-    """Of each case whether the resumed run is the whole one, and what of the model is gathered in FP8, on this rank."""
+    """Return whether resumed runs are the whole ones, and whether models are gathered in FP8, on this rank."""
     plugin = None
     if how == "fsdp2":
         let_accelerate_shard_on_cpus()
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
         )
-    found = []
+    outcomes = []
     for case in [case for case in ON_RANKS if how == "fsdp2" or case not in SHARDED]:
         ours = whole(folder / case, plugin=plugin, **CASES[case])
-        rest = resumed(folder / case, plugin=plugin, **CASES[case])
-        same = rest.losses == ours.losses[SAVED:]
-        assert_equal(rest.state(), ours.state())
-        found.append([case, same, "gathered" in str(octavo.summary(ours.plain))])
+        resumed_run = resumed(folder / case, plugin=plugin, **CASES[case])
+        same = resumed_run.losses == ours.losses[SAVED:]
+        assert_equal(resumed_run.state(), ours.state())
+        outcomes.append([case, same, "gathered" in str(octavo.summary(ours.plain))])
         begin_anew()
-    return found
+    return outcomes
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_on_ranks(how: str, tmp_path: Path) -> None:
-    for found in on_ranks(on_two, tmp_path, how):
-        assert len(found) == len(ON_RANKS) - (len(SHARDED) if how == "ddp" else 0)
-        assert all(same and gathered == (how == "fsdp2") for _, same, gathered in found), found
+    for outcomes in on_ranks(on_two, tmp_path, how):
+        assert len(outcomes) == len(ON_RANKS) - (len(SHARDED) if how == "ddp" else 0)
+        assert all(same and gathered == (how == "fsdp2") for _, same, gathered in outcomes), outcomes

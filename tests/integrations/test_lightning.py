@@ -124,25 +124,25 @@ QUICK = ("octavo.optim", "schedule")
 
 
 def both(folder: Path, case: dict[str, Any], **changes: Any) -> tuple[Any, Any, Any]:
-    """A whole run's module, that of the rest from its checkpoint, and the latter's plugin."""
+    """Return a whole run's module, a run's that is resumed from its checkpoint, and the latter's plugin."""
     case = {**changes, **case}
     options, kind = case.pop("options", None), case.pop("kind", Module)
-    own = {name: case.pop(name) for name in ("precision", "schedule") if name in case}
-    plugins = [plugin(**own) for _ in range(2)]
+    options_of_plugin = {name: case.pop(name) for name in ("precision", "schedule") if name in case}
+    plugins = [plugin(**options_of_plugin) for _ in range(2)]
     strategy = case.pop("strategy", lambda: "auto")
-    ours, rest = (
+    ours, resumed = (
         fit(folder, used, kind(options), resume=resume, gradient_clip_val=0.05, strategy=strategy(), **case)
         for used, resume in zip(plugins, (False, True), strict=True)
     )
-    return ours, rest, plugins[1]
+    return ours, resumed, plugins[1]
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.full) for c in CASES])
 def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
-    ours, rest, last = both(tmp_path, dict(CASES[case]))
-    assert rest.losses == ours.losses[-len(rest.losses) :]
-    assert len(ours.losses) - len(rest.losses) == SAVED * CASES[case].get("accumulate_grad_batches", 1)
-    assert_equal(state(rest), state(ours))
+    ours, resumed, last = both(tmp_path, dict(CASES[case]))
+    assert resumed.losses == ours.losses[-len(resumed.losses) :]
+    assert len(ours.losses) - len(resumed.losses) == SAVED * CASES[case].get("accumulate_grad_batches", 1)
+    assert_equal(state(resumed), state(ours))
     if schedule := CASES[case].get("schedule"):
         assert last.schedule is not None
         assert [switch.step for switch in last.schedule.switches] == [0, *(phase.from_step for phase in schedule[1:])]
@@ -159,8 +159,8 @@ def test_another_recipe_and_a_checkpoint_without_its_state(tmp_path: Path) -> No
     del content["OctavoPrecision"]
     torch.save(content, path)
     with pytest.warns(UserWarning, match="its state begins anew"):
-        rest = fit(tmp_path, plugin(), resume=True)
-    assert rest.losses[0] != ours.losses[SAVED]
+        resumed = fit(tmp_path, plugin(), resume=True)
+    assert resumed.losses[0] != ours.losses[SAVED]
 
 
 def recipes_of(module: nn.Module) -> set[str]:
@@ -168,12 +168,12 @@ def recipes_of(module: nn.Module) -> set[str]:
 
 
 def test_each_fit_begins_the_schedule_anew_and_testing_keeps_the_phase(tmp_path: Path) -> None:
-    """Of one plugin, and of another for a model that an earlier schedule moved on."""
+    """Each fit of one plugin begins the schedule anew, also another's of a model that an earlier schedule moved on."""
     first, module = plugin(schedule=SWITCHING[:2]), Module()
-    for own in (first, first, plugin(schedule=SWITCHING[:2])):
-        fit(tmp_path, own, module)
-        assert recipes_of(module) == {"blockwise"} and own.schedule is not None
-        assert [switch.step for switch in own.schedule.switches] == [0, 1]
+    for used in (first, first, plugin(schedule=SWITCHING[:2])):
+        fit(tmp_path, used, module)
+        assert recipes_of(module) == {"blockwise"} and used.schedule is not None
+        assert [switch.step for switch in used.schedule.switches] == [0, 1]
     loader = torch.utils.data.DataLoader(torch.randn(BATCH, WIDTH), batch_size=BATCH)  # type: ignore[arg-type]
     module.trainer.test(module, loader, verbose=False)
     assert recipes_of(module) == {"blockwise"}
@@ -194,8 +194,8 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
 
         def built() -> tuple[Any, nn.Module, dict[str, Any]]:
             net = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.delayed(), select=every_layer)
-            own = TrainingState(net)
-            return fabric.setup_module(net), net, {"model": net, "octavo": own}
+            training_state = TrainingState(net)
+            return fabric.setup_module(net), net, {"model": net, "octavo": training_state}
 
         model, net, state = built()
         fabric.backward(model(x := torch.randn(8, 64)).square().mean())
@@ -203,11 +203,11 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
         fabric.save(tmp_path / "sharded", state)
         for loads in (False, True):
             model, again, state = built()
-            own, state["model"] = state["octavo"], model
+            training_state, state["model"] = state["octavo"], model
             fabric.load(tmp_path / "sharded", state)
             assert isinstance(state["octavo"], dict)
             if loads:
-                own.load_state_dict(state["octavo"])
+                training_state.load_state_dict(state["octavo"])
                 assert torch.equal(again[0].delayed_scale, net[0].delayed_scale) and net[0].delayed_scale.all()
                 model(x)
             else:
@@ -218,16 +218,16 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-# --- what can't be ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_mean_nothing() -> None:
-    for arguments, what in (
+    for arguments, message in (
         (("delaid",), "'delaid' is no recipe"),
         (("Recipe",), "'Recipe' is no recipe"),
         (("delayed", "16-mixed"), "use one of bf16-mixed, bf16-true, 32-true"),
     ):
-        with pytest.raises(ValueError, match=what):
+        with pytest.raises(ValueError, match=message):
             OctavoPrecision(*arguments)
     with pytest.raises(ValueError, match="the recipe is another"):
         OctavoPrecision("dynamic", schedule=SWITCHING)
@@ -264,28 +264,28 @@ def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
 
 
 def on_two(folder: Path, how: str) -> list[Any]:
-    """(losses, those of the run that is resumed, what is gathered in FP8) of each case, on this rank."""
-    own: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
+    """Return (losses, the resumed run's, how many layers gather in FP8) of each case, on this rank."""
+    common: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
     cases = ["bf16-mixed", "octavo.optim", "schedule"]
     if how == "fsdp2":
-        own |= {"strategy": lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo"), "kind": Sharded}
-    found: list[Any] = []
+        common |= {"strategy": lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo"), "kind": Sharded}
+    outcomes: list[Any] = []
     for case in cases:
-        ours, rest, _ = both(folder / case, dict(CASES[case]), **own)
-        assert_equal(state(rest), state(ours))
-        found.append([ours.losses, rest.losses, str(octavo.summary(ours)).count("gathered in FP8")])
+        ours, resumed, _ = both(folder / case, dict(CASES[case]), **common)
+        assert_equal(state(resumed), state(ours))
+        outcomes.append([ours.losses, resumed.losses, str(octavo.summary(ours)).count("gathered in FP8")])
     if how == "fsdp2":
         with pytest.raises(ValueError, match="sharded the model before it was converted"):
-            fit(folder, plugin(), Unconverted(), strategy=own["strategy"](), devices=2)
-    return found
+            fit(folder, plugin(), Unconverted(), strategy=common["strategy"](), devices=2)
+    return outcomes
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_on_ranks(how: str, tmp_path: Path) -> None:
     ranks = on_ranks(on_two, tmp_path, how)
-    for found in ranks:
-        for losses, resumed, gathered in found:
+    for outcomes in ranks:
+        for losses, resumed, gathered in outcomes:
             assert len(losses) == STEPS
             assert losses[SAVED:] == resumed
             assert gathered == (3 if how == "fsdp2" else 0)

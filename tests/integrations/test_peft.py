@@ -40,7 +40,7 @@ def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int 
 
 
 def base_layers(module: nn.Module, name: str) -> bool:
-    """As the default select chooses of larger models: neither the head nor adapters."""
+    """Whether a layer is converted, as the default select chooses in larger models: neither the head nor adapters."""
     return "_proj" in name and "lora_" not in name
 
 
@@ -103,7 +103,7 @@ def test_it_trains_as_over_a_frozen_plain_base_bit_for_bit(recipe, after):
 
 
 def test_a_step_takes_no_cast_of_a_weight():
-    """Each FP8 product has one operand cast, the activation or the gradient, and the other is the stored weight."""
+    """Each FP8 product casts one operand, the activation or the gradient; the other is the stored weight."""
     model = adapted(recipes.blockwise())
     with CountOps() as count:
         train(model, steps=1)
@@ -114,7 +114,7 @@ def test_a_step_takes_no_cast_of_a_weight():
 
 
 def memory(model: nn.Module) -> int:
-    """The bytes of a model's parameters and buffers, with what stands behind them, each storage once."""
+    """Return the bytes of a model's parameters and buffers, each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
     inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "low_bits")]
     plain = [t for t in tensors if not isinstance(t, StoredWeight)] + [t for t in inner if t is not None]
@@ -156,7 +156,7 @@ def test_adapters_are_saved_and_loaded_switched_off_and_changed(tmp_path, recipe
 
 @pytest.mark.full
 def test_merged_into_codes(tmp_path):
-    """Each weight is its sum with the adapter, rounded once more; a file of it has the same codes."""
+    """Merged weights are the sums with their adapters, rounded once more; a file has the same codes."""
     model = adapted(recipes.blockwise())
     train(model)
     trained = logits(model)
@@ -173,20 +173,20 @@ def test_merged_into_codes(tmp_path):
     octavo.export.to_safetensors(merged, tmp_path / "served")
     written = pytest.importorskip("safetensors.torch").load_file(tmp_path / "served" / "model.safetensors")
     for name, parameter in merged.named_parameters():
-        own = parameter.qdata if isinstance(parameter, StoredWeight) else parameter
-        assert torch.equal(written[name].float(), own.float())
+        codes_or_values = parameter.qdata if isinstance(parameter, StoredWeight) else parameter
+        assert torch.equal(written[name].float(), codes_or_values.float())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_merged_in_the_weights_own_dtype(recipe):
-    """octavo.restore first: then PEFT merges as into the base's values, and nothing of octavo is left."""
+    """octavo.restore comes first: then PEFT merges into the base's values, and nothing of octavo is left."""
     model = adapted(RECIPES[recipe])
     train(model)
     plain = adapted(None)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         with torch.no_grad():
-            other.copy_(own.dequantize() if isinstance(own, StoredWeight) else own)
+            other.copy_(parameter.dequantize() if isinstance(parameter, StoredWeight) else parameter)
     octavo.restore(model)
     merged = model.merge_and_unload()
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
@@ -237,7 +237,7 @@ def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["adapters", "all weights"])
 def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
-    """Which transformers itself refuses: its issues 37927, 41516, 46295, 46736."""
+    """Trainer goes on from an FP8 checkpoint, which transformers refuses: its issues 37927, 41516, 46295, 46736."""
     recipe = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None})
     octavo.export.to_safetensors(octavo.convert(llama(), recipe, base_layers), tmp_path / "served")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "served")
@@ -261,19 +261,19 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
 
 
 def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
-    """Each token is five times the last one plus ``shift``, but one in ten is drawn: there is a loss to reach."""
+    """Return sequences of tokens, each five times the last plus ``shift``; one in ten is drawn: a loss to reach."""
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randint(64, (count, 1), generator=generator)]
+    columns = [torch.randint(64, (count, 1), generator=generator)]
     for _ in range(length - 1):
         drawn = torch.rand(count, 1, generator=generator) < 0.1
-        found.append(
-            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * found[-1] + shift) % 64)
+        columns.append(
+            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * columns[-1] + shift) % 64)
         )
-    return torch.cat(found, 1)
+    return torch.cat(columns, 1)
 
 
 def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
-    """Train what can be trained; the loss on sequences of its own."""
+    """Train what can be trained; return the loss on sequences of its own."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(steps):
         batch = sequences(shift, 16, 1000 * seed + step)

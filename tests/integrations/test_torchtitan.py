@@ -24,7 +24,7 @@ from octavo.weights.stored import StoredWeight
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:
-    """Its converter for all layers but the head."""
+    """Return torchtitan's converter for all layers but the head."""
     recipes: Any = octavo.recipes
     return ours.OctavoConverter.Config(
         recipe=getattr(recipes, recipe)(), select=lambda module, name: True, weight_storage=weight_storage
@@ -42,7 +42,7 @@ def llama_config(converters: list[Any] | None, model: str = "llama3") -> Any:
 
 
 def built(config: Any, prepare: Any = lambda model: None) -> nn.Module:
-    """As its trainer builds: on the meta device, parallelized, then on the CPU."""
+    """Return a model as torchtitan's trainer builds it: on the meta device, parallelized, then on the CPU."""
     with torch.device("meta"):
         model = config.build()
     model.verify_module_protocol()
@@ -55,7 +55,7 @@ def built(config: Any, prepare: Any = lambda model: None) -> nn.Module:
 
 
 def losses_of(model: nn.Module, steps: int, storage: str | None = None) -> list[float]:
-    """Of a few steps on the same tokens; logits may be a DTensor; ``storage``: the weights', as convert's."""
+    """Return losses of a few steps on the same tokens; logits may be a DTensor; ``storage``: see convert."""
     tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(0))
     kind: Any = torch.optim.AdamW if storage is None else octavo.optim.AdamW
     optimizer, losses = kind(model.parameters(), lr=8e-4), []
@@ -106,15 +106,15 @@ IN_A_BLOCK += [f"feed_forward.{name}" for name in ("w1", "w2", "w3")]
 def test_without_torchtitan_0_3_a_configuration_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan.protocols.model", None)
     spec = importlib.util.find_spec("octavo.integrations.torchtitan")
-    found = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "without", found)
-    spec.loader.exec_module(found)
+    without = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "without", without)
+    spec.loader.exec_module(without)
     with pytest.raises(octavo.MissingExtraError, match=r"torchtitan>=0\.3"):
-        found.OctavoConverter.Config(recipe=recipes.mx())
+        without.OctavoConverter.Config(recipe=recipes.mx())
 
 
 class Module(nn.Module):
-    """As 0.3's base of all modules."""
+    """The base of all modules, as 0.3 has it."""
 
     _param_init = None
 
@@ -139,10 +139,10 @@ def module(monkeypatch):
     sys.modules["torchtitan.protocols.model"].ModelConfigConverter = ModelConfigConverter
     sys.modules["torchtitan.protocols.module"].Module = Module
     spec = importlib.util.find_spec("octavo.integrations.torchtitan")
-    found = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "stood_in", found)
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "stood_in", loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def test_the_protocol_of_0_3(module):
@@ -157,8 +157,8 @@ def test_the_protocol_of_0_3(module):
     converter = module.OctavoConverter(module.OctavoConverter.Config(recipe=recipes.mx(), select=everything))
     changed = converter.convert(config)
     assert changed is config and isinstance(config, Config) and dataclasses.replace(config).layers == 2
-    for made in (config, copy.deepcopy(config)):  # some of its registries look at no result
-        assert converted(made.build()) == [f"layers.{index}.{name}" for index in "01" for name in IN_A_BLOCK]
+    for built_config in (config, copy.deepcopy(config)):  # some of its registries look at no result
+        assert converted(built_config.build()) == [f"layers.{index}.{name}" for index in "01" for name in IN_A_BLOCK]
 
 
 class TitanLinear(nn.Linear, Module):
@@ -181,7 +181,7 @@ class GroupedExperts(Module):
 
 @pytest.mark.parametrize("storage", [None, "fp8"])
 def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
-    """By functions that look at values, trunc_normal_; of experts too, whose parts are modules of torchtitan's kind."""
+    """Models of 0.3 are initialised as plain ones, by functions that look at values; experts' parts too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -193,7 +193,7 @@ def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
             model = config.build()
         model.to_empty(device="cpu")
         torch.manual_seed(0)
-        for child in (own for own in model.modules() if own is not model):
+        for child in (submodule for submodule in model.modules() if submodule is not model):
             assert isinstance(child, Module)
             child._init_self_parameters()
         return model
@@ -202,7 +202,7 @@ def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
     options = {"recipe": recipes.delayed(), "select": everything, "weight_storage": storage}
     config = module.OctavoConverter(module.OctavoConverter.Config(**options)).convert(Config())
     model = initialised(config)
-    assert sum(isinstance(own, octavo.nn.linear.Grouped) for own in model.modules()) == 3
+    assert sum(isinstance(submodule, octavo.nn.linear.Grouped) for submodule in model.modules()) == 3
     for name, parameter in model.named_parameters():
         cast = StoredWeight.cast(expected[name]) if storage and name != "0.bias" else expected[name]
         assert torch.equal(parameter.dequantize() if cast is not expected[name] else parameter, cast.dequantize())

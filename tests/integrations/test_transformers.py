@@ -94,7 +94,7 @@ def trained(trainer: Any, resume: bool = False) -> Trained:
 
 
 def assert_alike(one: Trained, other: Trained) -> None:
-    """Bit for bit: losses, weights, delayed state."""
+    """Check losses, weights and delayed state bit for bit."""
     assert one.losses == other.losses
     states = [{**net.state_dict(), **octavo.nn.delayed_state_dict(net)} for net in (one.model, other.model)]
     assert_equal(*states)
@@ -129,9 +129,9 @@ def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
     for in_fp8 in (False, True):
         callback = fp8(recipes.dynamic(), checkpoint_in_fp8=in_fp8)
-        with watched() as found:
+        with watched() as bytes_of_layers:
             losses.append(trained(trainer_of(tmp_path, "llama", [callback], **changes, **HOW["not reentrant"])).losses)
-        assert ("" in found) is in_fp8
+        assert ("" in bytes_of_layers) is in_fp8
     assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]
     with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
         trained(trainer_of(tmp_path, "llama", [callback], **changes))
@@ -161,10 +161,10 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], kind: str, tmp_pat
 
     whole, trainer = begun()
     ours = trained(trainer)
-    rest, trainer = begun()
+    resumed, trainer = begun()
     assert_alike(trained(trainer, resume=True), ours)
-    assert whole.schedule is not None and rest.schedule is not None
-    assert rest.schedule.switches == whole.schedule.switches
+    assert whole.schedule is not None and resumed.schedule is not None
+    assert resumed.schedule.switches == whole.schedule.switches
     assert [switch.step for switch in whole.schedule.switches] == [0, *(phase.from_step for phase in phases[1:])]
 
 
@@ -196,7 +196,7 @@ def test_an_interrupted_training_leaves_no_hook(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_training_again_begins_the_schedule_anew(tmp_path: Path) -> None:
-    """By the same trainer, and by a new one of a model that a schedule has moved on."""
+    """Training again, by the same trainer or a new one of a moved model, begins the schedule anew."""
     model = tiny_models.build("llama")
     for _ in range(2):
         callback = fp8(schedule=SWITCHING[:2])
@@ -217,8 +217,8 @@ def forget(folder: Path) -> None:
 
 def test_it_records_what_casts_do(tmp_path: Path) -> None:
     def callback() -> OctavoCallback:
-        given: dict[str, Any] = {"inspect": tmp_path / "record", "inspect_every": 1}
-        return OctavoCallback(recipes.delayed(), select=lambda module, name: name.endswith("down_proj"), **given)
+        recording: dict[str, Any] = {"inspect": tmp_path / "record", "inspect_every": 1}
+        return OctavoCallback(recipes.delayed(), select=lambda module, name: name.endswith("down_proj"), **recording)
 
     ours = trained(trainer_of(tmp_path, "llama", [callback()]))
     record = octavo.inspect.load(tmp_path / "record")
@@ -234,7 +234,7 @@ def test_it_records_what_casts_do(tmp_path: Path) -> None:
         trained(trainer_of(tmp_path, "llama", [callback()]))
 
 
-# --- what can't be ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_refused_before_it_trains(tmp_path: Path) -> None:
@@ -282,23 +282,23 @@ def test_a_checkpoint_in_several_files_of_hub_names_is_refused(tmp_path: Path) -
 
 
 def on_two(folder: Path, how: str) -> list[Any]:
-    """(losses, those of the run that is resumed, sums of weights, all delayed scales) on this rank."""
+    """Return (losses, the resumed run's, sums of weights, all delayed scales) on this rank."""
     changes: dict[str, Any] = {"ddp_backend": "gloo"}
     if how != "ddp":
         let_accelerate_shard_on_cpus()
-        kept = "SHARDED_STATE_DICT" if how == "fsdp2" else "FULL_STATE_DICT"
-        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kept}
+        kind = "SHARDED_STATE_DICT" if how == "fsdp2" else "FULL_STATE_DICT"
+        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
         changes |= {"fsdp": True, "fsdp_config": config}
     if how == "fsdp2, one file":
         changes["optimizer_cls_and_kwargs"] = (octavo.optim.AdamW, {"lr": 1e-3})
-    found = []
+    outcomes = []
     for resume in (False, True):
         trainer = trainer_of(folder, "llama", [fp8(schedule=SWITCHING)], **changes)
         model, losses = trained(trainer, resume)
         weights = [getattr(w, "full_tensor", lambda w=w: w)().double().sum().item() for w in model.parameters()]
         scales = {name: value.tolist() for name, value in octavo.nn.delayed_state_dict(model).items()}
-        found.append([losses, weights, scales, str(octavo.summary(model)).count("gathered in FP8")])
-    return found
+        outcomes.append([losses, weights, scales, str(octavo.summary(model)).count("gathered in FP8")])
+    return outcomes
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from tests.support.casts import ALL, E4M3, E5M2, of_norm, second, to
 
 
 def unpacked(op: str, *flat: Any, **named: Any) -> tuple[Any, ...]:
-    """What a kernel of this op takes."""
+    """Return the arguments that a kernel of this op gets."""
     return unpacking({op: lambda *values: values})[op](*flat, **named)
 
 
@@ -41,9 +41,9 @@ ENDS = torch.tensor([1, 2], dtype=torch.int32)
 )
 def test_what_no_kernel_casts_is_refused(flat: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
     for device in ("cpu", "meta"):
-        given = to(device, (torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, *flat))
+        args = to(device, (torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, *flat))
         with pytest.raises(ValueError, match=said):
-            kernels.cast(*given, **to(device, named))
+            kernels.cast(*args, **to(device, named))
 
 
 def test_other_arguments_are_refused() -> None:

@@ -11,22 +11,22 @@ class Asks(torch.autograd.Function):
     """Appends what a backward finds to a list."""
 
     @staticmethod
-    def forward(ctx, x, found):
-        ctx.found = found
+    def forward(ctx, x, answers):
+        ctx.answers = answers
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.found.append((is_running(), int(backward_pass(CPU)[0])))
+        ctx.answers.append((is_running(), int(backward_pass(CPU)[0])))
         return grad, None
 
 
 def test_a_pass_has_one_number_and_each_another():
-    found, x = [], torch.ones(2, requires_grad=True)
+    answers, x = [], torch.ones(2, requires_grad=True)
     for _ in range(2):
-        Asks.apply(Asks.apply(x, found), found).sum().backward()
-    assert not is_running() and all(running for running, _ in found)
-    first, again, second, last = (number for _, number in found)
+        Asks.apply(Asks.apply(x, answers), answers).sum().backward()
+    assert not is_running() and all(running for running, _ in answers)
+    first, again, second, last = (number for _, number in answers)
     assert first == again != second == last
 
 

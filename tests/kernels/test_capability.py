@@ -8,8 +8,8 @@ from octavo.kernels.capability import runs_natively, warn_once_if_emulated
 
 
 def test_what_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {(7, 5): False, (8, 6): False, (8, 9): True, (9, 0): True, (10, 0): True, (12, 0): True}
-    for version, native in found.items():
+    natives = {(7, 5): False, (8, 6): False, (8, 9): True, (9, 0): True, (10, 0): True, (12, 0): True}
+    for version, native in natives.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, version=version: version)
         assert runs_natively(torch.device("cuda")) is native
     assert not runs_natively(torch.device("cpu"))

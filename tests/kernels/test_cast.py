@@ -31,9 +31,9 @@ def set_up(ops: Ops, case: dict[str, Any], number: int, patch: pytest.MonkeyPatc
     if ops.kernels and case["small"]:
         use_small_tiles(ops.kernels, patch)
     if ops.name == "cpu":
-        chunk, kept = LIMITS[number % len(LIMITS)]
+        chunk, smallest = LIMITS[number % len(LIMITS)]
         patch.setattr(codes, "CHUNK", chunk)
-        patch.setattr(cast, "KEPT", kept)
+        patch.setattr(cast, "KEPT", smallest)
         if number % 5 == 0:
             patch.setattr(codes, "_SHARE", 50)
             patch.setattr(torch, "get_num_threads", lambda: 3)
@@ -64,9 +64,9 @@ def check_casts(ops: Ops, count: int, seed: int, device: str = "cpu", **options:
 
 
 def check_produced(call: Call) -> None:
-    """What an activation is on a CPU, uncast."""
-    given = call.by_name
-    source = [given[name] for name in ("x", "activation", "preactivation", "h_scale_inv", "h_tile")]
+    """Compare an activation's values on a CPU, uncast, with the reference's."""
+    arguments = call.by_name
+    source = [arguments[name] for name in ("x", "activation", "preactivation", "h_scale_inv", "h_tile")]
     torch.testing.assert_close(cast.produced(*source), produced(*source), rtol=0, atol=0, equal_nan=True)
 
 
@@ -78,7 +78,7 @@ def check_amax(ops: Ops, x: Tensor, tile: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 32))])
 def test_any_cast(ops: Ops, seed: int) -> None:
-    """Of a tensor, an activation, its gradient, a norm or groups, by one scaling or two, a delayed one too."""
+    """A cast of a tensor, an activation, its gradient, a norm or groups, by one scaling or two, is the definition's."""
     assert library("cast") is not None
     check_casts(ops, 7 if ops.kernels else 30, seed)
 
@@ -101,7 +101,7 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (4, 6)])
 def test_outputs_share_no_memory(shape: tuple[int, int], ops: Ops) -> None:
-    """Of any size: a copy that is left out where it seems needless shows in vectors."""
+    """A cast's outputs share no memory, of any size: a copy that is left out shows in vectors."""
     for tile in TILES[: 1 if ops.kernels else 8]:
         x, state = torch.randn(shape), State.empty(1)
         how = 0, E4M3, tile, False, 0
@@ -161,7 +161,7 @@ def test_rows_are_made_once_or_twice_if_they_were_not_kept(monkeypatch, case):
 
 
 def test_a_cpu_writes_no_more_for_a_fused_activation_than_torch_for_its_parts() -> None:
-    """Of swiglu forward and backward, per tensor, whose amax is needed before the first code."""
+    """Count swiglu forward and backward, per tensor, whose amax is needed before the first code."""
     h, dy = torch.randn(128, 2048).bfloat16(), torch.randn(128, 1024).bfloat16()
     gate, up = h.chunk(2, dim=1)
     with Written() as parts:

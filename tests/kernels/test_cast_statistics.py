@@ -1,4 +1,4 @@
-"""What a cast did to a tensor, counted: against the definition in float64, element by element."""
+"""Statistics of what a cast did to a tensor, against the definition in float64, element by element."""
 
 import math
 from typing import Any
@@ -18,23 +18,23 @@ MAX, NEXT = {FORMATS[0]: 448, FORMATS[1]: 57344}, {FORMATS[0]: 480, FORMATS[1]: 
 
 
 def counted(x: Tensor, q: Tensor, scales: Tensor) -> list[float]:
-    """By the definition; q as numbers, scales as large as x."""
-    found = dict.fromkeys((*SUMS, *range(EXPONENTS)), 0.0)
+    """Count by the definition; q as numbers, scales as large as x."""
+    counts = dict.fromkeys((*SUMS, *range(EXPONENTS)), 0.0)
     numbers = [t.double().flatten().tolist() for t in (x, q.float(), scales)]
     largest, beyond = MAX[q.dtype], (MAX[q.dtype] + NEXT[q.dtype]) / 2
     for value, code, scale_inv in zip(*numbers, strict=True):
-        found["elements"] += 1
-        found["zeros"] += value == 0
+        counts["elements"] += 1
+        counts["zeros"] += value == 0
         if not math.isfinite(value):
-            found["nonfinite"] += 1
+            counts["nonfinite"] += 1
             continue
-        found["flushed"] += value != 0 and code == 0
-        found["clipped"] += abs(code) == largest and abs(value) > beyond * scale_inv
-        found["power"] += value * value
-        found["error"] += (value - code * scale_inv) ** 2
+        counts["flushed"] += value != 0 and code == 0
+        counts["clipped"] += abs(code) == largest and abs(value) > beyond * scale_inv
+        counts["power"] += value * value
+        counts["error"] += (value - code * scale_inv) ** 2
         if value != 0:
-            found[min(max(math.frexp(value)[1] - 1 - LOWEST, 0), EXPONENTS - 1)] += 1
-    return list(found.values())
+            counts[min(max(math.frexp(value)[1] - 1 - LOWEST, 0), EXPONENTS - 1)] += 1
+    return list(counts.values())
 
 
 CAST: dict[str, Any] = {
@@ -50,7 +50,7 @@ CAST: dict[str, Any] = {
 
 
 def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """A tensor and the pair of one that may be smaller, so that it is clipped."""
+    """Return a tensor, and the pair of one that may be smaller, so that it is clipped."""
     x, tile = values_of(case["values"], case["shape"], case["dtype"]), case["tile"]
     pad = 16 if tile[1] in (-1, 32, 128) else 1
     q, _, scale_inv, *_ = REFERENCE["cast"](x, None, 0, case["fmt"], tile, False, case["margin"], False, pad)
@@ -65,9 +65,9 @@ def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     x, q, scale_inv, tile = pair_of(case)
-    sums, extremes = found = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
-    for _ in range(times):  # what is there is added to
-        ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *found)
+    sums, extremes = counts = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
+    for _ in range(times):  # counts are added to
+        ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *counts)
     codes = q[:, : x.shape[1]]
     ones = torch.ones_like(codes.float()).to(codes.dtype)
     scales = REFERENCE["dequantize"](ones, scale_inv, tile, torch.float32)
@@ -101,17 +101,17 @@ IN_GROUPS: dict[str, Any] = {
 
 
 def check_groups(ops: Ops, case: dict[str, Any]) -> None:
-    """Each is counted as if it were alone."""
+    """Check that each group is counted as if it were alone."""
     sizes, tile = case["sizes"], case["tile"]
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, cast = values_of(case["values"], (sum(sizes) + 2, case["cols"]), case["dtype"]), (case["fmt"], tile, False, 0)
     q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, *cast, offsets=offsets)
-    found = torch.zeros(len(sizes), len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(sizes), len(EXTREMES))
-    ops.of("cast_statistics")(x, q, scale_inv, tile, *found, offsets)
-    for own, sums, extremes in zip(x.split([*sizes, 2])[:-1], *found, strict=True):
-        alone = torch.zeros_like(found[0][0]), torch.zeros_like(found[1][0])
-        own_q, _, own_inv, *_ = REFERENCE["cast"](own, None, 0, *cast)
-        REFERENCE["cast_statistics"](own, own_q, own_inv, tile, *alone)
+    counts = torch.zeros(len(sizes), len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(sizes), len(EXTREMES))
+    ops.of("cast_statistics")(x, q, scale_inv, tile, *counts, offsets)
+    for x_of_group, sums, extremes in zip(x.split([*sizes, 2])[:-1], *counts, strict=True):
+        alone = torch.zeros_like(counts[0][0]), torch.zeros_like(counts[1][0])
+        own_q, _, own_inv, *_ = REFERENCE["cast"](x_of_group, None, 0, *cast)
+        REFERENCE["cast_statistics"](x_of_group, own_q, own_inv, tile, *alone)
         torch.testing.assert_close(sums, alone[0], rtol=1e-12, atol=0)
         assert torch.equal(extremes, alone[1])
 

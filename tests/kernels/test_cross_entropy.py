@@ -36,17 +36,17 @@ def truth_of(x: Tensor, target: Tensor, smoothing: float, softcap: float) -> Ten
 def check(ops: Ops, case: dict[str, Any]) -> None:
     (rows, cols), dtype = case["shape"], case["dtype"]
     logits = torch.randn(rows, cols) * case["scale"]
-    logits[::2, -1:] += 5 * case["scale"]  # the largest is what a program reads last
+    logits[::2, -1:] += 5 * case["scale"]  # a program reads the largest last
     logits = logits.to(dtype)
     target = torch.randint(0, cols, (rows,))
     if case["ignored"]:
         target[::2] = -100
     grad = torch.randn(1).expand(rows) if case["expanded"] else torch.randn(rows)
     how = -100, case["smoothing"], case["softcap"]
-    given = laid(logits, case["layout"])
+    laid_logits = laid(logits, case["layout"])
     with poisoned_memory():
-        losses, lse = ops.of("cross_entropy")(given, target, *how)
-        gradient = ops.of("cross_entropy_backward")(given, target, *how, lse, grad)
+        losses, lse = ops.of("cross_entropy")(laid_logits, target, *how)
+        gradient = ops.of("cross_entropy_backward")(laid_logits, target, *how, lse, grad)
     x = logits.double().requires_grad_()
     truth = truth_of(x, target, *how[1:])
     (exact,) = torch.autograd.grad((truth * grad.double()).sum(), x)
@@ -96,13 +96,13 @@ def check_codes(ops: Ops, case: dict[str, Any]) -> None:
     step, smallest = (2.0**-3, 2.0**-17) if out is torch.float8_e5m2 else (2.0**-4, 2.0**-10)
     bound = exact.abs() * step + smallest / unit + 2.0**-19 * case["scale"] * 5 / max(cols, 1) + 2.0**-21
     if as_is:
-        found = codes.double() / unit
-        assert ((found[:, :cols] - exact).abs() <= bound).all() and not found[:, cols:].any()
-        assert not found[target == -100].any()
+        values = codes.double() / unit
+        assert ((values[:, :cols] - exact).abs() <= bound).all() and not values[:, cols:].any()
+        assert not values[target == -100].any()
     if laid_:
-        found = transposed.double().t() / unit
-        assert ((found[first : first + rows] - exact).abs() <= bound).all() and not found[first + rows :].any()
-        assert (found[:first] == 7.0 / unit).all()  # other rows' codes
+        values = transposed.double().t() / unit
+        assert ((values[first : first + rows] - exact).abs() <= bound).all() and not values[first + rows :].any()
+        assert (values[:first] == 7.0 / unit).all()  # other rows' codes
         assert not as_is or torch.equal(transposed.t()[first : first + rows].float(), codes[:, :cols].float())
 
 

@@ -22,7 +22,7 @@ PAIRS: dict[str, Any] = {
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_pair(ops: Ops, seed: int) -> None:
-    """Of any of the 256 codes: exact in float64, rounded to float32 and from there to the dtype."""
+    """Any of the 256 codes is read exactly in float64, rounded to float32 and from there to the dtype."""
     for case in dealt(seed, 10 if ops.kernels else 40, **PAIRS):
         shape, tile = case["shape"], case["tile"]
         qdata = laid(torch.randint(0, 256, shape).to(torch.uint8), case["layout"]).view(case["fmt"])

@@ -26,9 +26,9 @@ def _forget_devices() -> Iterator[None]:
 def test_a_gpu_with_native_fp8_runs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    found = kernels_of(0)
-    assert found.keys() == KERNELS.keys()
-    others = {name for name, kernel in found.items() if not kernel.__module__.startswith("octavo.kernels.triton.")}
+    chosen = kernels_of(0)
+    assert chosen.keys() == KERNELS.keys()
+    others = {name for name, kernel in chosen.items() if not kernel.__module__.startswith("octavo.kernels.triton.")}
     assert others == {"scales_of_pass"}, "it has no kernel of ours"
 
 
@@ -81,7 +81,7 @@ def test_on_a_gpu_with_fp8_the_launch_does(native: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(triton, "optimizer_step", lambda *args: launched.extend(args))
     monkeypatch.setattr(devices, "reference_step", lambda *args: stepped.append(args[0]))
     updates: Any = [SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))]
-    given = updates, GROUPS, FLAG, SCALE, {}, torch.zeros(2, dtype=torch.float64)
-    devices.optimizer_step(*given)
-    assert all(found is each for found, each in zip(launched, given if native else (), strict=True))
+    arguments = updates, GROUPS, FLAG, SCALE, {}, torch.zeros(2, dtype=torch.float64)
+    devices.optimizer_step(*arguments)
+    assert all(actual is each for actual, each in zip(launched, arguments if native else (), strict=True))
     assert stepped == ([] if native else [updates])

@@ -42,9 +42,9 @@ def test_all_256_scales_are_read(ops: Ops) -> None:
     true = torch.from_numpy(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     ones = torch.ones(256, 32).to(E4M3)
     for q, scale_inv, tile in ((ones, codes[:, None], MX), (ones.t(), codes[None], MX[::-1])):
-        found = ops.of("dequantize")(q, scale_inv, tile, torch.float32)
-        found = found if tile == MX else found.t()
-        assert bool(found[255].isnan().all()) and torch.equal(found[:255], true[:255, None].expand(255, 32))
+        values = ops.of("dequantize")(q, scale_inv, tile, torch.float32)
+        values = values if tile == MX else values.t()
+        assert bool(values[255].isnan().all()) and torch.equal(values[:255], true[:255, None].expand(255, 32))
     one = *pair(torch.ones(1, 32), MX), MX
     product = ops.of("matmul")(ones, codes[:, None], MX, *one, None, torch.float32, False)
     assert torch.equal(product[:250], 32 * true[:250, None]) and bool(product[255].isnan())

@@ -22,14 +22,14 @@ SEQUENCES = [*SIZES, *map(random_sizes, range(200))]
 
 @pytest.mark.parametrize("tile_rows", [-1, 1, 3, 32, 128])
 def test_groups_follow_each_other_within_their_capacity(tile_rows: int) -> None:
-    for sizes, rest in SEQUENCES:
-        rows, groups = sum(sizes) + rest, len(sizes)
+    for sizes, ungrouped in SEQUENCES:
+        rows, groups = sum(sizes) + ungrouped, len(sizes)
         for pad in (1, 16):
-            found = places(offsets_of(sizes).tolist(), tile_rows, pad)
+            group_places = places(offsets_of(sizes).tolist(), tile_rows, pad)
             expected = zip(slices_of(sizes), scale_slices(sizes, tile_rows), slices_of(sizes, pad), strict=True)
-            assert found == [GroupPlace(*place) for place in expected]
-            assert found[-1].scale_rows.stop <= scale_rows(rows, groups, tile_rows)
-            assert -(-found[-1].columns.stop // pad) * pad <= padded_columns(rows, groups, pad)
+            assert group_places == [GroupPlace(*place) for place in expected]
+            assert group_places[-1].scale_rows.stop <= scale_rows(rows, groups, tile_rows)
+            assert -(-group_places[-1].columns.stop // pad) * pad <= padded_columns(rows, groups, pad)
 
 
 def test_the_capacity_is_the_least_that_is_always_enough() -> None:
@@ -82,7 +82,7 @@ def test_weights_are_equal_groups(rows: int, tile: tuple[int, int], pad: int) ->
     laid, laid_scales = of_equal_groups(t, scale_inv, tile, shape, pad, transposed=True)
     assert scales.shape[1:] == scale_shape(shape[1:], tile)
     for expert, one in enumerate(weight):
-        found = codes[expert], laid[expert], scales[expert]
+        actual = codes[expert], laid[expert], scales[expert]
         expected = kernels.cast(one, None, 0, *cast, True, pad)[:3]
-        assert all(map(same_bits, found, expected)) and same_bits(laid_scales[expert], expected[2].t())
+        assert all(map(same_bits, actual, expected)) and same_bits(laid_scales[expert], expected[2].t())
         assert codes.data_ptr() == q.data_ptr() and laid.data_ptr() == t.data_ptr()

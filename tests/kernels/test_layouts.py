@@ -52,9 +52,9 @@ def test_scales_of_blocks_of_32_lie_in_parts_of_128_rows(shape: tuple[int, int])
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
     codes = torch.randint(255, shape, dtype=torch.uint8)
     for laid in (codes, codes.t().contiguous().t()):  # by rows, and as casts write them
-        found = swizzled(laid.view(E8M0))
+        scales = swizzled(laid.view(E8M0))
         if 0 not in shape:
-            assert torch.equal(found.view(torch.uint8), to_blocked(codes).flatten())
+            assert torch.equal(scales.view(torch.uint8), to_blocked(codes).flatten())
         for tile, of_codes in ((MX, (shape[0], 32 * shape[1])), (MX[::-1], (32 * shape[1], shape[0]))):
-            undone = plain_scales(found, of_codes, tile).view(torch.uint8)
+            undone = plain_scales(scales, of_codes, tile).view(torch.uint8)
             assert torch.equal(undone if tile == MX else undone.t(), codes)

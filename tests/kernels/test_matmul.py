@@ -81,12 +81,12 @@ def test_any_product(ops: Ops, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         bias = None if case["bias"] is None else (torch.randn(n, 2)[:, 1] * 100).to(case["bias"])
         before = to("cpu", (args, bias))
         with poisoned_memory():
-            found = product_of(ops)(*args, bias, case["out"], case["fast"])
+            y = product_of(ops)(*args, bias, case["out"], case["fast"])
         rounded = torch.bfloat16 if case["out"] == torch.bfloat16 else torch.float32
         truth = exact_product(*args) + (0.0 if bias is None else bias.to(rounded).double())
-        assert found.dtype == case["out"]
-        close(found, truth, ops.kernels, case["fast"])
-        found.zero_()
+        assert y.dtype == case["out"]
+        close(y, truth, ops.kernels, case["fast"])
+        y.zero_()
         both = zip((*args, bias), (*before[0], before[1]), strict=True)
         assert all(not isinstance(a, Tensor) or definitions.same_bits(a, b) for a, b in both)
 
@@ -107,25 +107,25 @@ def test_any_groups(ops: Ops, seed: int) -> None:
         pad=[1, 16],
         turned=[False, True],
     ):
-        (sizes, rest), by_rows = (
+        (sizes, ungrouped), by_rows = (
             case["sizes"] or random_sizes(2 * random.randrange(50) + 1),
             case["form"] is rows_in_groups,
         )
         tiles = case["tiles"] if by_rows else TILES[(0, 3, 4, 1)[random.randrange(4)]]
-        args = case["form"](sizes, rest, tiles, *case["shape"], case["pad"])
+        args = case["form"](sizes, ungrouped, tiles, *case["shape"], case["pad"])
         if case["turned"]:
             args = tuple(t.mT.contiguous().mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in args)
         bias = None
         if by_rows and case["bias"] is not None:
             bias = torch.randn(len(sizes), case["shape"][0]).to(case["bias"])
         with poisoned_memory():
-            found = groups_of(ops)(*args, bias, case["out"], case["fast"], case["pad"])
+            y = groups_of(ops)(*args, bias, case["out"], case["fast"], case["pad"])
         truth = exact_groups(sizes, case["pad"], *args)
         if bias is not None:
             rounded = bias.to(torch.bfloat16 if case["out"] == torch.bfloat16 else torch.float32)
             truth[: sum(sizes)] += rounded.double().repeat_interleave(torch.tensor(sizes), 0)
-        assert found.dtype == case["out"] and not found[(truth == 0).all(-1)].any()
-        close(found, truth, ops.kernels, case["fast"])
+        assert y.dtype == case["out"] and not y[(truth == 0).all(-1)].any()
+        close(y, truth, ops.kernels, case["fast"])
 
 
 def test_integers_are_exact(ops: Ops) -> None:
@@ -174,7 +174,7 @@ EXTREMES = [
 
 
 def check_extremes(product: Callable[..., Tensor], extreme: tuple[int, int, float], tiles: tuple[Tile, Tile]) -> None:
-    """Of scales near the ends of float32's range, or beyond when they are multiplied."""
+    """Compare a product of scales near the ends of float32's range, or beyond when they are multiplied."""
     *exponents, code = extreme
     a, b = (torch.full((rows, 256), code).to(E4M3) for rows in (20, 24))
     a[3] = 0.0
@@ -185,13 +185,13 @@ def check_extremes(product: Callable[..., Tensor], extreme: tuple[int, int, floa
         scales = [(scale / 1.3).to(E8M0) for scale in scales]
     args = a, scales[0], tiles[0], b, scales[1], tiles[1]
     with numpy.errstate(over="ignore", invalid="ignore", under="ignore"):
-        found = product(*args, None, torch.float32, False)
-    torch.testing.assert_close(found, exact_product(*args).float(), rtol=1e-3, atol=2.0**-126)
+        y = product(*args, None, torch.float32, False)
+    torch.testing.assert_close(y, exact_product(*args).float(), rtol=1e-3, atol=2.0**-126)
 
 
 @pytest.mark.parametrize("extreme", EXTREMES, ids=str)
 def test_extreme_scales(extreme: tuple[int, int, float], ops: Ops) -> None:
-    """Of the kernels those that float32 does not hold with all tiles, the others with two."""
+    """Kernels get scales that float32 does not hold with all tiles, the other implementations with two."""
     first = EXTREMES.index(extreme)
     if first in (2, 3) and not ops.kernels:
         return  # a's scale makes the sum infinite before b's makes it small

@@ -21,29 +21,29 @@ NEAREST, DOWN, RANDOM = gfloat.RoundMode.TiesToEven, gfloat.RoundMode.TowardZero
 
 
 def values(fmt: Format) -> Tensor:
-    """What the 256 codes read."""
+    """Return the values that the 256 codes read."""
     return torch.from_numpy(gfloat.decode_ndarray(FORMAT_INFO[fmt.name], ALL.int().numpy())).float()
 
 
 def positive(fmt: Format) -> Tensor:
     """The finite values that are not negative, ascending with their codes."""
-    found = values(fmt)[: 128 if fmt.signed else 256]
-    return found[found.isfinite()]
+    finite = values(fmt)[: 128 if fmt.signed else 256]
+    return finite[finite.isfinite()]
 
 
 def rounded(x: Tensor, fmt: Format, mode: gfloat.RoundMode, upper: Tensor | None = None) -> Tensor:
     """Codes of finite numbers, saturated; ``upper``: as many random bits as are dropped."""
     info, wide = FORMAT_INFO[fmt.name], x.double().numpy()
     bits = None if upper is None else upper.numpy().astype(np.int64)
-    found = gfloat.round_ndarray(info, wide, mode, sat=True, srbits=bits, srnumbits=23 - fmt.mantissa_bits)
-    return torch.from_numpy(gfloat.encode_ndarray(info, found).astype(np.uint8))
+    nearest = gfloat.round_ndarray(info, wide, mode, sat=True, srbits=bits, srnumbits=23 - fmt.mantissa_bits)
+    return torch.from_numpy(gfloat.encode_ndarray(info, nearest).astype(np.uint8))
 
 
 @FORMATS
 def test_all_codes_read_what_gfloat_says(fmt: Format) -> None:
-    expected, found = values(fmt), decode_moment(ALL, fmt)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert same_bits(found.nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf))
+    expected, read_back = values(fmt), decode_moment(ALL, fmt)
+    assert torch.equal(read_back.isnan(), expected.isnan())
+    assert same_bits(read_back.nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf))
 
 
 @FORMATS
@@ -91,7 +91,7 @@ def test_the_hybrid_is_to_nearest_but_where_that_changes_nothing(fmt: Format) ->
     code, x, _ = between_codes(fmt)
     drawn, nearest = random32(x.shape), rounded(x, fmt, NEAREST)
     stochastic = encode_moment(x.clone(), fmt, drawn)
-    for stored in (code, code + 1, code + 2, (code * 0)):  # what is replaced: either neighbour, or another code
+    for stored in (code, code + 1, code + 2, (code * 0)):  # the replaced code: either neighbour, or another
         stored = stored.clamp(max=len(code)).to(torch.uint8).expand(x.shape)
         expected = torch.where(nearest == stored, stochastic, nearest)
         assert torch.equal(encode_moment(x.clone(), fmt, drawn, stored), expected)
@@ -121,16 +121,16 @@ def test_what_is_not_finite_is_nan_and_alone(fmt: Format, drawn: int | None) -> 
 
 
 def all_kinds() -> list[Tensor]:
-    """What each of the functions gives for random numbers, an inf and a NaN among them."""
+    """Return each function's results for random numbers, an inf and a NaN among them."""
     wide = torch.randn(64).mul_(100)
     wide[3], wide[5] = math.inf, math.nan
     bits, codes = random32((64,)), torch.arange(256, dtype=torch.uint8)
-    found = [round_to_bf16(wide, bits), round_to_bf16(wide, bits, wide.bfloat16()), round_to_half(wide, bits)]
+    results = [round_to_bf16(wide, bits), round_to_bf16(wide, bits, wide.bfloat16()), round_to_half(wide, bits)]
     for fmt in (E4M3, E5M2, E4M4):
         y = wide if fmt.signed else wide.abs()
-        found += [encode_moment(y.clone(), fmt, None), encode_moment(y.clone(), fmt, bits), decode_moment(codes, fmt)]
-        found.append(encode_moment(y.clone(), fmt, bits, codes[:64]))
-    return found
+        results += [encode_moment(y.clone(), fmt, None), encode_moment(y.clone(), fmt, bits), decode_moment(codes, fmt)]
+        results.append(encode_moment(y.clone(), fmt, bits, codes[:64]))
+    return results
 
 
 def test_a_gpu_is_not_waited_for_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,5 +140,5 @@ def test_a_gpu_is_not_waited_for_and_gives_the_same(monkeypatch: pytest.MonkeyPa
         patch.setattr(Tensor, "is_cpu", property(lambda self: False))
         for read in ("__bool__", "__int__", "__float__", "item", "tolist"):
             patch.setattr(Tensor, read, lambda self: pytest.fail("a number is read"))
-        found = all_kinds()
-    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+        results = all_kinds()
+    assert all(same_bits(one, other) for one, other in zip(results, expected, strict=True))

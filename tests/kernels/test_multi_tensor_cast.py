@@ -50,11 +50,11 @@ def states(scales: str) -> list[Tensor]:
     """A delayed scale a tensor: none, all, or some of them 0."""
     if scales == "dynamic":
         return []
-    found = [torch.tensor([0.0, 2.5, 1.0]) for _ in SHAPES]
+    scales_of_tensors = [torch.tensor([0.0, 2.5, 1.0]) for _ in SHAPES]
     if scales == "mixed":
-        for state in found[::2]:
+        for state in scales_of_tensors[::2]:
             state[WEIGHT] = 0
-    return found
+    return scales_of_tensors
 
 
 CASES = [
@@ -69,7 +69,7 @@ CASES = [
 
 
 def check(case: Any, ops: Ops, transpose: bool = True) -> None:
-    """Each tensor's results are those of a cast alone."""
+    """Check each tensor's results against a cast of it alone."""
     tile, scales, pad, fmt, dtype = case
     xs = weights(dtype)
     delayed, out = states(scales), outputs(tile, fmt, pad, transpose)
@@ -108,11 +108,11 @@ def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> 
     work_of = kernels.module("multi_tensor_cast")._work_of
     xs, out = weights()[-2:], Outputs(*(group[-2:] for group in outputs(ALL, E4M3)))
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
-    made = work_of.cache_info().misses
+    misses = work_of.cache_info().misses
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
-    assert work_of.cache_info().misses == made
+    assert work_of.cache_info().misses == misses
     kernels.multi_tensor_cast(xs[1:], *(group[1:] for group in out), [], WEIGHT, ALL, True, 0, None)
-    assert work_of.cache_info().misses == made + 1
+    assert work_of.cache_info().misses == misses + 1
 
 
 def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:

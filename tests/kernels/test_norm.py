@@ -30,7 +30,7 @@ def double(norm: NormSource) -> NormSource:
     return NormSource(*(a.double() if isinstance(a, Tensor) else a for a in norm))
 
 
-def given(
+def norm_source(
     shape: tuple[int, int],
     kind: str,
     dtype: torch.dtype = torch.float32,
@@ -57,7 +57,7 @@ def exact(norm: NormSource) -> Tensor:
 
 
 def statistics(norm: NormSource) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
+    """Return in float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
     x = norm.x.double()
     mean = x.mean(1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros(len(x), 1, dtype=torch.float64)
     rstd = ((x - mean).square().mean(1, keepdim=True) + norm.eps).rsqrt()
@@ -86,7 +86,7 @@ def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
     offset=[0.0, 3.0, 1000.0],
 )
 def test_against_float64(case: dict[str, Any]) -> None:
-    norm = given(**case)
+    norm = norm_source(**case)
     truth = exact(double(norm))
     mean, rstd, n, growth = statistics(norm)
     y, found_mean, found_rstd = normalise(*norm)
@@ -104,7 +104,7 @@ def test_against_float64(case: dict[str, Any]) -> None:
 
 def check_norm(ops: Ops, case: dict[str, Any]) -> None:
     """A norm alone, or of a sum with a residual, against float64."""
-    norm = given(**case)
+    norm = norm_source(**case)
     x, dtype = norm.x, norm.x.dtype
     residual = torch.randn(x.shape).to(dtype) if case["residual"] else None
     total = x if residual is None else (x.double() + residual.double()).float().to(dtype)
@@ -160,7 +160,7 @@ BACKWARD: dict[str, Any] = {
 
 
 def check_gradients(ops: Ops, case: dict[str, Any]) -> None:
-    norm = given(**case)
+    norm = norm_source(**case)
     if ops.name == "Triton":
         norm = norm._replace(x=values_of("varied", case["shape"], case["dtype"]))
     dy = torch.randn(norm.x.shape).to(case["dy_dtype"])
@@ -209,7 +209,7 @@ def test_backward_against_float64(ops: Ops, batch: int, monkeypatch: pytest.Monk
 @each_kind
 @pytest.mark.parametrize("fault", [math.nan, math.inf])
 def test_a_fault_stays_in_its_row(fault: float, kind: str, ops: Ops) -> None:
-    norm, dy = given((9, 20), kind), torch.randn(9, 20)
+    norm, dy = norm_source((9, 20), kind), torch.randn(9, 20)
     clean = normalise(*norm)[0]
     norm.x[4, 7], dy[8, 19] = fault, math.inf
     y, mean, rstd = normalise(*norm)

@@ -32,32 +32,32 @@ def test_any_product(ops: Ops) -> None:
         y[1:2] = torch.inf  # of itself
         scale_inv = None if case["scales"] is None else torch.rand(case["scales"], 1).t()
         amax = None if case["amax"] is None else torch.tensor([[case["amax"]]])
-        found, faulty = torch.tensor([1.0, 2.0, 0.25, 0.0]), ~x.float().isfinite().all(1)
-        written = torch.tensor([7]).int(), found.clone(), torch.tensor([case["known"]]).int()
+        notes, faulty = torch.tensor([1.0, 2.0, 0.25, 0.0]), ~x.float().isfinite().all(1)
+        written = torch.tensor([7]).int(), notes.clone(), torch.tensor([case["known"]]).int()
         operands = [laid(t, "strided") for t in (y.bfloat16(), x)]
         ops.of("note_faults")(*operands, scale_inv, amax, *written)
         first = case["known"]
         if y.numel():
-            found[:2] += torch.tensor([faulty.sum(), len(y)])
-            found[2] = found[2] if scale_inv is None else scale_inv.max().clamp(min=0.25)
-            found[3] = case["amax"] or 0.0
+            notes[:2] += torch.tensor([faulty.sum(), len(y)])
+            notes[2] = notes[2] if scale_inv is None else scale_inv.max().clamp(min=0.25)
+            notes[3] = case["amax"] or 0.0
             first = first or (7 if faulty.any() else 0)
-        assert [*written[1].tolist(), int(written[2])] == [*found.tolist(), first], case
+        assert [*written[1].tolist(), int(written[2])] == [*notes.tolist(), first], case
 
 
 ENDS = torch.tensor([0, 2, 2, 290, 290, 298], dtype=torch.int32)  # of groups; two rows more are in none
 
 
 def test_the_group_of_a_fault_is_found(ops: Ops) -> None:
-    """Of the first, but in the kernel of whichever program comes first; and an earlier one stays."""
+    """The group of the first fault is noted, in the kernel of whichever program comes first; an earlier note stays."""
     x = torch.randn(300, 17)
     x[[289, 297], [3, 5]] = torch.nan  # in the fourth and the sixth
     y, scale_inv = x @ torch.randn(17, 3), torch.tensor([[9.0], [0.5], [9.0], [3.0], [9.0], [2.0]])
     for rows, groups in ((300, {3, 5} if ops.kernels else {3}), (297, {3})):
-        found, first, place = torch.zeros(len(FOUND)), torch.zeros(1).int(), torch.tensor([20]).int()
-        given = y[:rows], x[:rows], scale_inv, None, place, found, first, ENDS
-        ops.of("note_faults")(*given)
-        assert found.tolist() == [1 + (rows == 300), rows, 3.0, 0]  # of groups without rows the largest, 9, is no scale
+        notes, first, place = torch.zeros(len(FOUND)), torch.zeros(1).int(), torch.tensor([20]).int()
+        args = y[:rows], x[:rows], scale_inv, None, place, notes, first, ENDS
+        ops.of("note_faults")(*args)
+        assert notes.tolist() == [1 + (rows == 300), rows, 3.0, 0]  # of groups without rows the largest, 9, is no scale
         assert (at := int(first)) - 20 in groups
-        ops.of("note_faults")(*given[:4], place + 20, *given[5:])
+        ops.of("note_faults")(*args[:4], place + 20, *args[5:])
         assert int(first) == at

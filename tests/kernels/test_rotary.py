@@ -24,7 +24,7 @@ def heads_of(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) 
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """In float64, as a matrix [D, D] for each position that multiplies its heads."""
+    """Return x turned in float64, by a matrix [D, D] for each position that multiplies its heads."""
     half = x.shape[-1] // 2
     matrix = torch.diag_embed(cos.double())
     one, other = torch.arange(half), torch.arange(half, 2 * half)
@@ -35,7 +35,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 def check(ops: Ops, case: dict[str, Any]) -> None:
-    """Against float64, and the reference bit for bit."""
+    """Check against float64, and against the reference bit for bit."""
     batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
     queries, keys = case["heads"]
     q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))

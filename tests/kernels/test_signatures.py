@@ -38,28 +38,30 @@ def others(shape: tuple[int, int]) -> list[Call]:
     """Calls of every op but casts."""
     rows, cols = shape
     x, dy, gamma = *torch.randn(2, *shape), torch.randn(cols)
-    found = [Call("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *update_args("max")))]
-    found.append(Call("scales_of_pass", state()[::2]))
+    all_calls = [Call("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *update_args("max")))]
+    all_calls.append(Call("scales_of_pass", state()[::2]))
     for tile in (ALL, BLOCK, (3, 5)):
-        found += [Call("amax", (one, tile)) for one in (x, torch.randn(cols, rows).bfloat16().t())]
+        all_calls += [Call("amax", (one, tile)) for one in (x, torch.randn(cols, rows).bfloat16().t())]
         codes, counts = (*pair(x, tile), tile), (torch.zeros(71, dtype=torch.float64), torch.zeros(3))
-        found.append(Call("cast_statistics", (x, *codes, *counts)))
-        for given in ((codes[1], None), (None, torch.ones(1))):
+        all_calls.append(Call("cast_statistics", (x, *codes, *counts)))
+        for scales in ((codes[1], None), (None, torch.ones(1))):
             notes = torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()
-            found.append(Call("note_faults", (x, codes[0], *given, *notes)))
+            all_calls.append(Call("note_faults", (x, codes[0], *scales, *notes)))
         for dtype in (torch.bfloat16, torch.float32):
-            found.append(Call("dequantize", (*codes, dtype)))
+            all_calls.append(Call("dequantize", (*codes, dtype)))
             turned = codes[0].t(), codes[1].t(), tile[::-1]
-            found.append(Call("dequantize", (*turned, dtype)))
+            all_calls.append(Call("dequantize", (*turned, dtype)))
     for tile, delayed in ((ALL, [state()[0]]), (SQUARE, [])):
         written = kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16)[:4]
-        found.append(Call("multi_tensor_cast", ([x], *([out] for out in written), delayed, 1, tile, True, 1)))
+        all_calls.append(Call("multi_tensor_cast", ([x], *([out] for out in written), delayed, 1, tile, True, 1)))
     for tiles in ((ALL, ALL), (MX, MX), (BLOCK, SQUARE)):
         for bias, dtype in ((None, torch.float32), (torch.randn(4), torch.bfloat16)):
-            found.append(Call("matmul", (*operands((rows, 4, cols), tiles, FORMATS), bias, dtype, True)))
+            all_calls.append(Call("matmul", (*operands((rows, 4, cols), tiles, FORMATS), bias, dtype, True)))
             groups = rows_in_groups([rows, 0], 1, tiles, 4, cols)
-            found.append(Call("grouped_matmul", (*groups, None if bias is None else bias.expand(2, 4), dtype, False)))
-        found.append(
+            all_calls.append(
+                Call("grouped_matmul", (*groups, None if bias is None else bias.expand(2, 4), dtype, False))
+            )
+        all_calls.append(
             Call(
                 "grouped_matmul",
                 (*terms_in_groups([rows, 0], 1, (tiles[0],) * 2, 4, cols), None, torch.float32, False, 16),
@@ -67,21 +69,21 @@ def others(shape: tuple[int, int]) -> list[Call]:
         )
     if cols:
         how = x, torch.zeros(rows).long(), -100, 0.1, 30.0
-        found += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
+        all_calls += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
         laid = [torch.zeros(shape).to(torch.float8_e5m2) for shape in ((rows, cols), (cols, rows + 16))]
-        found.append(Call("cross_entropy_codes", (*how, torch.rand(rows), *laid, 16)))
+        all_calls.append(Call("cross_entropy_codes", (*how, torch.rand(rows), *laid, 16)))
     heads, angles = torch.randn(1, rows, 3, 4), torch.randn(1, rows, 4).cos()
-    found.append(Call("rotary", (heads[:, :, :2], heads[:, :, :0], heads[:, :, 2:], angles, angles, True)))
+    all_calls.append(Call("rotary", (heads[:, :, :2], heads[:, :, :0], heads[:, :, 2:], angles, angles, True)))
     named = {"k": heads[:, :, :0], "v": heads[:, :, 2:], "cos": angles, "sin": angles}
-    found.append(Call("cast", (heads[:, :, :2], None, 2, E4M3, (1, -1), False, 0, True, 16), named))
+    all_calls.append(Call("cast", (heads[:, :, :2], None, 2, E4M3, (1, -1), False, 0, True, 16), named))
     commit = *state(), torch.ones(1, 1), None, E4M3, False, 0, *update_args("max"), True, 16, True
-    found.append(Call("cast_and_commit", (heads[:, :, :2], *commit), named))
+    all_calls.append(Call("cast_and_commit", (heads[:, :, :2], *commit), named))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
-        found.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
-        found.append(
+        all_calls.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
+        all_calls.append(
             Call("norm_backward", (dy, x, gamma, mean, torch.rand(rows), kind, True, residual is None, residual))
         )
-    return found
+    return all_calls
 
 
 def calls(shape: tuple[int, int], count: int) -> list[Call]:
@@ -97,16 +99,16 @@ def copied(args: Any, *to: Any) -> Any:
     return tree_map(lambda a: (a.to(*to) if to else a.clone()) if isinstance(a, Tensor) else a, args)
 
 
-def call(function: Any, given: tuple[Any, ...]) -> Any:
+def call(function: Any, arguments: tuple[Any, ...]) -> Any:
     """Call with arguments by place and by name."""
-    args, named = given
+    args, named = arguments
     return function(*args, **named)
 
 
-def in_filled_memory(function: Any, *given: Any) -> Any:
+def in_filled_memory(function: Any, *args: Any) -> Any:
     """Call where torch.empty is filled with NaN."""
     with poisoned_memory():
-        return function(*given)
+        return function(*args)
 
 
 def describe(result: Any) -> list[tuple[Any, ...]]:
@@ -117,11 +119,11 @@ def describe(result: Any) -> list[tuple[Any, ...]]:
     "shape", [pytest.param(s, marks=[] if s in SHAPES[:4:3] else pytest.mark.full) for s in SHAPES], ids=str
 )
 def test_a_call_by_name_is_the_op_and_fakes_agree_with_it(shape: tuple[int, int]) -> None:
-    """Where a call by name leaves the dispatcher out, it isn't seen; nor is memory read that nobody wrote."""
+    """A call by name, past the dispatcher, gives what the op and its fake give; nobody reads unwritten memory."""
     seen = set()
-    for name, *given in calls(shape, 15):
+    for name, *arguments_of_call in calls(shape, 15):
         seen.add(name)
-        by_name, arguments = getattr(kernels, name), (copied(given), copied(given))
+        by_name, arguments = getattr(kernels, name), (copied(arguments_of_call), copied(arguments_of_call))
         results = one_pass(
             partial(call, by_name, arguments[0]), partial(in_filled_memory, call, op_of(name), arguments[1])
         )
@@ -129,9 +131,11 @@ def test_a_call_by_name_is_the_op_and_fakes_agree_with_it(shape: tuple[int, int]
             assert same_bits(a, b) if isinstance(a, Tensor) else a == b, name
         real = describe(results[0])
         with FakeTensorMode() as mode:
-            fake = call(by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, given))
+            fake = call(
+                by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, arguments_of_call)
+            )
             assert describe(fake) == real, name
-        meta = call(by_name, copied(given, "meta"))
+        meta = call(by_name, copied(arguments_of_call, "meta"))
         assert [d[:2] for d in describe(meta)] == [d[:2] for d in real], name
     assert seen == {name for name in SCHEMAS if shape[1] or not name.startswith("cross_entropy")}  # targets are columns
 
@@ -290,7 +294,7 @@ def counted_step(layer: nn.Module, *inputs: Tensor) -> int:
 
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "high_precision"])
 def test_torch_counts_the_flops_of_products(recipe: str) -> None:
-    """As many as of the same products without octavo, in sizes that no tile divides."""
+    """torch counts as many FLOPs as of the same products without octavo, in sizes that no tile divides."""
     settings = getattr(recipes, recipe)()
     x, layer = torch.randn(37, 24, requires_grad=True), nn.Linear(24, 40)
     plain = counted_step(layer, x)

@@ -48,8 +48,8 @@ def test_the_largest_update_is_that_of_the_worst_gradients(betas: tuple[float, f
             # Cauchy-Schwarz is an equality for gradients in proportion to beta1^(t-i) / beta2^(t-i)
             g = 1.0 if number == step else (beta1 / beta2) ** (step - number) if beta1 else 0.0
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        found = m / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step))
-        assert adam_max_update(step, beta1, beta2) == pytest.approx(found, rel=1e-9)
+        update = m / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step))
+        assert adam_max_update(step, beta1, beta2) == pytest.approx(update, rel=1e-9)
 
 
 def test_a_bound_is_of_numbers_and_tensors() -> None:
@@ -65,9 +65,9 @@ COUNT = 1 << 18
 
 def bits_of(key: int, first: int = 0, count: int = COUNT) -> Tensor:
     """The 32 bits of each element as int64, not negative."""
-    found = random_bits(key, torch.arange(first, first + count))
-    assert found.dtype == torch.int32
-    return found.to(torch.int64) & 0xFFFFFFFF
+    bits = random_bits(key, torch.arange(first, first + count))
+    assert bits.dtype == torch.int32
+    return bits.to(torch.int64) & 0xFFFFFFFF
 
 
 def lowbias32(x: int) -> int:

@@ -1,4 +1,4 @@
-"""Ranks that were told different things of one model say so, all of them, naming layer and option with both values."""
+"""Ranks with different settings of one model all raise an error that names layer and option with both values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.helpers import every_layer
 
 WIDTH = 128
-Told = dict[str, Any]
+Settings = dict[str, Any]
 
 
 def layers() -> nn.Sequential:
@@ -37,67 +37,67 @@ def x() -> Tensor:
     return torch.randn(8, WIDTH, dtype=torch.bfloat16)
 
 
-def fsdp2(mesh: Any, told: Told, after: Any = None) -> Any:
-    recipe = RecipeMap(recipes.dynamic(), {"1": told.get("recipe", recipes.dynamic())})
-    model = octavo.convert(layers(), recipe, every_layer, told.get("weight_storage"))
+def fsdp2(mesh: Any, settings: Settings, after: Any = None) -> Any:
+    recipe = RecipeMap(recipes.dynamic(), {"1": settings.get("recipe", recipes.dynamic())})
+    model = octavo.convert(layers(), recipe, every_layer, settings.get("weight_storage"))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(x())
-    if after is not None:  # told something else later
+    if after is not None:  # another recipe later
         octavo.set_recipe(model, after)
         model(x())
     return model
 
 
-def later(mesh: Any, told: Told) -> None:
-    fsdp2(mesh, {}, told.get("recipe", recipes.delayed()))
+def later(mesh: Any, settings: Settings) -> None:
+    fsdp2(mesh, {}, settings.get("recipe", recipes.delayed()))
 
 
-def styles(mesh: Any, told: Told) -> None:
-    recipe, exact = told.get("recipe", recipes.blockwise()), told.get("exact", False)
+def styles(mesh: Any, settings: Settings) -> None:
+    recipe, exact = settings.get("recipe", recipes.blockwise()), settings.get("exact", False)
     model = octavo.convert(layers(), RecipeMap(recipes.blockwise(), {"1": recipe}), every_layer)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0), exact=exact)}
     plan["2"] = ColwiseParallel(input_layouts=Shard(0))
     parallelize_module(model, mesh, plan)(x())
 
 
-def prepared(mesh: Any, told: Told) -> None:
+def prepared(mesh: Any, settings: Settings) -> None:
     model = nn.Sequential(octavo.convert(layers()[:1], recipes.blockwise(), every_layer))
-    take = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), **told)
+    take = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), **settings)
     parallelize_module(model, mesh, {"0": take, "0.0": ColwiseParallel(input_layouts=Shard(0))})(x())
 
 
-def fused(mesh: Any, told: Told) -> None:
-    recipe = RecipeMap(recipes.dynamic(), {"fc2": told.get("recipe", recipes.dynamic())})
+def fused(mesh: Any, settings: Settings) -> None:
+    recipe = RecipeMap(recipes.dynamic(), {"fc2": settings.get("recipe", recipes.dynamic())})
     mlp = octavo.nn.RMSNormMLP(WIDTH, WIDTH, "gelu", bias=False, dtype=torch.bfloat16, recipe=recipe)
     parallelize_module(mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     mlp(x())
 
 
-def experts(mesh: Any, told: Told) -> None:
-    model = octavo.nn.Experts(4, WIDTH, WIDTH, dtype=torch.bfloat16, recipe=told.pop("recipe", recipes.dynamic()))
-    octavo.distributed.expert_parallel(model, mesh, **told)
+def experts(mesh: Any, settings: Settings) -> None:
+    model = octavo.nn.Experts(4, WIDTH, WIDTH, dtype=torch.bfloat16, recipe=settings.pop("recipe", recipes.dynamic()))
+    octavo.distributed.expert_parallel(model, mesh, **settings)
     index = torch.arange(8).view(8, 1) % 4
     model(x(), index, torch.ones(8, 1, dtype=torch.bfloat16))
 
 
-def optimizer(mesh: Any, told: Told) -> None:
+def optimizer(mesh: Any, settings: Settings) -> None:
     model = fully_shard(layers(), mesh=mesh)
     model(x()).sum().backward()
-    make = getattr(octavo.optim, told.pop("of", "AdamW"))
-    make(model.parameters(), **{"lr": torch.tensor(0.25), **told}).step()
+    make = getattr(octavo.optim, settings.pop("of", "AdamW"))
+    make(model.parameters(), **{"lr": torch.tensor(0.25), **settings}).step()
 
 
-def in_backward(mesh: Any, told: Told) -> None:
+def in_backward(mesh: Any, settings: Settings) -> None:
     model = fully_shard(layers(), mesh=mesh)
     optimizer = octavo.optim.SGD(model.parameters())
-    octavo.optim.update_in_backward(optimizer, **told)
+    octavo.optim.update_in_backward(optimizer, **settings)
     model(x()).sum().backward()
 
 
-def reduced(mesh: Any, told: Told, fsdp: bool = False) -> None:
-    reduction = Fp8Reduction(group=mesh.get_group(), **told)
+def reduced(mesh: Any, settings: Settings, fsdp: bool = False) -> None:
+    reduction = Fp8Reduction(group=mesh.get_group(), **settings)
     if fsdp:
         model: Any = fully_shard(layers(), mesh=mesh)
         model.set_custom_reduce_scatter(reduction)
@@ -107,16 +107,16 @@ def reduced(mesh: Any, told: Told, fsdp: bool = False) -> None:
     model(x()).sum().backward()
 
 
-def saved(mesh: Any, told: Told) -> None:
-    model = octavo.convert(layers(), recipes.delayed(**told), every_layer)
+def saved(mesh: Any, settings: Settings) -> None:
+    model = octavo.convert(layers(), recipes.delayed(**settings), every_layer)
     gather_delayed(model, Ranks(mesh.get_group()))
 
 
-def said(mesh: Any, name: str, *told: Told) -> str:
-    """What a rank says that was told something else than the other."""
+def error_of_rank(mesh: Any, name: str, *settings_of_ranks: Settings) -> str:
+    """Return this rank's error where ranks have different settings, or "nothing"."""
     case = CASES[name]
     try:
-        case(mesh, dict(told[mesh.get_rank()]))
+        case(mesh, dict(settings_of_ranks[mesh.get_rank()]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -157,8 +157,8 @@ OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, Pe
         ("saved", {}, {"history_length": 3}, "history_length=16"),
     ],
 )
-def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Told, there: Told, says: str) -> None:
-    first, second = pool.run(said, (2,), name, here, there, seconds=60)
+def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Settings, there: Settings, says: str) -> None:
+    first, second = pool.run(error_of_rank, (2,), name, here, there, seconds=60)
     assert first == second and first.startswith(RanksDifferError.__name__)
     assert says in first
 
@@ -171,21 +171,21 @@ def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Told, there: 
         ({"of": "Muon"}, {"of": "Muon", "directions": "fp8"}, "Muon's directions is bf16 on rank 0, fp8 on rank 2"),
     ],
 )
-def test_replicas_of_shards_that_differ_say_in_what(pool: Any, here: Told, there: Told, says: str) -> None:
-    """Under HSDP the ranks of a shard group are of one replica, and were told the same."""
-    first, *others = pool.run(said, (2, 2), "optimizer", here, here, there, there, seconds=60)
+def test_replicas_of_shards_that_differ_say_in_what(pool: Any, here: Settings, there: Settings, says: str) -> None:
+    """Under HSDP the ranks of a shard group are of one replica, and have the same settings."""
+    first, *others = pool.run(error_of_rank, (2, 2), "optimizer", here, here, there, there, seconds=60)
     assert others == [first] * 3
     assert first.startswith(RanksDifferError.__name__) and says in first
 
 
-def asked(mesh: Any) -> list[int]:
-    """How often values are reduced: in a forward, after other recipes twice; in two steps; in DDP's first forward."""
-    model, found = fsdp2(mesh, {}), []
+def counts_of_reductions(mesh: Any) -> list[int]:
+    """Return how often values are reduced: in a forward, after other recipes, in two steps, in DDP's first forward."""
+    model, counts = fsdp2(mesh, {}), []
     with ByteCounter() as counter:
 
         def count(run: Callable[[], Any]) -> Any:
             before, result = counter.calls[REDUCE], run()
-            found.append(counter.calls[REDUCE] - before)
+            counts.append(counter.calls[REDUCE] - before)
             return result
 
         count(lambda: model(x()))
@@ -201,9 +201,9 @@ def asked(mesh: Any) -> list[int]:
         loss = count(lambda: parallel(x()).sum())
         loss.backward()
         count(octavo.optim.AdamW(alone.parameters()).step)
-    return found
+    return counts
 
 
 def test_ranks_are_asked_once_and_ddps_never(pool: Any) -> None:
     amaxes = 1  # of whole weights, or of their columns, in each forward
-    assert pool.run(asked, (2,)) == [[amaxes, amaxes + 1, amaxes + 1, 1, 0, 0, 0]] * 2
+    assert pool.run(counts_of_reductions, (2,)) == [[amaxes, amaxes + 1, amaxes + 1, 1, 0, 0, 0]] * 2

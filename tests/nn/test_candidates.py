@@ -25,7 +25,7 @@ def test_the_default_select():
 
 
 class Configured(nn.Linear):
-    """As torchtitan's Linear: another constructor, and all else is nn.Linear's."""
+    """A layer as torchtitan's Linear: another constructor, and all else is nn.Linear's."""
 
     def __init__(self, config):
         super().__init__(config["size"], config["size"], bias=False)
@@ -44,10 +44,10 @@ def test_subclasses_that_compute_as_linear_are_converted():
     plain.load_state_dict(net.state_dict())
     to_fp8(net, recipes.mx())
     copies = [net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
-    for found in copies:
-        assert isinstance(found[0], Configured) and isinstance(found[0], octavo.nn.Linear)
-        assert repr(found[0]) == "Configured(configured, recipe=mx)"
-        assert torch.equal(found(x), plain(x)) and torch.equal(found[0].scaled(x), plain(x) / 32)
+    for copied in copies:
+        assert isinstance(copied[0], Configured) and isinstance(copied[0], octavo.nn.Linear)
+        assert repr(copied[0]) == "Configured(configured, recipe=mx)"
+        assert torch.equal(copied(x), plain(x)) and torch.equal(copied[0].scaled(x), plain(x) / 32)
     assert type(octavo.restore(net)[0]) is Configured
 
 
@@ -102,12 +102,12 @@ def test_the_summary_counts_what_a_forward_called(read):
     assert rows["mixer.qkv"].reason.endswith("or calls it: octavo.summary(model, *inputs) says which")
     assert rows["mixer.wo"].reason == rows["mixer.out"].reason == ""
     net.forward = net.mixer.forward
-    found = octavo.summary(net, torch.randn(4, 32))
-    assert str(found).startswith(f"{3 if read else 4} of 5 matrices in FP8")
-    assert found.flops[0] == (2 if read else 3) * found.flops[1] / 4
-    (row,) = (row for row in found.modules if row.name == "mixer.qkv")
+    summary = octavo.summary(net, torch.randn(4, 32))
+    assert str(summary).startswith(f"{3 if read else 4} of 5 matrices in FP8")
+    assert summary.flops[0] == (2 if read else 3) * summary.flops[1] / 4
+    (row,) = (row for row in summary.modules if row.name == "mixer.qkv")
     assert row.reason == ("a Mixer reads its weight without calling it" if read else "")
-    assert ", but a Mixer reads" in str(found) if read else ", but " not in str(found)
+    assert ", but a Mixer reads" in str(summary) if read else ", but " not in str(summary)
     assert octavo.summary(Mixer(read)).modules[1].reason.startswith("32 x 32 features")
 
 

@@ -22,7 +22,7 @@ plain = partial(checkpoint, use_reentrant=False)
 
 
 class Block(nn.Module):
-    """A norm before its layer, so that what that reads is no rounded input."""
+    """A region with a norm before its layer, so that the layer's input is no rounded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,19 +72,19 @@ def test_recomputed_from_what_is_rounded_by_hand(way: dict[str, Any]) -> None:
 
 def test_what_a_selective_region_keeps_is_exact() -> None:
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.native_layer_norm.default])
-    found, unrounded = trained(partial(ours, context_fn=contexts)), trained(plain)
-    assert torch.equal(found["8"], unrounded["8"])  # the last layer's weight: it reads the norm's result
-    assert not torch.equal(found["6"], unrounded["6"])
+    selective, unrounded = trained(partial(ours, context_fn=contexts)), trained(plain)
+    assert torch.equal(selective["8"], unrounded["8"])  # the last layer's weight: it reads the norm's result
+    assert not torch.equal(selective["6"], unrounded["6"])
 
 
 def test_nested_regions_and_hooks_around_them() -> None:
-    """Those of a region around it, and those that move tensors away, get the pairs."""
+    """Hooks of a region around a region, and hooks that move tensors away, get the pairs."""
     moved: list[torch.dtype] = []
     pack: Any = lambda x: (moved.append(x.dtype), x.clone())[1]  # noqa: E731
     nested = lambda region: lambda block, x: region(lambda x: 2 * region(block, 2 * x), x)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        found = trained(nested(ours))
-    assert_equal(found, trained(nested(region_by_hand)))
+        nested_gradients = trained(nested(ours))
+    assert_equal(nested_gradients, trained(nested(region_by_hand)))
     assert moved.count(torch.float8_e4m3fn) == 2  # an inner one's is the outer's to compute again
 
 
@@ -100,15 +100,15 @@ def test_what_a_region_reads_again(use_reentrant: bool) -> None:
         return x @ weight + second @ view + mask + few.sum() + wide.float() + tokens.sum()
 
     x = torch.randn(T, K)
-    given = torch.arange(T * K).view(T, K), torch.full((T, K), -1e30), weight, weight.t()  # the second is a mask
-    made = enter(x)[:4], enter(x).double(), enter(x), enter(2 * x)
-    with watched() as found:
-        ours(region, *given, *made, use_reentrant=use_reentrant).sum().backward()
+    exact = (torch.arange(T * K).view(T, K), torch.full((T, K), -1e30), weight, weight.t())  # the second is a mask
+    rounded_args = enter(x)[:4], enter(x).double(), enter(x), enter(2 * x)
+    with watched() as bytes_by_reason:
+        ours(region, *exact, *rounded_args, use_reentrant=use_reentrant).sum().backward()
     first, again = read
     assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True] * 6 + [False] + [True] * 2
     assert torch.equal(again[6], by_hand(first[6]))
     counts = {"int64": 1, "needs no gradient": 1, "a parameter": 2, "small": 1, "float64": 1, "": 1, "not the first": 1}
-    assert {why: count for why, (count, _, _) in found.items()} == counts
+    assert {why: count for why, (count, _, _) in bytes_by_reason.items()} == counts
     assert weight.grad is not None and enter.weight.grad is not None
 
 
@@ -153,9 +153,9 @@ def test_a_region_that_chooses_is_left_alone() -> None:
         partial(Block.forward, experts),
         lambda x: inner(x),
     ):
-        with watched() as found:
+        with watched() as bytes_by_reason:
             ours(function, x)
-        assert found == {"a TopExperts chooses by it": (1, 4 * T * K, 4 * T * K)}
+        assert bytes_by_reason == {"a TopExperts chooses by it": (1, 4 * T * K, 4 * T * K)}
 
 
 def test_summary_counts_regions_and_a_model_without_any_is_an_error() -> None:

@@ -58,7 +58,7 @@ def with_own_forward() -> nn.Module:
 
 
 def foreign(weight: torch.Tensor) -> nn.Parameter:
-    """As torchao's quantised weights: a tensor that is wrapped."""
+    """Return a parameter as torchao's quantised weights are: a tensor that is wrapped."""
     return nn.Parameter(TwoTensor(weight.detach(), weight.detach().clone()))
 
 
@@ -104,7 +104,7 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
 def test_a_weight_that_is_computed_after_conversion(compute):
-    """It takes recipes, is one matrix of the summary, and stays computed when the layer is restored."""
+    """A computed weight takes recipes, is one matrix of the summary, and stays computed after restore."""
     net, x = to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.dynamic()), torch.randn(4, 32)
     compute(net[1])
     for change in (octavo.set_recipe, to_fp8):
@@ -115,15 +115,15 @@ def test_a_weight_that_is_computed_after_conversion(compute):
     net.eval()
     wanted = nn.functional.linear(net[0](x), net[1].weight, net[1].bias)
     assert sqnr(net(x), wanted) > 15
-    found = octavo.restore(net)
-    assert isinstance(found[1], nn.Linear) and not isinstance(found[1], octavo.nn.Linear)
-    assert torch.equal(found(x), nn.functional.linear(found[0](x), found[1].weight, found[1].bias))
-    if hasattr(found[1], "parametrizations"):  # torch does not copy the others
-        assert torch.equal(copy.deepcopy(found)(x), found(x))
+    restored = octavo.restore(net)
+    assert isinstance(restored[1], nn.Linear) and not isinstance(restored[1], octavo.nn.Linear)
+    assert torch.equal(restored(x), nn.functional.linear(restored[0](x), restored[1].weight, restored[1].bias))
+    if hasattr(restored[1], "parametrizations"):  # torch does not copy the others
+        assert torch.equal(copy.deepcopy(restored)(x), restored(x))
 
 
 def test_a_weight_of_another_library_is_refused_wherever_it_comes_from():
-    """As torchao's quantize_ sets it, and as parallelize_module does."""
+    """A weight of another library is refused where torchao's quantize_ sets it, and where parallelize_module does."""
     layer = to_fp8(nn.Linear(8, 8), recipes.dynamic())
     weight = foreign(layer.weight)
     for put in (setattr, nn.Module.register_parameter, type(layer).register_parameter):
@@ -237,7 +237,7 @@ def test_what_convert_says_when_it_converts_nothing():
 
 
 def test_layers_whose_forward_was_replaced_are_named():
-    """As transformers' tensor parallelism does it; not those that select leaves."""
+    """Layers whose forward was replaced, as transformers does, are named; not those that select leaves."""
 
     def model():
         net = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c")})
@@ -257,7 +257,7 @@ def test_layers_whose_forward_was_replaced_are_named():
 
 @pytest.mark.parametrize("storage", [None, "fp8"])
 def test_a_transformer_encoder_computes_with_its_recipe_in_evaluation(storage):
-    """Where torch computes plain layers by a function that reads weights and calls no module."""
+    """A TransformerEncoder, whose plain layers torch computes by a function, computes with its recipe in evaluation."""
     layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
     net, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 32)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
@@ -265,8 +265,8 @@ def test_a_transformer_encoder_computes_with_its_recipe_in_evaluation(storage):
     octavo.convert(net, recipes.dynamic(), every_layer, storage)
     wanted = net(x, src_key_padding_mask=padding)
     with torch.no_grad():
-        found = copy.deepcopy(net).eval()(x, src_key_padding_mask=padding)
-        torch.testing.assert_close(found[~padding], wanted[~padding].detach())
+        y = copy.deepcopy(net).eval()(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(y[~padding], wanted[~padding].detach())
         restored = octavo.restore(net).eval()
         assert vars(restored).keys() == vars(plain).keys() and vars(restored.layers[0]).keys() == vars(layer).keys()
         if storage is None:
@@ -279,7 +279,7 @@ HIGH = recipes.high_precision()
 
 
 def trained() -> nn.Module:
-    """Two layers, each with a recipe of its own, after two steps."""
+    """Return two layers, each with a recipe of its own, after two steps."""
     net = to_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), RecipeMap(recipes.delayed(4), {"1": recipes.mx()}))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(2):
@@ -295,14 +295,14 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_they_return_after_an_exception_and_from_a_block_in_a_block():
     net = trained()
-    own, before = [layer.recipe for layer in net], delayed_state_dict(net)
+    first_recipes, before = [layer.recipe for layer in net], delayed_state_dict(net)
     with pytest.raises(RuntimeError, match="mine"), octavo.using(net, HIGH):
         with octavo.using(net[0], recipes.delayed(4)):
             net(torch.randn(4, 16)).sum().backward()
             assert net[0].delayed_scale.all() and net[1].recipe is HIGH
         assert net[0].recipe is HIGH and not delayed_state_dict(net)
         raise RuntimeError("mine")
-    assert all(layer.recipe is recipe for layer, recipe in zip(net, own, strict=True))
+    assert all(layer.recipe is recipe for layer, recipe in zip(net, first_recipes, strict=True))
     assert_equal(delayed_state_dict(net), before)
 
 

@@ -1,4 +1,4 @@
-"""Experts compute what a loop over experts does whose two linear layers are fused as LayerNormMLP's."""
+"""Experts equal a loop over experts whose two linear layers are fused as LayerNormMLP's."""
 
 import copy
 import dataclasses
@@ -51,7 +51,7 @@ def experts_of(recipe: Any, **options: Any) -> Experts:
 
 
 def batch(seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, their experts, of which the last gets none, and weights, the gradient of the result."""
+    """Return tokens, their experts, of which the last gets none, weights, and the gradient of the result."""
     torch.manual_seed(seed)
     weights, index = torch.randn(T, E - 1).softmax(-1).topk(K)
     x, grad = torch.randn(2, T, H).to(dtype)
@@ -67,7 +67,7 @@ def results(net: Any, call: Any = None, seed: int = 1, dtype: torch.dtype = torc
 
 
 class Loop(nn.Module):
-    """One expert after the other; of no delayed state."""
+    """A loop over experts, without delayed state."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ class Loop(nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 def test_equal_to_a_loop_over_experts(name: str, activation: str, bias: bool) -> None:
     experts = experts_of(RECIPES[name](), activation=activation, bias=bias)
-    found, expected = results(experts), results(Loop(experts))
+    actual, expected = results(experts), results(Loop(experts))
     for key, value in expected.items():
         if key.endswith("bias"):  # torch adds rows in another order
-            torch.testing.assert_close(found[key], value)
+            torch.testing.assert_close(actual[key], value)
         else:
-            assert torch.equal(found[key], value), key
-    assert not any(found[key][E - 1].any() for key in expected if key.endswith(("weight", "bias")))
+            assert torch.equal(actual[key], value), key
+    assert not any(actual[key][E - 1].any() for key in expected if key.endswith(("weight", "bias")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -137,8 +137,8 @@ def test_activations_are_fused_unless_somebody_looks() -> None:
 def test_parts_follow_recipes_of_their_own() -> None:
     experts = experts_of(octavo.RecipeMap(recipes.dynamic(), {"down": {"grad_weight": None}, "gate_up": None}))
     assert experts.gate_up.recipe.is_high_precision and experts.down.recipe.grad_weight is None
-    found, expected = results(experts), results(experts_of(recipes.high_precision()))
-    assert all(sqnr(found[key], value) > 18 for key, value in expected.items() if value.any())
+    actual, expected = results(experts), results(experts_of(recipes.high_precision()))
+    assert all(sqnr(actual[key], value) > 18 for key, value in expected.items() if value.any())
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -195,10 +195,10 @@ def test_layouts_that_a_gpu_wants_change_nothing(name: str, monkeypatch: pytest.
 
     def computed(net: Experts) -> dict[str, Tensor]:
         net.zero_grad()
-        given = x.clone().requires_grad_()
-        y = net(given, index, weights)
+        leaf = x.clone().requires_grad_()
+        y = net(leaf, index, weights)
         y.backward(grad)
-        return gradients(net) | {"y": y.detach(), "x": given.grad}
+        return gradients(net) | {"y": y.detach(), "x": leaf.grad}
 
     expected = computed(experts)
     for key, value in computed(flipped).items():
@@ -278,11 +278,11 @@ def test_names_parameters_and_hooks_stay(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "activation"), [("mixtral", "swiglu"), ("nemotron", "squared_relu")])
 def test_equal_to_octavos_own(name: str, kind: str, activation: str) -> None:
     experts = in_fp8(kind, FP8_RECIPES[name]())
-    own = octavo.nn.Experts(E, H, N, activation, bias=False, recipe=FP8_RECIPES[name]())
+    octavos = octavo.nn.Experts(E, H, N, activation, bias=False, recipe=FP8_RECIPES[name]())
     keys = {f"{part}.weight": key for part, key in keys_of(experts).items()}
-    own.load_state_dict({theirs: experts.state_dict()[key] for theirs, key in keys.items()})
+    octavos.load_state_dict({theirs: experts.state_dict()[key] for theirs, key in keys.items()})
     for _ in range(2):
-        assert_equal(results(experts), {keys.get(key, key): value for key, value in results(own).items()})
+        assert_equal(results(experts), {keys.get(key, key): value for key, value in results(octavos).items()})
 
 
 @pytest.mark.parametrize("name", ["dynamic", "blockwise"])
@@ -375,9 +375,9 @@ def test_a_weight_of_other_origin_forgets_its_history(how: str) -> None:
     else:
         experts.gate_up_proj = nn.Parameter(larger["gate_up_proj"])
     rows, offsets = torch.randn(T, H), Routing.of(torch.randint(E, (T,)), E).offsets
-    found = experts.gate_up(rows, offsets)
+    y = experts.gate_up(rows, offsets)
     with octavo.using(experts, recipes.high_precision()):
-        assert sqnr(found, experts.gate_up(rows, offsets)) > 20
+        assert sqnr(y, experts.gate_up(rows, offsets)) > 20
 
 
 def test_expert_parallelism_of_transformers_leaves_out_what_other_ranks_have() -> None:
@@ -406,7 +406,7 @@ def test_parts_are_not_their_holders_owners() -> None:
 
 
 class GroupedExperts(nn.Module):
-    """Of the structure of torchtitan's."""
+    """The structure of torchtitan's GroupedExperts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class GroupedExperts(nn.Module):
 
 
 class NamedByShapes(GroupedExperts):
-    """Of torchtitan 0.3: the same, by other names."""
+    """The structure of torchtitan 0.3's: the same, by other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ def test_torchtitans(name: str, kind: type[nn.Module]) -> None:
     w1, w2, w3 = sorted(model["own"]._parameters)
     model["own"].load_state_dict(model["experts"].state_dict())
     counts = torch.tensor([3.0, 0.0, 9.0, 5.0])  # as torch.histc counts
-    found = []
+    traces = []
     recipe = octavo.RecipeMap(FP8_RECIPES[name](), {f"experts.{w2}": {"grad_weight": None}})
     octavo.convert(model, recipe, lambda module, name: name == "experts")
     for experts in model.values():
@@ -452,11 +452,13 @@ def test_torchtitans(name: str, kind: type[nn.Module]) -> None:
         y = experts(x.requires_grad_(), counts)
         y.backward(grad)
         assert not y[17:].any()
-        found.append(gradients(experts) | {"y": y.detach(), "x": x.grad})
-    assert all(17 < sqnr(value, found[1][key]) < 45 for key, value in found[0].items())
-    assert not any(value[1].any() for key, value in found[0].items() if key[0] == "w")
+        traces.append(gradients(experts) | {"y": y.detach(), "x": x.grad})
+    assert all(17 < sqnr(value, traces[1][key]) < 45 for key, value in traces[0].items())
+    assert not any(value[1].any() for key, value in traces[0].items() if key[0] == "w")
     assert features(model["experts"]) == (H, N) and model["experts"].down.recipe.grad_weight is None
-    assert [row.name for row in octavo.summary(model).converted] == [f"experts.{own}" for own in (w1, w3, w2)]
+    assert [row.name for row in octavo.summary(model).converted] == [
+        f"experts.{weight_name}" for weight_name in (w1, w3, w2)
+    ]
     assert type(octavo.restore(model)["experts"]) is kind
     assert torch.equal(model["experts"](x, counts), y)
 

@@ -27,7 +27,7 @@ RECIPES = {
 
 
 class Transposed(nn.Module):
-    """Of transformers' Conv1D what octavo.convert asks: y = x . W + b, W [K, N]."""
+    """A layer with what octavo.convert asks of transformers' Conv1D: y = x . W + b, W [K, N]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def model_of(kind, recipe):
 
 
 class Mixed(nn.Module):
-    """Four experts, each token at two of them."""
+    """A model with four experts, each token at two of them."""
 
     def __init__(self, recipe) -> None:
         super().__init__()
@@ -62,17 +62,17 @@ class Mixed(nn.Module):
 
 def trained(model):
     """The gradients of three steps of two forwards, then two backwards; the optimizer moves weights far."""
-    found, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.5)
+    gradients_by_step, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         xs = [torch.randn(T, K, generator=torch.Generator().manual_seed(seed)) * (1 + 4 * seed) for seed in (0, 1)]
         ys = [model(x.requires_grad_()) for x in xs]
         for y in ys:
             y.square().mean().backward()
-        found |= {f"{step} {name}": value for name, value in gradients(model).items()}
-        found |= {f"{step} dx {number}": x.grad for number, x in enumerate(xs)}
+        gradients_by_step |= {f"{step} {name}": value for name, value in gradients(model).items()}
+        gradients_by_step |= {f"{step} dx {number}": x.grad for number, x in enumerate(xs)}
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return gradients_by_step
 
 
 @pytest.mark.covering(1)
@@ -85,14 +85,14 @@ def test_backward_has_the_bits_of_a_layer_that_keeps_its_codes(kind, recipe, fre
     # a history is forgotten where ZeRO-3 gives a parameter other storage
     twin_gathers = freed is Zero3 and RECIPES[recipe].delayed is not None
     freed(model)
-    found, wanted = trained(model), trained(twin)
+    actual, wanted = trained(model), trained(twin)
     if twin_gathers:
-        found, wanted = ({name: value for name, value in each.items() if name[0] == "0"} for each in (found, wanted))
-    assert_equal(found, wanted)
+        actual, wanted = ({name: value for name, value in each.items() if name[0] == "0"} for each in (actual, wanted))
+    assert_equal(actual, wanted)
 
 
 def saved_bytes(model, *inputs):
-    """How many bytes of storages with at least a weight's elements are saved, that stay after forward."""
+    """Return how many bytes of storages with at least a weight's elements are saved, that stay after forward."""
     storages = {}
 
     def pack(tensor):

@@ -45,12 +45,12 @@ def width_of(module: nn.Module) -> int:
     return N if hasattr(module, "linear") else K
 
 
-def assert_near(found: dict, expected: dict, db: float = 20.0) -> None:
+def assert_near(actual: dict, expected: dict, db: float = 20.0) -> None:
     """The same but for FP8 roundings that fell otherwise."""
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert found[name].shape == expected[name].shape and found[name].dtype == expected[name].dtype
-        assert sqnr(found[name], expected[name]) > db, name
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert actual[name].shape == expected[name].shape and actual[name].dtype == expected[name].dtype
+        assert sqnr(actual[name], expected[name]) > db, name
 
 
 def test_parameters_are_those_of_the_parts():
@@ -92,11 +92,11 @@ def test_any_leading_dimensions(case):
 
 @each_module
 def test_a_norm_without_a_weight_runs_in_parts(kind):
-    module, x, found = ALL_FOUR[kind](), torch.randn(4, K), []
+    module, x, outputs = ALL_FOUR[kind](), torch.randn(4, K), []
     for affine in (True, False):  # of ones and zeros; none
         module.norm = type(module.norm)(K, elementwise_affine=affine)
-        found.append({"y": module(x)})
-    assert_near(*found)
+        outputs.append({"y": module(x)})
+    assert_near(*outputs)
 
 
 @each_module
@@ -137,9 +137,9 @@ def test_a_hook_on_a_part_is_called(norm, hook):
         for part in module.children():
             called = []
             handle = HOOKS[hook](part, lambda *args, called=called: called.append(args))
-            found = results(module, x, grad)
+            actual = results(module, x, grad)
             assert len(called) == 1
-            assert_near(found, expected)
+            assert_near(actual, expected)
             assert not is_fused(module)
             handle.remove()
             assert is_fused(module)
@@ -175,8 +175,8 @@ def test_finite_differences_in_high_precision(kind, zero):
     names = [name for name, _ in module.named_parameters()]
 
     def call(x, *parameters):
-        found = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
-        return tuple(torch.utils._pytree.tree_leaves(found))
+        outputs = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+        return tuple(torch.utils._pytree.tree_leaves(outputs))
 
     torch.autograd.gradcheck(call, [tensor.requires_grad_() for tensor in tensors])
 
@@ -188,8 +188,8 @@ def test_the_norms_output_has_the_outputs_dtype(norm, recipe, n):
     module = linear(norm, recipe, n=n, return_norm_output=True)
     for enabled, expected in ((False, torch.float32), (True, torch.bfloat16)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found = torch.utils._pytree.tree_leaves(module(torch.randn(T, K)))
-        assert {t.dtype for t in found} == {expected}
+            outputs = torch.utils._pytree.tree_leaves(module(torch.randn(T, K)))
+        assert {t.dtype for t in outputs} == {expected}
 
 
 @each_module
@@ -284,5 +284,5 @@ def test_without_a_bias_and_with_torchs_own_eps():
     ours = RMSNorm(8, eps=None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = (1e-4 * torch.randn(5, 8)).to(dtype)
-        found = normalise(x, ours.weight, None, *ours.norm())[0].to(dtype)
-        torch.testing.assert_close(found, F.rms_norm(x, (8,)), rtol=torch.finfo(dtype).eps, atol=1e-6)
+        normed = normalise(x, ours.weight, None, *ours.norm())[0].to(dtype)
+        torch.testing.assert_close(normed, F.rms_norm(x, (8,)), rtol=torch.finfo(dtype).eps, atol=1e-6)

@@ -30,11 +30,13 @@ def feed_forward(recipe: octavo.Recipe, dtype: torch.dtype = torch.float32) -> A
 
 
 def own_of(mlp: Any) -> octavo.nn.RMSNormMLP:
-    """octavo's module of the same weights, whose norm does nothing that the test does not do before the other."""
-    own = octavo.nn.RMSNormMLP(WIDTH, HIDDEN, eps=1e-6, bias=False, recipe=mlp.down_proj.recipe)
+    """Return octavo's module of the same weights; its norm is the one that the test applies to the other's input."""
+    octavos = octavo.nn.RMSNormMLP(WIDTH, HIDDEN, eps=1e-6, bias=False, recipe=mlp.down_proj.recipe)
     gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    own.load_state_dict({"norm.weight": torch.ones(WIDTH), "fc1.weight": gate_up, "fc2.weight": mlp.down_proj.weight})
-    return own.to(mlp.down_proj.weight.dtype)
+    octavos.load_state_dict(
+        {"norm.weight": torch.ones(WIDTH), "fc1.weight": gate_up, "fc2.weight": mlp.down_proj.weight}
+    )
+    return octavos.to(mlp.down_proj.weight.dtype)
 
 
 def weights(mlp: Any) -> list[nn.Parameter]:
@@ -44,18 +46,18 @@ def weights(mlp: Any) -> list[nn.Parameter]:
 @pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise", "mx"])
 def test_a_feed_forward_is_octavos_module_bit_for_bit_over_steps(name: str) -> None:
     mlp = feed_forward(getattr(recipes, name)())
-    own = own_of(mlp)
+    octavos = own_of(mlp)
     norm = octavo.nn.RMSNorm(WIDTH, 1e-6)  # whose result octavo's module casts from float32, as this one's is
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.3) for one in (mlp, own.fc1, own.fc2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.3) for one in (mlp, octavos.fc1, octavos.fc2)]
     for step in range(3):
         x = torch.randn(2, 9, WIDTH) * 4**step
         a, b = (x.clone().requires_grad_() for _ in range(2))
-        y, expected = mlp(norm(a)), own(b)
+        y, expected = mlp(norm(a)), octavos(b)
         y.square().mean().backward()
         expected.square().mean().backward()
         torch.testing.assert_close(y, expected, rtol=0, atol=2e-3 * float(expected.detach().abs().max()))
         joined = torch.cat([mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad])
-        for one, other in ((joined, own.fc1.weight.grad), (mlp.down_proj.weight.grad, own.fc2.weight.grad)):
+        for one, other in ((joined, octavos.fc1.weight.grad), (mlp.down_proj.weight.grad, octavos.fc2.weight.grad)):
             assert (one - other).norm() <= 0.01 * other.norm()
         for optimizer in optimizers:
             optimizer.step()
@@ -125,7 +127,7 @@ def product(layers: tuple[Any, ...], x: Tensor) -> Tensor:
 
 
 def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
-    """What one layer alone has seen, a write of one weight, a copy, a load: the largest weight is never clipped."""
+    """A history covers all layers, after one layer alone, a write, a copy, a load: the largest weight isn't clipped."""
     recipe, x = recipes.delayed(), torch.randn(16, WIDTH)
     layers = tuple(octavo.nn.Linear(WIDTH, 32, bias=False, recipe=recipe) for _ in range(2))
     with torch.no_grad():

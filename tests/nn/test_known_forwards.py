@@ -78,10 +78,10 @@ def inputs(kind: str, seed: int = 5) -> dict[str, Tensor]:
 def step(net: Any, kind: str = "llama", seed: int = 5) -> dict[str, Tensor]:
     """The loss and gradients of a step."""
     net.zero_grad()
-    given = inputs(kind, seed)
+    arguments = inputs(kind, seed)
     if kind == "vit":
-        given["pixel_values"] = given["pixel_values"].to(net.dtype)
-    loss = net(**given).loss
+        arguments["pixel_values"] = arguments["pixel_values"].to(net.dtype)
+    loss = net(**arguments).loss
     loss.backward()
     return {"loss": loss.detach(), **gradients(net)}
 
@@ -92,7 +92,7 @@ def fused(net: nn.Module) -> tuple[int, int]:
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Of all gradients together, by their size."""
+    """Return the distance of all gradients together, by their size."""
     assert a.keys() == b.keys()
     difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
     return float((difference / sum(one.double().square().sum() for one in b.values())).sqrt())
@@ -127,25 +127,25 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     recipe = dataclasses.replace(recipes.blockwise(), saved=saved)
     layer = build("llama", recipe).model.layers[0]
     mlp, norm = layer.mlp, layer.post_attention_layernorm
-    own = octavo.nn.RMSNormMLP(64, 176, eps=norm.variance_epsilon, bias=False, recipe=recipe)
+    octavos = octavo.nn.RMSNormMLP(64, 176, eps=norm.variance_epsilon, bias=False, recipe=recipe)
     joined = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    own.load_state_dict({"norm.weight": norm.weight, "fc1.weight": joined, "fc2.weight": mlp.down_proj.weight})
+    octavos.load_state_dict({"norm.weight": norm.weight, "fc1.weight": joined, "fc2.weight": mlp.down_proj.weight})
     # 176 is no multiple of 128: a block of joined rows has some of gate's and some of up's, so weights of one scale
     with torch.no_grad():
         for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
             weight[::7, ::3] = 1.0
-        own.fc1.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        octavos.fc1.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found, expected = mlp(norm(a)), own(b)
-    assert torch.equal(found, expected)
-    found.square().sum().backward()
+    y, expected = mlp(norm(a)), octavos(b)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
     expected.square().sum().backward()
-    assert torch.equal(mlp.down_proj.weight.grad, own.fc2.weight.grad)
-    assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": own.norm.weight.grad}) < 0.02
+    assert torch.equal(mlp.down_proj.weight.grad, octavos.fc2.weight.grad)
+    assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": octavos.norm.weight.grad}) < 0.02
 
 
 class Run(NamedTuple):
-    """What a model with attention computed, by what arguments and in how many products of the first step."""
+    """The computation of a model with attention: its arguments, and the number of products of the first step."""
 
     values: dict[str, Tensor]
     in_autocast: dict[str, Tensor]
@@ -182,7 +182,7 @@ def run_of(kind: str, fuse: bool) -> Run:
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_attention_computes_what_its_own_class_does(kind: str) -> None:
-    """Under mx no scale is of two layers, so that layers that are computed as one have the same codes."""
+    """Attention computes as its class does; under mx no scale is of two layers, so joined layers have equal codes."""
     fused, plain = run_of(kind, True), run_of(kind, False)
     # see test_it_computes_what_the_model_does; in autocast, between roundings to bfloat16
     assert distance(fused.values, plain.values) < 1 / 8 / (24 * 64) ** 0.5
@@ -201,12 +201,14 @@ def test_attention_of_another_forward_is_named_and_stays() -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "t5"])
 def test_it_generates_the_same_tokens(kind: str) -> None:
-    found = []
+    generated = []
     for fuse in (True, False):
         net = build(kind, recipes.blockwise(), fuse).eval()
         net.generation_config.pad_token_id = 0
-        found.append(net.generate(inputs(kind)["input_ids"][:, :4], max_new_tokens=6, do_sample=False, use_cache=True))
-    assert torch.equal(*found)
+        generated.append(
+            net.generate(inputs(kind)["input_ids"][:, :4], max_new_tokens=6, do_sample=False, use_cache=True)
+        )
+    assert torch.equal(*generated)
 
 
 def test_where_someone_looks_on_the_parts_run_as_they_are() -> None:
@@ -227,21 +229,21 @@ def test_where_someone_looks_on_the_parts_run_as_they_are() -> None:
         assert (distance(norms, expected["fused"]) == 0) == is_fused
     mlp.down_proj.recipe = recipes.high_precision()
     plain.model.layers[0].mlp.down_proj.recipe = recipes.high_precision()
-    found = step(net)
-    assert torch.isfinite(found["loss"]) and distance(found, step(plain)) < 0.2
+    trace = step(net)
+    assert torch.isfinite(trace["loss"]) and distance(trace, step(plain)) < 0.2
 
 
 def test_lora_on_a_layer_of_each_kind() -> None:
     peft = pytest.importorskip("peft")
-    found = []
+    traces = []
     for fuse in (True, False):
         net = build("llama", recipes.blockwise(), fuse)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
         torch.manual_seed(1)
         adapted = peft.get_peft_model(net, config).train()
-        found.append(step(adapted))
-    assert any("down_proj.lora_A" in name for name in found[0])
-    assert distance(*found) < 1 / 8 / (24 * 64) ** 0.5  # see test_it_computes_what_the_model_does
+        traces.append(step(adapted))
+    assert any("down_proj.lora_A" in name for name in traces[0])
+    assert distance(*traces) < 1 / 8 / (24 * 64) ** 0.5  # see test_it_computes_what_the_model_does
 
 
 def replaced(net: Any) -> None:
@@ -280,11 +282,11 @@ def test_what_is_refused_is_named_and_stays(case: str) -> None:
     select = every_layer if case != "down left out" else lambda module, name: not name.endswith("0.mlp.down_proj")
     octavo.convert(net, recipes.dynamic(), select, fuse=True)
     assert fused(net) == (1, 5) and type(net.model.layers[0].mlp) is kind
-    found = octavo.summary(net)
-    assert list(found.not_fused) == ["model.layers.0.mlp"] and reason in found.not_fused["model.layers.0.mlp"]
+    summary = octavo.summary(net)
+    assert list(summary.not_fused) == ["model.layers.0.mlp"] and reason in summary.not_fused["model.layers.0.mlp"]
     others = "2 LlamaAttention, 2 LlamaDecoderLayer, 1 LlamaMLP, 5 LlamaRMSNorm, 1 causal_lm_loss"
-    assert f"\nfused: {others}\n" in str(found)
-    assert f"\nnot fused: 1, first model.layers.0.mlp: {found.not_fused['model.layers.0.mlp']}\n" in str(found)
+    assert f"\nfused: {others}\n" in str(summary)
+    assert f"\nnot fused: 1, first model.layers.0.mlp: {summary.not_fused['model.layers.0.mlp']}\n" in str(summary)
 
 
 BYPASSED = {
@@ -302,7 +304,7 @@ BYPASSED = {
 
 @pytest.mark.parametrize("case", BYPASSED)
 def test_what_is_not_fused_any_more_is_named(case: str) -> None:
-    """Since it saves what its own class's forward saves, as a module that was never fused."""
+    """A module that is fused no more is named, as it saves what its own class's forward saves."""
     change, reason = BYPASSED[case]
     net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
     names = {f"model.layers.{layer}.mlp" for layer in range(2)}
@@ -318,14 +320,14 @@ def test_dropout_between_and_a_scan() -> None:
     octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
     assert fused(net) == (0, 12)
     assert set(octavo.summary(net).not_fused.values()) == {"dropout of 0.1 lies between its activation and wo"}
-    kept = build("t5", recipes.dynamic())
-    for module in kept.modules():
+    built = build("t5", recipes.dynamic())
+    for module in built.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.5  # set after: dropout is at work all the same
     torch.manual_seed(1)
-    first = step(kept, "t5")
+    first = step(built, "t5")
     torch.manual_seed(2)
-    assert distance(step(kept, "t5"), first) > 0
+    assert distance(step(built, "t5"), first) > 0
     mamba = octavo.summary(build("mamba", recipes.dynamic()))
     assert set(mamba.not_fused.values()) == {"octavo does not know the forward of MambaMixer"}
 

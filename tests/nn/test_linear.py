@@ -95,7 +95,7 @@ def test_errors_name_both_sides():
 
 @each_recipe
 def test_gradients_of_inputs_first_and_of_weights_later(name):
-    """As pipelines without bubbles ask for them: the same as at once, and each product once."""
+    """Inputs' gradients first and weights' later, as pipelines without bubbles ask for them, take each product once."""
     ours, x, grad = layer(name), torch.randn(8, 64), torch.randn(8, 48)
     ours(x).backward(torch.randn(8, 48))
     other = copy.deepcopy(ours)
@@ -124,10 +124,10 @@ def test_no_product_runs_but_for_a_gradient_that_is_asked_for(name):
         with CountOps() as ops:
             ours(leaf).backward(grad)
         assert ops.calls["matmul"] == products
-        found = gradients(ours) | ({"x": leaf.grad} if of_input else {})
-        expected = expected or found
-        assert_equal(found, {key: expected[key] for key in found})
-        assert ("x" in found, "weight" in found) == (of_input, of_weight)
+        actual = gradients(ours) | ({"x": leaf.grad} if of_input else {})
+        expected = expected or actual
+        assert_equal(actual, {key: expected[key] for key in actual})
+        assert ("x" in actual, "weight" in actual) == (of_input, of_weight)
     with torch.no_grad(), CountOps() as ops:
         whole(x)
     assert ops.calls == {"cast": 2, "matmul": 1}
@@ -180,7 +180,9 @@ def test_gradients_in_batches_say_what_to_do(kind):
         "linear": layer,
         "fused": lambda: octavo.nn.RMSNormLinear(64, 64),
         "activated": lambda: functools.partial(
-            lambda own, x: activated_linear(x, None, own.weight, None, own.layer_of(x, own.operands(), True), "relu"),
+            lambda linear, x: activated_linear(
+                x, None, linear.weight, None, linear.layer_of(x, linear.operands(), True), "relu"
+            ),
             layer(bias=False),
         ),
     }[kind]()
@@ -203,16 +205,16 @@ def test_torch_jit_script_says_what_to_do():
 @pytest.mark.parametrize("kind", ["linear", "fused"])
 @pytest.mark.parametrize("training", [False, True], ids=["under no_grad", "in training"])
 def test_forward_mode_derivatives_say_what_to_do(training, kind, which):
-    """Without gradients no autograd function runs that would refuse them."""
+    """Forward-mode derivatives say what to do, also without gradients, where no autograd function would refuse them."""
     model = octavo.nn.Linear(64, 64) if kind == "linear" else octavo.nn.RMSNormLinear(64, 64)
-    own, x = model if kind == "linear" else model.linear, torch.randn(4, 64)
-    tensors = {"input": x, "weight": own.weight.detach(), "bias": own.bias.detach()}
+    linear, x = model if kind == "linear" else model.linear, torch.randn(4, 64)
+    tensors = {"input": x, "weight": linear.weight.detach(), "bias": linear.bias.detach()}
     prefix = "" if kind == "linear" else "linear."
     with torch.set_grad_enabled(training), forward_ad.dual_level():
         dual = forward_ad.make_dual(tensors[which], torch.ones_like(tensors[which]))
-        given = {} if which == "input" else {prefix + which: dual}
+        replaced = {} if which == "input" else {prefix + which: dual}
         with pytest.raises(HigherOrderGradientError, match=r"forward-mode.*high_precision"):
-            torch.func.functional_call(model, given, (dual if which == "input" else x,))
+            torch.func.functional_call(model, replaced, (dual if which == "input" else x,))
         model(x)  # no dual number is there
 
 
@@ -259,10 +261,10 @@ def test_what_is_not_all_there_or_joined_already_is_left_alone():
     for missing in ("key.weight", "value.bias"):
         state = separate()
         del state[missing]
-        kept = missing.split(".")[1]
+        present = missing.split(".")[1]
         assert merge_keys(state, "", SPLITS) == []
-        assert kept not in state and f"query.{kept}" in state
-        assert ({"weight", "bias"} - {kept}) <= state.keys()
+        assert present not in state and f"query.{present}" in state
+        assert ({"weight", "bias"} - {present}) <= state.keys()
     state = {**separate(parameters=("weight",)), "weight": torch.ones(8, 3)}
     before = dict(state)
     assert merge_keys(state, "", SPLITS) == []
@@ -316,8 +318,8 @@ def test_separate_layers_load_into_named_splits():
         x = torch.randn(8, 64)
         with octavo.using(net, recipes.high_precision()):
             results = net["qkv"](x)
-        for found, (split, plain) in zip(results, parts["qkv"].items(), strict=True):
-            torch.testing.assert_close(found, plain(x), msg=split)
+        for y, (split, plain) in zip(results, parts["qkv"].items(), strict=True):
+            torch.testing.assert_close(y, plain(x), msg=split)
     assert "qkv.query.weight" in separate  # the caller's own is left alone
     assert net.load_state_dict(net.state_dict()) == ([], [])
 
@@ -355,30 +357,30 @@ def layer_of(recipe: octavo.Recipe, experts: int = E, **options: Any) -> octavo.
 
 
 def batch(
-    sizes: Sequence[int], rest: int = 0, dtype: torch.dtype = torch.float32, seed: int = 1
+    sizes: Sequence[int], ungrouped: int = 0, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rows and the gradient of what a layer makes of them."""
+    """Return rows and the gradient of a layer's output."""
     generator = torch.Generator().manual_seed(seed)
-    rows = sum(sizes) + rest
+    rows = sum(sizes) + ungrouped
     x, grad = (torch.randn(rows, size, generator=generator).to(dtype) for size in (K, N))
     return x.requires_grad_(), grad
 
 
 def loop_of(layer: octavo.nn.GroupedLinear) -> list[octavo.nn.Linear]:
-    found = []
+    linears = []
     for expert in range(layer.experts):
         one = octavo.nn.Linear(K, N, layer.bias is not None, dtype=layer.weight.dtype, recipe=layer.recipe)
         one.load_state_dict({name: value[expert] for name, value in layer.state_dict().items()})
-        found.append(one)
-    return found
+        linears.append(one)
+    return linears
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @each_dtype
-@pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=str)
-def test_equal_to_a_loop_of_linears(name: str, dtype: torch.dtype, sizes: list[int], rest: int) -> None:
+@pytest.mark.parametrize(("sizes", "ungrouped"), SIZES, ids=str)
+def test_equal_to_a_loop_of_linears(name: str, dtype: torch.dtype, sizes: list[int], ungrouped: int) -> None:
     layer = layer_of(RECIPES[name](), len(sizes), bias=name != "high precision", dtype=dtype)
-    x, grad = batch(sizes, rest, dtype)
+    x, grad = batch(sizes, ungrouped, dtype)
     y = layer(x, offsets_of(sizes))
     y.backward(grad)
     other = x.detach().clone().requires_grad_()

@@ -160,8 +160,8 @@ def test_transformers_models_take_it_and_give_it_back() -> None:
     for more in ({}, {"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
         ours, theirs = (one(input_ids=tokens, labels=labels, **more).loss for one in (net, plain))
         torch.testing.assert_close(ours, theirs)
-        own, other = (torch.autograd.grad(loss, [*one.parameters()]) for loss, one in ((ours, net), (theirs, plain)))
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+        fused, other = (torch.autograd.grad(loss, [*one.parameters()]) for loss, one in ((ours, net), (theirs, plain)))
+        torch.testing.assert_close(fused, other, rtol=1e-4, atol=1e-6)
     copied = copy.deepcopy(net)
     assert copied.loss_function is causal_lm_loss
     assert octavo.restore(net).loss_function is plain.loss_function

@@ -45,7 +45,7 @@ def test_state_that_leaves_the_meta_device_is_empty():
 
 
 def test_to_empty_keeps_the_state():
-    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    torch.use_deterministic_algorithms(True)  # fills empty tensors with NaN
     try:
         net = trained()
         before = octavo.nn.delayed_state_dict(net)

@@ -39,43 +39,43 @@ class Model(nn.Module):
 
 def count(model: nn.Module) -> dict[str, int]:
     tokens = torch.zeros(T, dtype=torch.int64)
-    found = saved_by_kind(model, (tokens,))
-    assert found == predicted_by_kind(model, (tokens,))
-    return found
+    bytes_by_kind = saved_by_kind(model, (tokens,))
+    assert bytes_by_kind == predicted_by_kind(model, (tokens,))
+    return bytes_by_kind
 
 
 def test_each_kind_is_counted_where_it_is_saved_first():
-    found = count(Model())
-    assert tuple(found) == KINDS
-    assert found["inputs of layers"] == 4 * T * (K + K + N + K)  # qkv's, fc1's, fc2's, the head's; not out's
-    assert found["attention"] == 4 * T * (3 * K + K + 1)  # with its output, and a number a row
-    assert found["norms"] == 4 * T * (K + 2)
-    assert found["activations"] == 4 * T * N
-    assert found["logits and loss"] == pytest.approx(4 * T * 32, rel=0.01)
-    assert found["other"] == found["weights"] == 0
+    bytes_by_kind = count(Model())
+    assert tuple(bytes_by_kind) == KINDS
+    assert bytes_by_kind["inputs of layers"] == 4 * T * (K + K + N + K)  # qkv's, fc1's, fc2's, the head's; not out's
+    assert bytes_by_kind["attention"] == 4 * T * (3 * K + K + 1)  # with its output, and a number a row
+    assert bytes_by_kind["norms"] == 4 * T * (K + 2)
+    assert bytes_by_kind["activations"] == 4 * T * N
+    assert bytes_by_kind["logits and loss"] == pytest.approx(4 * T * 32, rel=0.01)
+    assert bytes_by_kind["other"] == bytes_by_kind["weights"] == 0
 
 
 def test_codes_are_told_from_weights_codes():
     model = Model()
     plain = count(model)
-    found = count(to_fp8(model, recipes.dynamic()))
-    assert found["weights"] == pytest.approx(K * 3 * K + K * K + 2 * K * N + 32 * K, rel=0.01)
+    bytes_by_kind = count(to_fp8(model, recipes.dynamic()))
+    assert bytes_by_kind["weights"] == pytest.approx(K * 3 * K + K * K + 2 * K * N + 32 * K, rel=0.01)
     # a byte in place of four; and out's, which attention has in high precision
-    assert found["inputs of layers"] == pytest.approx(plain["inputs of layers"] / 4 + T * K, rel=0.01)
-    assert {kind: found[kind] for kind in ("attention", "norms", "activations")} == {
+    assert bytes_by_kind["inputs of layers"] == pytest.approx(plain["inputs of layers"] / 4 + T * K, rel=0.01)
+    assert {kind: bytes_by_kind[kind] for kind in ("attention", "norms", "activations")} == {
         kind: plain[kind] for kind in ("attention", "norms", "activations")
     }
 
 
 def test_fused_modules_and_copies_in_another_dtype():
     mlp = octavo.nn.RMSNormMLP(K, N, bias=False, recipe=recipes.blockwise())
-    found = saved_by_kind(mlp, (torch.randn(T, K, requires_grad=True),))
-    assert found["inputs of layers"] == pytest.approx(T * (K + N), rel=0.05)
-    assert found["weights"] == pytest.approx(3 * K * N, rel=0.01)
+    bytes_by_kind = saved_by_kind(mlp, (torch.randn(T, K, requires_grad=True),))
+    assert bytes_by_kind["inputs of layers"] == pytest.approx(T * (K + N), rel=0.05)
+    assert bytes_by_kind["weights"] == pytest.approx(3 * K * N, rel=0.01)
     x = torch.randn(T, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = saved_by_kind(nn.Sequential(nn.Linear(K, N)), (x,))
-    assert (found["weights"], found["inputs of layers"]) == (2 * K * N, 2 * T * K)
+        bytes_by_kind = saved_by_kind(nn.Sequential(nn.Linear(K, N)), (x,))
+    assert (bytes_by_kind["weights"], bytes_by_kind["inputs of layers"]) == (2 * K * N, 2 * T * K)
 
 
 @pytest.mark.parametrize("storage", [None, "fp8"])

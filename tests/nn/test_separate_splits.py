@@ -24,7 +24,7 @@ from tests.support.helpers import CountOps, every_layer
     ],
 )
 def test_a_transformer_block(pool, recipe, norm, sequence):
-    """Of the largest elements: what another order of additions, in float32, makes of a code here and there."""
+    """Differences, of the largest elements, are what another order of additions in float32 makes of some codes."""
     for differences in pool.run(tasks.block, (2,), recipe, norm, sequence):
         assert max(differences.values()) < (1e-5 if recipe == "high_precision" else 5e-3)
 

@@ -1,4 +1,4 @@
-"""Weights that live in FP8 under FSDP2: what is gathered, trained, saved and loaded."""
+"""Weights that live in FP8 under FSDP2: gathers, training, files."""
 
 from typing import Any
 
@@ -83,8 +83,8 @@ def test_what_sharded_weights_refuse(mesh):
 
 
 def beside_replicas(mesh: Any, recipe: str) -> list[str]:
-    """What differs between training a sharded model in mixed precision and one that every rank has."""
-    found = []
+    """Return what differs between training a sharded model in mixed precision and one that every rank has."""
+    runs = []
     for net in (sharded(recipe, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), model(recipe)):
         optimizer, losses = adamw(net), []
         for step in range(3):
@@ -97,9 +97,9 @@ def beside_replicas(mesh: Any, recipe: str) -> list[str]:
         for module in net.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        found.append((held(net, optimizer), torch.stack(losses)))
-    (own, losses), (whole, expected) = found
-    return differences(own, whole, mesh) + ["losses"] * (not torch.equal(losses, expected))
+        runs.append((held(net, optimizer), torch.stack(losses)))
+    (shards, losses), (whole, expected) = runs
+    return differences(shards, whole, mesh) + ["losses"] * (not torch.equal(losses, expected))
 
 
 @both
@@ -151,7 +151,7 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
     """Whether a compiled model trains as the eager one, and the graphs after each step."""
     torch.compiler.reset()
     counters.clear()
-    found, graphs = [], []
+    runs, graphs = [], []
     for compile in (False, True):
         net = fully_shard(model(recipe), mesh=mesh) if whole else sharded(recipe, mesh)
         if compile and whole:
@@ -164,8 +164,8 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             graphs.append(counters["stats"]["unique_graphs"])
-        found.append(held(net, optimizer))
-    return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[3:]
+        runs.append(held(net, optimizer))
+    return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0]), graphs[3:]
 
 
 @pytest.mark.full  # by default tests/distributed/test_compile.py compiles on two ranks
@@ -192,7 +192,7 @@ def test_a_state_dict_holds_sharded_codes(recipe, mesh):
 
 def moved(mesh: Any, recipe: str) -> list[Any]:
     """State dicts between sharded models, full ones of codes, and full ones of plain values."""
-    net, found = sharded(recipe, mesh), []
+    net, equal = sharded(recipe, mesh), []
     full = get_model_state_dict(net, options=FULL)
     sent = dict(full) if mesh.get_rank() == 0 else {}
     for load in (
@@ -204,16 +204,16 @@ def moved(mesh: Any, recipe: str) -> list[Any]:
         for other in (sharded(recipe, mesh, seed=1), shard(on_meta(recipe), mesh)):
             load(other)
             if not other[0].weight.is_meta:  # of which set_model_state_dict of shards sets nothing
-                found.append(codes_equal(net, other))
-    found.append(torch.equal(net(batch(0, 0)), other(batch(0, 0))))
+                equal.append(codes_equal(net, other))
+    equal.append(torch.equal(net(batch(0, 0)), other(batch(0, 0))))
     whole = model(recipe).state_dict()
-    found += [torch.equal(full[name], value) for name, value in whole.items()]
+    equal += [torch.equal(full[name], value) for name, value in whole.items()]
     again, state = sharded(recipe, mesh, seed=2), widened(model(recipe)).state_dict()
     set_model_state_dict(again, state, options=FULL)
-    found.append(values_equal(net, again))
-    own = get_model_state_dict(again, options=FULL)  # on a CPU its one scale is the model's own tensor
-    set_model_state_dict(again, own if mesh.get_rank() == 0 else {}, options=SENT)
-    return [*found, values_equal(net, again)]
+    equal.append(values_equal(net, again))
+    full_state = get_model_state_dict(again, options=FULL)  # on a CPU its one scale is the model's own tensor
+    set_model_state_dict(again, full_state if mesh.get_rank() == 0 else {}, options=SENT)
+    return [*equal, values_equal(net, again)]
 
 
 def values_equal(a: nn.Module, b: nn.Module) -> bool:
@@ -231,5 +231,5 @@ def codes_equal(a: nn.Module, b: nn.Module) -> bool:
 
 @both
 def test_state_dicts_move(pool, recipe):
-    for found in pool.run(moved, (2,), recipe, seconds=60, whole=True):
-        assert all(found) and len(found) == 16
+    for equal in pool.run(moved, (2,), recipe, seconds=60, whole=True):
+        assert all(equal) and len(equal) == 16

@@ -44,11 +44,13 @@ def test_what_is_left_alone_has_its_reason(kind):
     with pytest.warns(UserWarning, match=r"converted nothing: \S"):
         to_fp8(net, recipes.dynamic())
     assert [type(module) for module in net.modules()] == classes
-    found = octavo.summary(net)
-    assert found.converted == () and len(found.left_alone) == (0 if reason is None else 2 if kind == "attention" else 1)
-    for row in found.left_alone[:1]:
+    summary = octavo.summary(net)
+    assert summary.converted == () and len(summary.left_alone) == (
+        0 if reason is None else 2 if kind == "attention" else 1
+    )
+    for row in summary.left_alone[:1]:
         assert reason in row.reason
-    assert all(row.reason in str(found) for row in found.left_alone)
+    assert all(row.reason in str(summary) for row in summary.left_alone)
 
 
 def test_separate_splits_are_a_matrix_each():
@@ -80,12 +82,12 @@ def test_experts():
 
 def test_rows_of_a_converted_model():
     net = octavo.convert(Block(), recipes.mx(), lambda module, name: name == "up")
-    found = octavo.summary(net)
-    (up,), (down,) = found.converted, found.left_alone
+    summary = octavo.summary(net)
+    (up,), (down,) = summary.converted, summary.left_alone
     assert (up.name, up.kind, up.shape, up.recipe, up.reason) == ("up", "Linear", (64, 32), recipes.mx(), "")
     assert (down.name, down.recipe) == ("down", None)
-    text = str(found)
-    assert text == repr(found)
+    text = str(summary)
+    assert text == repr(summary)
     assert text.startswith("1 of 2 matrices in FP8 (50.0 % of their elements)\n")
     assert text.endswith(str(recipes.mx()))  # with which casts
     assert "  up    Linear [64, 32]  recipe mx\n" in text
@@ -93,8 +95,8 @@ def test_rows_of_a_converted_model():
 
 def test_the_default_select_is_named():
     big, small = nn.Linear(512, 512, device="meta"), nn.Linear(512, 4, device="meta")
-    found = octavo.summary(nn.ModuleDict({"big": big, "small": small}))
-    assert [m.reason for m in found.modules] == [
+    summary = octavo.summary(nn.ModuleDict({"big": big, "small": small}))
+    assert [m.reason for m in summary.modules] == [
         "not selected",
         "4 x 512 features; the default select converts from 512 on",
     ]
@@ -103,23 +105,23 @@ def test_the_default_select_is_named():
 
 
 def test_a_root_and_nothing_at_all():
-    found = octavo.summary(octavo.nn.Linear(8, 8))
-    assert found.converted[0].name == ""
-    assert "(model)" in str(found)
+    summary = octavo.summary(octavo.nn.Linear(8, 8))
+    assert summary.converted[0].name == ""
+    assert "(model)" in str(summary)
     assert str(octavo.summary(nn.ReLU())) == "0 of 0 matrices in FP8 (0.0 % of their elements)"
 
 
 def test_parts_of_fused_modules_have_their_names():
     module = octavo.nn.TransformerBlock(16, 24, 2, recipe=octavo.RecipeMap(recipes.mx(), {"*.fc2": None}))
-    found = octavo.summary(module)
-    assert [(m.name, m.kind, m.shape, m.recipe.name) for m in found.modules] == [
+    summary = octavo.summary(module)
+    assert [(m.name, m.kind, m.shape, m.recipe.name) for m in summary.modules] == [
         ("attention.qkv.linear", "Linear", (48, 16), "mx"),
         ("attention.out", "Linear", (16, 16), "mx"),
         ("mlp.fc1", "Linear", (48, 16), "mx"),
         ("mlp.fc2", "Linear", (16, 24), "high_precision"),
     ]
-    assert str(found).startswith("3 of 4 matrices in FP8 (82.4 % of their elements)\n")
-    assert str(recipes.mx()) in str(found) and "recipe high_precision" in str(found)
+    assert str(summary).startswith("3 of 4 matrices in FP8 (82.4 % of their elements)\n")
+    assert str(recipes.mx()) in str(summary) and "recipe high_precision" in str(summary)
     octavo.restore(module)
     assert str(octavo.summary(module)).startswith("0 of 4 matrices in FP8 (0.0 %")
     assert [m.name for m in octavo.summary(module).left_alone] == ["attention.out", "mlp.fc2"]
@@ -134,16 +136,16 @@ def test_a_forward_that_was_replaced_after_convert():
     net = to_fp8(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), recipes.dynamic())
     net[0].forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight, self.bias), net[0])
     net[1].forward = partial(lambda forward, x: forward(x), net[1].forward)  # as accelerate wraps one
-    found = octavo.summary(net, torch.randn(4, 16))
-    assert [row.reason for row in found.modules] == [REPLACED, "", ""]
-    assert found.flops == (2 * 2 * 4 * 16 * 16, 3 * 2 * 4 * 16 * 16)
-    assert str(found).startswith("2 of 3 matrices in FP8")
+    summary = octavo.summary(net, torch.randn(4, 16))
+    assert [row.reason for row in summary.modules] == [REPLACED, "", ""]
+    assert summary.flops == (2 * 2 * 4 * 16 * 16, 3 * 2 * 4 * 16 * 16)
+    assert str(summary).startswith("2 of 3 matrices in FP8")
     may_be = f"{REPLACED}, or calls it: octavo.summary(model, *inputs) says which"
     assert [row.reason for row in octavo.summary(net).modules] == [may_be, may_be, ""]
 
 
 class WithHead(nn.Module):
-    """Its head is called in evaluation, and by ``training`` in training: called too, or its weight is read."""
+    """A model whose head is called in evaluation; in training it is called too, or its weight is read."""
 
     def __init__(self, training):
         super().__init__()
@@ -162,12 +164,12 @@ class WithHead(nn.Module):
 def test_a_head_that_training_reads(training):
     """Liger-Kernel's fused loss takes the weight in training; the summary is of training, where it can be counted."""
     net = to_fp8(WithHead(training), recipes.dynamic())
-    found = octavo.summary(net, torch.randn(4, 16))
+    summary = octavo.summary(net, torch.randn(4, 16))
     reason = "a WithHead reads its weight without calling it" if training == "reads" else ""
-    assert [row.reason for row in found.modules] == ["", reason]
+    assert [row.reason for row in summary.modules] == ["", reason]
     body, head = 2 * 4 * 16 * 16, 2 * 4 * 16 * 32
-    assert found.flops == (body if training == "reads" else body + head, body + head)
-    assert bool(found.saved.reason) is (training == "asks for values")
+    assert summary.flops == (body if training == "reads" else body + head, body + head)
+    assert bool(summary.saved.reason) is (training == "asks for values")
 
 
 def test_a_model_whose_replaced_forward_reads_a_weight():
@@ -188,17 +190,17 @@ TOKENS = 24
 def test_linear_layers(name):
     recipe = getattr(recipes, name)()
     model = nn.Sequential(to_fp8(nn.Linear(48, 80), recipe), nn.Dropout(), nn.Linear(80, 16))
-    found = octavo.summary(model, torch.randn(2, TOKENS // 2, 48))
+    summary = octavo.summary(model, torch.randn(2, TOKENS // 2, 48))
     inside, outside = 2 * TOKENS * 48 * 80, 2 * TOKENS * 80 * 16
-    assert found.flops == ((0, inside + outside) if recipe.is_high_precision else (inside, inside + outside))
+    assert summary.flops == ((0, inside + outside) if recipe.is_high_precision else (inside, inside + outside))
     assert all(module.training for module in model.modules())
 
 
 def test_the_table_says_it_and_only_where_a_forward_ran():
     model = nn.Sequential(to_fp8(nn.Linear(32, 96), recipes.dynamic()), nn.Linear(96, 32))
     assert "50.0 % of the forward pass's 9.83e+04 FLOPs in FP8" in str(octavo.summary(model, input=torch.randn(8, 32)))
-    found = octavo.summary(model)
-    assert found.flops is None and "FLOPs" not in str(found)
+    summary = octavo.summary(model)
+    assert summary.flops is None and "FLOPs" not in str(summary)
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was():

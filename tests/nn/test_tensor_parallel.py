@@ -1,4 +1,4 @@
-"""Linear layers under torch's own parallelize_module compute what one rank computes, for every recipe."""
+"""Linear layers under torch's own parallelize_module equal one rank's, for every recipe."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Whole(nn.Module):
             parameter.data.copy_(small(*parameter.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.of(x)
+        outputs = self.of(x)
         if isinstance(self.of, octavo.nn.RMSNormLinear):
-            (y,), normed = found
+            (y,), normed = outputs
             return torch.cat([y, whole(normed)], -1)
-        return torch.cat(found, -1) if isinstance(found, tuple) else found
+        return torch.cat(outputs, -1) if isinstance(outputs, tuple) else outputs
 
 
 def plan_of(module: Any, sequence: bool, styles: Any = ours, **sending: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def plan_of(module: Any, sequence: bool, styles: Any = ours, **sending: Any) -> 
 
 
 def signs(*shape: int) -> Tensor:
-    """As many of each in a row, which a norm without eps leaves as they are."""
+    """Return as many of each sign in a row, which a norm without eps leaves as they are."""
     return torch.rand(shape).argsort(-1).remainder(2).mul(2).sub(1).float()
 
 
@@ -67,7 +67,7 @@ def fused(mesh: Any, recipe: str, kind: str, sequence: bool) -> tuple[Any, ...]:
     parallelize_module(model, mesh, plan_of(model, sequence))
     apart = copy.deepcopy(model)
     apart.of._fused = lambda *arguments: None
-    x, rank, found = signs(2, 128, 256), mesh.get_local_rank(), []
+    x, rank, differing = signs(2, 128, 256), mesh.get_local_rank(), []
     g = small(*alone(x).shape)
 
     def own(tensor: Tensor, sharded: bool = sequence) -> Tensor:
@@ -80,18 +80,18 @@ def fused(mesh: Any, recipe: str, kind: str, sequence: bool) -> tuple[Any, ...]:
         sent = []
         for one in (model, apart):
             with ByteCounter() as counter, CountOps() as ops:
-                made = step(one, own(x), own(g, scattered))
+                trace = step(one, own(x), own(g, scattered))
             sent.append(sum(counter.bytes.values()))
             if one is model:
-                found.append(differences(wanted, made))
+                differing.append(differences(wanted, trace))
                 as_one = "norm_cast" in ops.calls or "norm_cast_two_scalings" in ops.calls
     states = octavo.nn.delayed_state_dict(model)
     same = all(torch.equal(states[name], state) for name, state in octavo.nn.delayed_state_dict(alone).items())
-    return as_one, found, sent, same
+    return as_one, differing, sent, same
 
 
 def not_fused(mesh: Any, why: str) -> bool:
-    """Whether a module whose parts have to run one after the other ran as one."""
+    """Return whether a module whose parts have to run one after the other ran as one."""
     module = Whole("RMSNormMLP", "dynamic")
     styles = torch_parallel if why == "torch's styles" else ours
     plan = plan_of(module, True, styles)
@@ -107,20 +107,20 @@ def not_fused(mesh: Any, why: str) -> bool:
 
 
 def begun(mesh: Any) -> list[float]:
-    """By how much two first forwards differ from one rank's: of a module that is no copy, of random weights, by rms."""
+    """Return how two first forwards differ from one rank's, by rms: of a module that is no copy, of random weights."""
     torch.manual_seed(1)
     alone = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
     model = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
     model.load_state_dict(alone.state_dict())
-    x, found = torch.randn(2, 64, 256), []
+    x, errors = torch.randn(2, 64, 256), []
     layouts: dict[str, Any] = {"fc1": ours.ColwiseParallel(input_layouts=Shard(1))}
     layouts |= {"norm": ours.SequenceParallel(), "fc2": ours.RowwiseParallel(output_layouts=Shard(1))}
     parallelize_module(model, mesh, layouts)
     for _ in range(2):
         wanted = alone(x).chunk(mesh.size(), 1)[mesh.get_local_rank()]
-        made = model(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])
-        found.append(((getattr(made, "_local_tensor", made) - wanted).norm() / wanted.norm()).item())
-    return found
+        y = model(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+        errors.append(((getattr(y, "_local_tensor", y) - wanted).norm() / wanted.norm()).item())
+    return errors
 
 
 def frozen_norm(mesh: Any) -> list[bool]:
@@ -134,7 +134,7 @@ SUMMED_BY_RANKS = ("out.bias", "fc2.bias")  # in eager, where each has the gradi
 
 
 def on_another_mesh(mesh: Any) -> list[str]:
-    """What a layer whose input is gathered says to one that lies on other ranks, or on two dimensions of a mesh."""
+    """Return the errors of a layer whose input is gathered, beside one on other ranks or on two mesh dimensions."""
     layer, said = octavo.nn.Linear(256, 256), []
     parallelize_module(layer, mesh["shard"], ours.ColwiseParallel(input_layouts=Shard(0)))
     for other, placements in ((mesh["replicate"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])):
@@ -145,7 +145,7 @@ def on_another_mesh(mesh: Any) -> list[str]:
 
 
 class Scaled(nn.Module):
-    """Whose first layer under ColwiseParallel reads smaller numbers than the module's input, of which others read."""
+    """A module whose first layer reads smaller numbers than the module's input, which others read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Scaled(nn.Module):
 
 
 def of_another_scale(mesh: Any) -> tuple[float, float, float]:
-    """How the second step under a delayed recipe differs from that of one rank; so the first of a resumed run.
+    """Return how the second step under a delayed recipe differs from that of one rank; so the first of a resumed run.
 
     And a step of the model's copy, in high precision.
     """
@@ -171,16 +171,16 @@ def of_another_scale(mesh: Any) -> tuple[float, float, float]:
         alone.zero_grad(), net.zero_grad()
         x = torch.randn(8, 256)
         alone(x).sum().backward(), net(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
-        gradients = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, net))
+        gradients = ({name: whole(p.grad) for name, p in of_either.named_parameters()} for of_either in (alone, net))
         return max(differences(*gradients).values())
 
     differ(model)
-    found = differ(model)
+    second_step = differ(model)
     octavo.nn.load_delayed_state_dict(resumed, octavo.nn.delayed_state_dict(alone))
     copies = [copy.deepcopy(net) for net in (model, alone)]
     for net in copies:
         octavo.set_recipe(net, octavo.recipes.high_precision())
-    return found, differ(resumed), differ(*copies)
+    return second_step, differ(resumed), differ(*copies)
 
 
 def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
@@ -188,7 +188,7 @@ def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
 
     Each module is compiled by itself, under FSDP2 and sequence parallelism; for both there is to be one graph.
     """
-    found, like = [], {"norm": "layer_norm", "bias": True, "recipe": RECIPES[recipe]}
+    gradients_of_modules, like = [], {"norm": "layer_norm", "bias": True, "recipe": RECIPES[recipe]}
     for compiled in (False, True):
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -212,10 +212,12 @@ def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
             with torch._dynamo.config.patch(error_on_recompile=True):
                 model(torch.randint(64, (2, 256))).square().mean().backward()
             optimizer.step()
-            found.append({name: whole(p.grad) for name, p in model.named_parameters()})
+            gradients_of_modules.append({name: whole(p.grad) for name, p in model.named_parameters()})
             optimizer.zero_grad()
-    limits = dict.fromkeys(found[0], 0.0) | {name: 1e-6 for name in found[0] if name.endswith(SUMMED_BY_RANKS)}
-    apart = (differences(*pair) for pair in zip(found[:2], found[2:], strict=True))
+    limits = dict.fromkeys(gradients_of_modules[0], 0.0) | {
+        name: 1e-6 for name in gradients_of_modules[0] if name.endswith(SUMMED_BY_RANKS)
+    }
+    apart = (differences(*pair) for pair in zip(gradients_of_modules[:2], gradients_of_modules[2:], strict=True))
     return [[name for name, most in limits.items() if not one[name] <= most] for one in apart]
 
 
@@ -228,16 +230,16 @@ EXACT = ("power of two", "rowwise", "gw_hp", "blockwise", "mx", "high_precision"
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 def test_equal_to_one_rank(pool, recipe, before, bias, shape):
-    """From the first step on; bit for bit where scales are powers of two, which all sums are exact with."""
+    """Steps equal one rank's from the first on; bit for bit where scales are powers of two: all sums are exact."""
     most = 1e-6 if recipe in ("dynamic", "delayed") else 0.0
     for steps, evaluated, same_state in pool.run(tasks.compare, shape, recipe, before, bias):
-        assert max(max(found.values()) for found in steps) <= most and evaluated <= most and same_state
+        assert max(max(differing.values()) for differing in steps) <= most and evaluated <= most and same_state
 
 
 def test_compiled_equal_to_one_rank(pool):
-    """From the first step on, for which there is no delayed scale yet."""
+    """Compiled steps equal one rank's from the first on, for which there is no delayed scale yet."""
     for steps, _, same_state in pool.run(tasks.compare, (2,), "delayed", True, True, True):
-        assert max(max(found.values()) for found in steps) <= 1e-6 and same_state
+        assert max(max(differing.values()) for differing in steps) <= 1e-6 and same_state
 
 
 @pytest.mark.covering(1)
@@ -245,8 +247,8 @@ def test_compiled_equal_to_one_rank(pool):
 @pytest.mark.parametrize("recipe", ["power of two", "blockwise"])
 def test_inputs_that_lie_otherwise(pool, recipe, layouts):
     """Sharded by tokens where all are wanted, replicated where features are, replicated weights."""
-    for found in pool.run(tasks.lies_otherwise, (2,), recipe, layouts):
-        assert max(found.values()) == 0.0
+    for differing in pool.run(tasks.lies_otherwise, (2,), recipe, layouts):
+        assert max(differing.values()) == 0.0
 
 
 ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw_hp", True)}
@@ -258,7 +260,7 @@ ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequence, shape):
-    """Bit for bit where sums are exact, with the bytes of their parts."""
+    """Fused modules equal one rank bit for bit where sums are exact, and send their parts' bytes."""
     for as_one, (first, second), (sent, of_parts), same_state in pool.run(fused, shape, recipe, kind, sequence):
         assert as_one == (kind == "RMSNormMLP" and (recipe, sequence) not in ONE_AFTER_THE_OTHER)  # others have splits
         limit = 0.0 if kind.startswith("RMS") and recipe in EXACT else 2e-6

@@ -47,8 +47,8 @@ def by_hand(attention: SelfAttention, x: torch.Tensor) -> torch.Tensor:
     mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype).triu(1)
     heads = []
     for h in range(attention.heads):
-        own, theirs = slice(h * width, (h + 1) * width), slice(h // shared * width, (h // shared + 1) * width)
-        scores = rotate(query[..., own], table) @ rotate(key[..., theirs], table).transpose(1, 2) / width**0.5
+        rows, theirs = slice(h * width, (h + 1) * width), slice(h // shared * width, (h // shared + 1) * width)
+        scores = rotate(query[..., rows], table) @ rotate(key[..., theirs], table).transpose(1, 2) / width**0.5
         heads.append((scores + mask).softmax(-1) @ value[..., theirs])
     return attention.out(torch.cat(heads, dim=-1))
 
@@ -95,9 +95,9 @@ def test_a_table_to_share_is_the_one_it_makes():
 def test_against_float64(case):
     module, dtype = block(**case), case["dtype"]
     x, grad = torch.randn(B, C, W).to(dtype), torch.randn(B, C, W).to(dtype)
-    found, truth = results(module, x, grad), results(in_float64(module), x.double(), grad.double())
-    assert found.keys() == truth.keys()
-    for name, tensor in found.items():
+    actual, truth = results(module, x, grad), results(in_float64(module), x.double(), grad.double())
+    assert actual.keys() == truth.keys()
+    for name, tensor in actual.items():
         assert tensor.dtype == dtype
         if truth[name].norm() > 0.01 * grad.norm():  # a bias of keys changes nothing, but for roundings
             assert sqnr(tensor, truth[name]) > 11, name

@@ -1,4 +1,4 @@
-"""Whose kernels make a recipe's products: what is said of an architecture, what is done there, what a user is told."""
+"""The kernels of a recipe's products: the table of architectures, the products' own choice, the user's warning."""
 
 import contextlib
 import dataclasses
@@ -24,19 +24,19 @@ FP8["fine"] = dataclasses.replace(recipes.mx(), output=(FINE, FINE), name="fine"
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("sm_80", "CPU")])
 def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> None:
-    """By the kernels' own choice, on a GPU whose torch has blocks of 128 if it is a Hopper, later of 32."""
-    said, made = list(makers(FP8[name], ARCHITECTURES[architecture])), []
+    """Products go where the table says, on a GPU whose torch has blocks of 128 if it is a Hopper, later of 32."""
+    said, called = list(makers(FP8[name], ARCHITECTURES[architecture])), []
     columns = {"sm_89": -1, "sm_90": 128}.get(architecture, 32)
-    has = mock.Mock(side_effect=lambda pairs, *rest: pairs.a.tile[1] in (-1, columns))
+    has = mock.Mock(side_effect=lambda pairs, *others: pairs.a.tile[1] in (-1, columns))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(matmul, "is_right", has))
         for function, kernel in (("library", TORCH), ("triton", TRITON), ("reference", REFERENCE)):
-            chosen = mock.Mock(side_effect=lambda *arguments, kernel=kernel: made.append(kernel))
+            chosen = mock.Mock(side_effect=lambda *arguments, kernel=kernel: called.append(kernel))
             stack.enter_context(mock.patch.object(matmul, f"{function}_matmul", chosen))
         for maker in said:
             a, b = (OperandPair(torch.empty(0), torch.empty(0), c.tile) for c in getattr(FP8[name], maker.product))
             matmul.matmul(ProductArguments(a, b, None), torch.bfloat16, maker.product in FP8[name].fast_accum)
-    assert [maker.kernel for maker in said] == made
+    assert [maker.kernel for maker in said] == called
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_one_warning_where_another_recipe_is_faster(sm: Any, slow: Any, faster: 
         for recipe in list(FP8.values()) * 2:
             warn_once_if_slower(recipe, torch.device("cpu"))
             warn_once_if_slower(recipe, device)
-    found = [record.getMessage() for record in caplog.records]
-    assert [message.partition(" on cuda:0 (sm_")[0] for message in found] == slow
-    assert all(f"octavo.recipes.{faster}()" in message for message in found)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" on cuda:0 (sm_")[0] for message in messages] == slow
+    assert all(f"octavo.recipes.{faster}()" in message for message in messages)
 
 
 def test_a_module_that_is_moved_tells_where_it_is() -> None:

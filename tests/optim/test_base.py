@@ -43,7 +43,7 @@ def fill(params: list[nn.Parameter], seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def kept(params: list[nn.Parameter], optimizer: CompactOptimizer) -> list[Tensor]:
+def copies_of(params: list[nn.Parameter], optimizer: CompactOptimizer) -> list[Tensor]:
     """Copies of all weights and states."""
     states = [value for param in params for value in optimizer.state[param].values()]
     return [tensor.detach().clone() for tensor in (*params, *states)]
@@ -54,31 +54,31 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def trained(steps: int, kind: type, **options: Any) -> list[Tensor]:
-    """What ``steps`` plain steps leave."""
+    """Return the parameters and the state after ``steps`` plain steps."""
     params, optimizer = of(kind, **options)
     for seed in range(steps):
         fill(params, seed)
         optimizer.step()
-    return kept(params, optimizer)
+    return copies_of(params, optimizer)
 
 
 @each_kind
 def test_options_may_be_tensors_which_stay_as_they_are(kind: type) -> None:
-    """As torch's may."""
+    """Options may be tensors, as torch's may; they stay as they are."""
     options: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.25}
     options |= {"momentum": 0.5, "dampening": 0.25} if kind is octavo.optim.SGD else {"eps": 2.0**-20}
     betas = {"betas": (0.5, 0.75)} if issubclass(kind, Adam) else {}
     as_tensors = {name: torch.tensor(value) for name, value in options.items()}
     as_tensors |= {name: tuple(map(torch.tensor, values)) for name, values in betas.items()}
-    found = []
-    for given in (options | betas, as_tensors):
-        params, optimizer = of(kind, **given)
+    results = []
+    for arguments in (options | betas, as_tensors):
+        params, optimizer = of(kind, **arguments)
         for step in range(3):
             fill(params, step)
             optimizer.step()
-        found.append(kept(params, optimizer))
-        assert {name: optimizer.param_groups[0][name] for name in given} == options | betas
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append(copies_of(params, optimizer))
+        assert {name: optimizer.param_groups[0][name] for name in arguments} == options | betas
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_in_compiled_code_it_is_a_graph_break() -> None:
@@ -93,9 +93,9 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
     compiled = torch.compile(step, backend="aot_eager")
     for seed in (0, 1, 2):
         fill(params, seed)
-        found = compiled(torch.ones(3))
-        assert torch.equal(found, torch.full((3,), 2.0) + params[1].detach().sum())
-    assert equal(kept(params, optimizer), trained(3, octavo.optim.AdamW))
+        result = compiled(torch.ones(3))
+        assert torch.equal(result, torch.full((3,), 2.0) + params[1].detach().sum())
+    assert equal(copies_of(params, optimizer), trained(3, octavo.optim.AdamW))
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(3))
@@ -137,10 +137,10 @@ PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam), (SGD, torch.optim
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
 def test_the_signature_has_all_of_torchs(ours: Any, torchs: Any) -> None:
-    own, theirs = (inspect.signature(kind).parameters for kind in (ours, torchs))
-    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in own.values())
+    ours_by_name, theirs = (inspect.signature(kind).parameters for kind in (ours, torchs))
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in ours_by_name.values())
     for name, parameter in theirs.items():
-        assert (own[name].default, own[name].kind) == (parameter.default, parameter.kind)
+        assert (ours_by_name[name].default, ours_by_name[name].kind) == (parameter.default, parameter.kind)
 
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
@@ -155,9 +155,9 @@ def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> 
             ours([p], **{name: True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentums'"):
         ours([p], momentums="fp8")
-    for given in ({p}, [{"params": {p}}]):
+    for params in ({p}, [{"params": {p}}]):
         with pytest.raises(TypeError, match=r"set|sets"):
-            ours(given)
+            ours(params)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
@@ -174,7 +174,7 @@ def test_a_gradient_that_torch_has_not_negated_yet_is_read_with_its_sign(kind: t
 
 
 def test_a_part_is_known_by_its_codes():
-    """Where FSDP2 loads shards, it gives them other memory: what is the same there was not written."""
+    """Codes in other memory, as FSDP2 makes when it loads shards, count as a write only if they differ."""
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
     held = part.qdata
     before = PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]

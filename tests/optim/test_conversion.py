@@ -58,13 +58,13 @@ def values_of(weight: nn.Parameter) -> Tensor:
 def changed(optimizer, kind: tuple[str, str | None], moments: object = None) -> None:
     weight = only(optimizer)
     storage = {} if same_storage(weight, kind) else {weight: STORAGES[kind[0]]}
-    kept = optimizer.moments if moments is None else optimizer.moments_of(moments)
-    change(optimizer, Settings(kept, optimizer.names, kind[1]), storage)
+    kinds_of_moments = optimizer.moments if moments is None else optimizer.moments_of(moments)
+    change(optimizer, Settings(kinds_of_moments, optimizer.names, kind[1]), storage)
 
 
 def same_storage(weight: nn.Parameter, kind: tuple[str, str | None]) -> bool:
-    own = weight.granularity if isinstance(weight, StoredWeight) else None
-    return own == STORAGES[kind[0]]
+    granularity = weight.granularity if isinstance(weight, StoredWeight) else None
+    return granularity == STORAGES[kind[0]]
 
 
 @pytest.mark.covering(1)

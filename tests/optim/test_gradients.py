@@ -25,8 +25,8 @@ def test_a_gradient_is_a_pair_before_the_next_comes() -> None:
     for param in model.parameters():  # after the optimizer's
         param.register_post_accumulate_grad_hook(lambda param: kinds.append([type(g) for g in grads_of(model)]))
     loss_of(model).backward()
-    assert [len(found) for found in kinds] == list(range(1, 9))
-    assert {kind for found in kinds for kind in found} == {StoredGradient}
+    assert [len(kinds_of_step) for kinds_of_step in kinds] == list(range(1, 9))
+    assert {kind for kinds_of_step in kinds for kind in kinds_of_step} == {StoredGradient}
     optimizer.step()
 
 

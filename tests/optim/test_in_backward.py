@@ -1,4 +1,4 @@
-"""Updates in backward equal a step after it, bit for bit; gradients do not stay; what can't be exact is refused."""
+"""Updates in backward equal a step after it, bit for bit; gradients do not stay; inexact options are refused."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ def test_a_backward_that_fails_is_a_step_of_what_it_updated(kind: str, threshold
     def fail(grad: Tensor) -> None:
         raise MemoryError("no room")
 
-    found = []
+    trainings = []
     for in_backward in (True, False):
         model, fails = model_of(kind), iter([False, True, True, False])
         optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -78,9 +78,9 @@ def test_a_backward_that_fails_is_a_step_of_what_it_updated(kind: str, threshold
                 if not in_backward and threshold == 0:
                     optimizer.step()
             optimizer.zero_grad()
-        found.append((model, optimizer))
-    assert_same(*found)
-    model, optimizer = found[0]
+        trainings.append((model, optimizer))
+    assert_same(*trainings)
+    model, optimizer = trainings[0]
     loss_of(model).backward()
     optimizer.zero_grad()
     if threshold == 0:  # a backward that ended is no failure
@@ -94,7 +94,7 @@ def test_nothing_is_held_by_hooks() -> None:
     optimizer = AdamW(model.parameters())
     handle = update_in_backward(optimizer, 0)
     train(model, optimizer, 1)
-    gone = [weakref.ref(found) for found in (optimizer, handle, *model.parameters())]
+    gone = [weakref.ref(referent) for referent in (optimizer, handle, *model.parameters())]
     del optimizer, handle
     gc.collect()
     assert [ref() for ref in gone[:2]] == [None, None]
@@ -114,14 +114,14 @@ def test_gradients_do_not_stay_and_a_crossing_is_a_launch(threshold: int, in_bac
     live: list[int] = []
 
     def count(param: nn.Parameter) -> None:  # after update_in_backward's
-        own = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, UsedGradient)]
-        live.append(sum(gradient.numel() * gradient.element_size() for gradient in own))
+        gradients = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, UsedGradient)]
+        live.append(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
 
     for param in params:
         param.register_post_accumulate_grad_hook(count)
     loss_of(model).backward()
     assert len(live) == len(params)
-    assert all(found < max(threshold, 1) for found in live)
+    assert all(live_bytes < max(threshold, 1) for live_bytes in live)
     assert handle.most_bytes <= min(threshold + WEIGHT, 4 * (WEIGHT + 2 * D))
     assert handle.launches == in_backward
     handle.optimizer.step()
@@ -223,7 +223,7 @@ CROSSED_EARLY = {"dynamic": 200, "blockwise": 100_000}  # bytes, by the second o
 
 
 def stored_equals(mesh: Any, recipe: str) -> list[str]:
-    """What differs between updates in backward and a step after it, of sharded weights that live in FP8.
+    """Return what differs between updates in backward and a step after it, of sharded weights that live in FP8.
 
     With micro-batches; the thresholds part ranks' updates differently.
     """
@@ -254,12 +254,12 @@ def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
 
 def params_with(*norms: float) -> list[nn.Parameter]:
     """Parameters whose gradients have these norms."""
-    found = []
+    params_of_norms = []
     for norm in norms:
         param = nn.Parameter(torch.zeros(4, 4))
         param.grad = torch.full((4, 4), norm / 4)
-        found.append(param)
-    return found
+        params_of_norms.append(param)
+    return params_of_norms
 
 
 def again(params: list[nn.Parameter], *norms: float) -> list[nn.Parameter]:
@@ -308,9 +308,9 @@ def test_what_is_not_finite_shows(value: float) -> None:
     norms.add(params)
     norms.end_step()
     again(params, value, 1.0)
-    for param, found in zip(params, (norms.estimate, norms.end_step), strict=True):
+    for param, read_norm in zip(params, (norms.estimate, norms.end_step), strict=True):
         norms.add([param])
-        assert not math.isfinite(float(found()))
+        assert not math.isfinite(float(read_norm()))
 
 
 def test_in_float32() -> None:

@@ -1,4 +1,4 @@
-"""Weights that ranks share by rows, columns or both: what an optimizer makes of them is what one rank does."""
+"""Weights that ranks share by rows, columns or both: an optimizer updates them as one rank does."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ def layouts_of(mesh: Any) -> dict[str, Any]:
 
 
 def mine(whole: Tensor, param: Any) -> Tensor:
-    """This rank's part of a tensor that is sharded as a parameter is."""
+    """Return this rank's part of a tensor that is sharded as a parameter is."""
     if not isinstance(param, DTensor):
         return whole
     (chunk, *_) = param.__create_chunk_list__() or [None]
@@ -64,26 +64,26 @@ def mine(whole: Tensor, param: Any) -> Tensor:
 
 
 def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
-    """(layouts whose shards are not where they are said to be; bytes of each shard here, and as they are counted)."""
-    wrong, here, counted = [], [], []
+    """Return (layouts with shards at wrong places; bytes of each shard here, and as they are counted)."""
+    wrong, sizes, counted = [], [], []
     for name, placements in layouts_of(mesh).items():
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
             count = torch.Size(shape).numel()
             param = placed(torch.arange(float(count)).view(shape), mesh, placements)
-            (first_row, first_column, row_length), own = place_of(param), local(param).flatten(1)
-            rows, columns = torch.meshgrid(*map(torch.arange, own.shape), indexing="ij")
+            (first_row, first_column, row_length), part = place_of(param), local(param).flatten(1)
+            rows, columns = torch.meshgrid(*map(torch.arange, part.shape), indexing="ij")
             index = (first_row + rows) * row_length + first_column + columns
-            if not torch.equal(index.float(), own):
+            if not torch.equal(index.float(), part):
                 wrong.append(f"{name} {shape}")
-            here.append(own.numel() * 4)
+            sizes.append(part.numel() * 4)
             counted.append(bytes_of_shard(param))
-    return wrong, here, counted
+    return wrong, sizes, counted
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_shards_are_where_they_are_said_to_be(shape: tuple[int, ...], pool: Any) -> None:
-    wrong, here, counted = zip(*pool.run(places, shape), strict=True)
-    assert not any(wrong) and list(map(max, zip(*here, strict=True))) == counted[0]
+    wrong, sizes, counted = zip(*pool.run(places, shape), strict=True)
+    assert not any(wrong) and list(map(max, zip(*sizes, strict=True))) == counted[0]
     assert all(counts == counted[0] for counts in counted) and bytes_of_shard(torch.ones(5, 3)) == 60
 
 
@@ -93,7 +93,7 @@ def of_muon(params: Any, **options: Any) -> Any:
 
 
 def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_one: dict[str, Any]) -> list[str]:
-    """What differs, on this rank, of weights and state from the same on one rank, with these options changed there.
+    """Return what differs, on this rank, of weights and state from one rank's, which has other options as well.
 
     The second step of three is skipped; before the third an optimizer that has loaded the first one's state takes its
     place.
@@ -107,7 +107,7 @@ def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_on
     wholes = [torch.randn(shape).to(dtype) for shape in shapes]
     ours = [nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
     twins, versions = [nn.Parameter(whole.clone()) for whole in wholes], [param._version for param in ours]
-    optimizers = [kind(params, lr=0.01, **kept) for params, kept in ((ours, options), (twins, options | of_one))]
+    optimizers = [kind(params, lr=0.01, **chosen) for params, chosen in ((ours, options), (twins, options | of_one))]
     for number in range(3):
         for param, twin in zip(ours, twins, strict=True):
             grad = torch.randn(param.shape) * 10**number
@@ -121,15 +121,15 @@ def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_on
             optimizer.skip = torch.tensor(float(number == 1))
             optimizer.step()
     assert all(param._version > version for param, version in zip(ours, versions, strict=True))
-    found = []
+    differing = []
     for number, (param, twin) in enumerate(zip(ours, twins, strict=True)):
         pairs = {"weight": (param.detach(), twin.detach())}
         states = optimizers[0].state[param], optimizers[1].state[twin]
         pairs |= {name: (value, states[1][name]) for name, value in states[0].items()}
         for name, (one, other) in pairs.items():
             if one.shape != other.shape or not torch.equal(local(one), mine(other, one)):
-                found.append(f"{number} {name}")
-    return found
+                differing.append(f"{number} {name}")
+    return differing
 
 
 @pytest.mark.parametrize(
@@ -159,15 +159,15 @@ def test_whole_blocks_are_those_of_one_rank(layout: str, options: Any, pool: Any
 
 @pytest.mark.parametrize("layout", ["columns", "rows of columns"])
 def test_columns_that_cut_blocks_have_moments_in_bf16(layout: str, pool: Any) -> None:
-    """Two ranks have 150 columns each: one block and a part of the next."""
+    """Moments are in bf16 where columns cut blocks: two ranks have 150 columns each, a block and a part."""
     shape = (2,) * len(LAYOUTS[layout])
     assert pool.run(stepped, shape, layout, FP8, 300, {"moments": "bf16"}) == [[]] * math.prod(shape)
 
 
 def loaded_full(mesh: Any, dtype: torch.dtype) -> list[float]:
-    """How far moments are, relatively, that ranks load from one rank's full state dict, and one again from theirs."""
+    """Return relative errors of moments that ranks load from one rank's full state dict, and one again from theirs."""
     options: Any = {"moments": "fp8", "master": "split32"}  # of which 16 bits are sent as bytes
-    nets, trained, found = [nn.Linear(300, 150, dtype=dtype) for _ in range(2)], [], []
+    nets, trained, errors = [nn.Linear(300, 150, dtype=dtype) for _ in range(2)], [], []
     for net in nets:
         trained.append(AdamW(net.parameters(), **options))
         for param in net.parameters():
@@ -188,35 +188,37 @@ def loaded_full(mesh: Any, dtype: torch.dtype) -> list[float]:
             set_optimizer_state_dict(nets[1], back, again, options=FULL)
         for param, of_ranks, other in zip(*(one.parameters() for one in (nets[0], net, nets[1])), strict=True):
             if dtype == torch.bfloat16:
-                rest = alone.state[param]["master_rest"]
-                assert rest.any() and torch.equal(local(on_ranks.state[of_ranks]["master_rest"]), mine(rest, of_ranks))
-                assert mesh.get_rank() or torch.equal(back.state[other]["master_rest"], rest)
+                remainders = alone.state[param]["master_rest"]
+                assert remainders.any() and torch.equal(
+                    local(on_ranks.state[of_ranks]["master_rest"]), mine(remainders, of_ranks)
+                )
+                assert mesh.get_rank() or torch.equal(back.state[other]["master_rest"], remainders)
             wanted, loaded, read = moments_of(alone, param), moments_of(on_ranks, of_ranks), moments_of(back, other)
             for one, part, all_of_it in zip(wanted, loaded, read, strict=True):
-                found.append(float((part - mine(one, of_ranks)).norm() / part.norm()))
+                errors.append(float((part - mine(one, of_ranks)).norm() / part.norm()))
                 if mesh.get_rank() == 0:
-                    found.append(float((all_of_it - one).norm() / one.norm()))
-    return found
+                    errors.append(float((all_of_it - one).norm() / one.norm()))
+    return errors
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer's state was converted")
 def test_full_state_dicts_go_to_ranks_and_back(pool: Any) -> None:
     """Float32 and codes hold codes, bf16 to half a step of it; masters of bf16 weights are the same."""
     assert len(pool.run(loaded_full, (2,), torch.bfloat16)) == 2
-    for found in pool.run(loaded_full, (2,), torch.float32):
-        assert max(found[: len(found) // 2]) == 0 and 0 < max(found) < 2.0**-8
+    for errors in pool.run(loaded_full, (2,), torch.float32):
+        assert max(errors[: len(errors) // 2]) == 0 and 0 < max(errors) < 2.0**-8
 
 
 def norms(mesh: Any) -> tuple[float, float, float]:
-    """The global norm of gradients in all layouts, by the same on one rank; the largest; and that of one NaN."""
+    """Return the global norm of gradients in all layouts by one rank's; the largest; and a NaN's norm."""
     wholes = [torch.randn(6, 10) for _ in layouts_of(mesh)] + [torch.randn(5)]
     gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
     gradients.append(wholes[-1])  # of a parameter that is in no plan
     one = torch.cat([whole.flatten() for whole in wholes])
-    found = squared_norms(gradients).sum().sqrt(), largest(gradients)
+    both = squared_norms(gradients).sum().sqrt(), largest(gradients)
     if mesh.get_rank() == 1:
         local(gradients[1])[0, 0] = torch.nan
-    return float(found[0] / one.norm()), float(found[1] / one.abs().max()), float(largest(gradients))
+    return (float(both[0] / one.norm()), float(both[1] / one.abs().max()), float(largest(gradients)))
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -226,7 +228,7 @@ def test_norms_count_each_element_once(shape: tuple[int, ...], pool: Any) -> Non
 
 
 def refused(mesh: Any) -> list[str]:
-    """What is said to weights that are sharded by other dimensions; and to one scale of all rows."""
+    """Return the errors about weights that are sharded by other dimensions; and about one scale of all rows."""
     said, one = [], (Moment(E4M3, granularity=PerTensor()), Moment("fp32"))
     for shape, placements in (
         ((4, 4, 4), [Replicate(), Shard(2)]),
@@ -246,11 +248,11 @@ def test_other_layouts_and_one_scale_are_refused(pool: Any) -> None:
 
 
 def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
-    """The sums of weights in several layouts, over a mesh (data, tensor) or over data alone, and those of one rank."""
+    """Return the sums of weights in several layouts, over a mesh (data, tensor) or data alone, and one rank's."""
     data, rows = mesh["replicate"], [Shard(0)]
     ways = [(data, rows), (mesh, LAYOUTS["rows of columns"]), None, (mesh, [Replicate(), Shard(0)]), (data, rows)]
     values = [torch.randn(4, 8) for _ in ways]
-    found = []
+    sums = []
     for on_ranks in (True, False):
         params = []
         for value, way in zip(values, ways, strict=True):
@@ -260,8 +262,8 @@ def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
         optimizer = AdamW(params, lr=0.01, moments="fp32")
         optimizer.measure(Resolution(params))
         optimizer.step()
-        found.append(optimizer.resolution.take().sums().tolist())
-    return found[0], found[1]
+        sums.append(optimizer.resolution.take().sums().tolist())
+    return sums[0], sums[1]
 
 
 def test_resolutions_count_each_weight_once_however_ranks_share_it(pool: Any) -> None:
@@ -269,7 +271,7 @@ def test_resolutions_count_each_weight_once_however_ranks_share_it(pool: Any) ->
         assert ranks == pytest.approx(alone, rel=1e-9) and alone[0] > 0
 
 
-# Trainings of a model that ``make(seed)`` makes: each returns what is compared.
+# Trainings of a model that ``make(seed)`` makes: each returns the tensors that are compared.
 
 
 def three_steps(make: Any, master: str | None = "auto", moments: Any = "fp8") -> tuple[Any, Any]:
@@ -329,7 +331,7 @@ def loaded_by_another_master(make: Any) -> tuple[Any, Any]:
 
 
 def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[str]:
-    """What differs between a training of a sharded model and of the whole one."""
+    """Return what differs between a training of a sharded model and of the whole one."""
     makes = (lambda seed=0: sharded(recipe, mesh, seed)), (lambda seed=0: model(recipe, seed))
     runs = [held(*globals()[training](make, *options)) for make in makes]
     return differences(*runs, mesh["shard"])
@@ -361,14 +363,14 @@ def test_equal_to_whole_weights(pool, cell):
 
 
 def exchanged(mesh: Any, recipe: str) -> list[tuple[int, int]]:
-    """(all-reduces, their bytes) of some steps."""
+    """Return (all-reduces, their bytes) of some steps."""
     net = sharded(recipe, mesh)
-    optimizer, found = adamw(net), []
+    optimizer, counts = adamw(net), []
     for step in range(3):
         with ByteCounter() as counter:
             steps(net, optimizer, step, step + 1)
-        found.append((counter.calls[REDUCE], counter.bytes[REDUCE]))
-    return found
+        counts.append((counter.calls[REDUCE], counter.bytes[REDUCE]))
+    return counts
 
 
 def test_one_number_a_weight_in_one_collective(pool):

@@ -27,18 +27,18 @@ def test_a_float32_weight_needs_nothing_besides():
 
 
 @pytest.mark.parametrize(
-    ("name", "rest", "is_random"),
+    ("name", "form", "is_random"),
     [("split32", (torch.uint8, (3, 4, 5, 2)), False), ("split24", (torch.int8, (3, 4, 5)), True), (None, None, True)],
 )
-def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
+def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
     master = master_of(p, name)
     assert master is NAMED[name]
     state = master.new_state(p)
-    assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": rest} if rest else {})
+    assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": form} if form else {})
     stored = master.for_kernel(p.detach().view(3, 20), state)
     assert stored.kind == (name or "stochastic") and stored.is_random is is_random
-    if rest is None:
+    if form is None:
         assert stored.low_bits is None
     else:
         assert not state["master_rest"].any() and stored.low_bits.shape == (3, 20)
@@ -47,8 +47,8 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
 
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
-    for name, found in bf16.items():
-        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[found]
+    for name, expected in bf16.items():
+        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[expected]
     for name, of in (("fp32", "float32"), ("split32", "bfloat16"), ("split24", "bfloat16"), (None, "bfloat16")):
         message = f"master={name!r} is for weights of torch.{of}, not torch.float16; use 'auto'"
         with pytest.raises(ValueError, match=message):
@@ -67,7 +67,7 @@ def test_names_of_other_weights():
 def test_a_weight_that_was_written_goes_on_from_there(write):
     p = nn.Parameter(torch.randn(2, 200).bfloat16())
     optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, moments="fp32", master="split32")
-    for values in (None, 7e4, 1e-3):  # far above what it was; far below
+    for values in (None, 7e4, 1e-3):  # far above the weight; far below
         if values is not None:
             new = torch.full((2, 200), values).bfloat16()
             if write == "data =":
@@ -130,7 +130,7 @@ def test_who_cannot_bound_the_update_is_refused(moments):
 
 @each_granularity
 def test_a_float32_master_is_that_of_a_float32_weight(granularity):
-    """Bit for bit, in moments too; and the codes are its cast."""
+    """Training equals a float32 weight's bit for bit, in moments too; and the codes are its cast."""
     weight = parameter(granularity)
     wide = nn.Parameter(plain(weight))
     first, second = AdamW([weight], lr=0.02, master="fp32"), AdamW([wide], lr=0.02, clip_update=True)
@@ -163,18 +163,18 @@ def test_the_fastest_growth_never_saturates(master, granularity):
         assert not ((weight.qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
         bound = 448 * weight.scale_inv.max()
         assert float(exact.detach().abs().max()) <= float(bound) < 5 * float(exact.detach().abs().max())
-    found, tolerance = master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02)
+    actual, tolerance = (master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02))
     assert float(exact.detach().abs().min()) > 6  # from a thousandth
-    assert ((found - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
-    ratio = found / exact.detach()
+    assert ((actual - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
+    ratio = actual / exact.detach()
     assert abs(float(ratio.mean()) - 1) < 1e-4 + 5 * float(ratio.std()) / ratio.numel() ** 0.5
     amax = optimizer.state[weight]["master_amax"]
-    assert float(amax.max()) == float(found.abs().max())
+    assert float(amax.max()) == float(actual.abs().max())
 
 
 @each_granularity
 def test_without_a_master_the_mean_is_right(granularity):
-    """Each update is a thirtieth of the codes' distance, so that rounding to nearest would stand still."""
+    """Updates are a thirtieth of the codes' distance, so that rounding to nearest would stand still."""
     start, ulp, lr, steps = 0.3125, 2.0**-5, 1e-3, 10
     weight = parameter(granularity, torch.full((512, 512), start))
     optimizer = AdamW([weight], lr=lr, weight_decay=0.0, moments="fp32", master=None)
@@ -220,7 +220,7 @@ def test_weights_that_were_loaded_later_are_not_lost(master):
         weight.copy_(values := 100 * torch.randn(SHAPE))
     before = plain(weight)
     step(optimizer, torch.zeros(SHAPE))
-    # begun from what was loaded, except without a master, which has only the codes
+    # begun from the loaded values; without a master there are only the codes
     assert torch.allclose(plain(weight), before if master is None else values, rtol=0.07, atol=100 * 2.0**-12)
 
 
@@ -253,17 +253,17 @@ def begun(layer, master):
 def test_it_begins_as_the_weight_before_its_cast(master, recipe):
     layer, values = stored_layer(recipe)
     codes = plain(layer.weight)
-    found, values = begun(layer, master), values.float()
+    first_values, values = begun(layer, master), values.float()
     smallest = values.abs().amax() * 2.0**-27  # below which codes and remainders end
-    assert ((found - values).abs() <= values.abs() * 2.0**-10 + smallest).all()
-    assert ((found - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
+    assert ((first_values - values).abs() <= values.abs() * 2.0**-10 + smallest).all()
+    assert ((first_values - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
 
 
 @pytest.mark.parametrize(
     "way", ["copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"]
 )
 def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(way):
-    """As long as it requires gradients, or an optimizer waits for it."""
+    """A stored weight's values before its cast stay while it requires gradients, or an optimizer waits for them."""
     layer, values = stored_layer()
     x = torch.randn(4, 256, dtype=torch.bfloat16)
     if way == "copied":

@@ -101,7 +101,7 @@ def test_codes_are_read_by_their_blocks():
 
 
 def errors_of(rounding: Any, noise: float) -> Tensor:
-    """What a momentum in codes lies above float64's after each of 30 gradients of a mean of 1 and this noise."""
+    """Return how far a momentum in codes lies above float64's after each of 30 gradients of mean 1 and this noise."""
     moment, shape = Moment(E4M3, rounding=rounding), torch.Size((4, 128))
     stored = moment.for_kernel("m", moment.new_state("m", shape, "cpu"))
     exact, errors = torch.zeros(shape, dtype=torch.float64), []

@@ -57,7 +57,7 @@ def equal(ours: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     ids=["default", "matching AdamW", "other coefficients"],
 )
 def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) -> None:
-    found = []
+    params_of_kinds = []
     for kind, exact in ((Muon, {"moments": "fp32"}), (torch.optim.Muon, {})):
         params: list[nn.Parameter] = matrices()
         optimizer: Any = kind([{"params": params[:2]}, {"params": params[2:], "momentum": 0.9}], **options, **exact)
@@ -66,8 +66,8 @@ def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) 
             optimizer.param_groups[1]["weight_decay"] = 0.25 * step
             steps(optimizer, params, 1, step)
             schedule.step()
-        found.append(params)
-    assert equal(*found)
+        params_of_kinds.append(params)
+    assert equal(*params_of_kinds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,8 +104,8 @@ def test_the_triton_launches_do_what_the_reference_does(kernels: TritonKernels) 
     with rounded_once():
         expected = trained(gradient_storage="fp8")
     with in_place_of_reference(kernels):
-        found = trained(gradient_storage="fp8")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        params = trained(gradient_storage="fp8")
+    assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
 @pytest.mark.parametrize("master", ["split16", "fp32"])
@@ -153,13 +153,13 @@ def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], messag
 def refused(mesh: Any) -> str:
     for shape in ((2, 4, 4), (4, 4)):
         param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(1)]))
-        with pytest.raises(ValueError, match=r'share by rows.*"algorithm": "adamw"') as found:
+        with pytest.raises(ValueError, match=r'share by rows.*"algorithm": "adamw"') as caught:
             Muon([{"params": [param], "algorithm": "muon"}])
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_columns_are_refused(pool: Any) -> None:
-    assert all("weight (4, 4)" in told for told in pool.run(refused, (2,)))
+    assert all("weight (4, 4)" in message for message in pool.run(refused, (2,)))
 
 
 EXPERTS = (3, 40, 256)
@@ -176,7 +176,7 @@ def stacked(groups: Any, **options: Any) -> Muon:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_expert_is_a_matrix_of_torchs(shape: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """One in bf16 is half of its master, which is the float32 matrix that torch moves."""
+    """Experts move as torch's matrices; one in bf16 is half of its master, the float32 matrix that torch moves."""
     (experts,) = matrices(dtype, [shape])
     torchs = [nn.Parameter(one.float()) for one in experts.detach()] or [nn.Parameter(torch.ones(1, 1))]
     optimizer = stacked([experts], moments="fp32", **options)
@@ -188,8 +188,8 @@ def test_each_expert_is_a_matrix_of_torchs(shape: Any, options: dict[str, Any], 
             one.grad = grad.float()
         optimizer.step()
         other.step()
-    found = master_values(optimizer, experts).view(shape)
-    assert all(torch.equal(*pair) for pair in zip(found, torchs, strict=bool(shape[0])))
+    values = master_values(optimizer, experts).view(shape)
+    assert all(torch.equal(*pair) for pair in zip(values, torchs, strict=bool(shape[0])))
 
 
 @pytest.mark.covering(1)
@@ -257,15 +257,15 @@ def test_directions_in_fp8_are_rounded_before_they_are_orthogonalised() -> None:
 
 
 def test_options_of_a_group_without_matrices_are_adamws() -> None:
-    """As of biases and norms that shall not decay."""
+    """Options of a group of biases and norms, which shall not decay, are AdamW's."""
     matrix, vector, scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     groups = [
         {"params": [matrix, vector], "weight_decay": 0.2},
         {"params": [scale], "weight_decay": 0.0},
         {"params": []},
     ]
-    found = Muon(groups, adamw={"weight_decay": 0.01}).param_groups
-    decays = [(group["algorithm"], group["weight_decay"], len(group["params"])) for group in found]
+    param_groups = Muon(groups, adamw={"weight_decay": 0.01}).param_groups
+    decays = [(group["algorithm"], group["weight_decay"], len(group["params"])) for group in param_groups]
     assert decays == [("muon", 0.2, 1), ("adamw", 0.01, 1), ("adamw", 0.0, 1), ("muon", 0.1, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Random sequences of what happens to an optimizer, beside a twin that keeps nothing.
+"""Random sequences of an optimizer's calls, beside a twin that keeps nothing.
 
 The twin is an optimizer made anew for each step, of its own weights and states, and its gradients are given whole.
 """
@@ -44,17 +44,17 @@ class Subject:
         if stored and kind != "SGD":
             self.params[0] = nn.Parameter(StoredWeight.cast(values[0]))
         self.coded, self.skips, self.count, self.first = coded, skips, 0, len(values)
-        kept = {"moments": moments, "master": master, "skip_nonfinite": skips, "seed": 5}
-        self.make = functools.partial(KINDS[kind], lr=0.01, **kept)
+        options = {"moments": moments, "master": master, "skip_nonfinite": skips, "seed": 5}
+        self.make = functools.partial(KINDS[kind], lr=0.01, **options)
         self.weights = copy.deepcopy(self.params)
         self.states: list[dict[str, Any]] = [{} for _ in values]
         self.options: dict[str, float] = {}
         self.hooked: list[bool] = []
-        self.optimizer = self.made(self.params, coded)
+        self.optimizer = self.optimizer_of(self.params, coded)
         self.attached()
 
-    def made(self, params: list[nn.Parameter], coded: bool) -> Any:
-        """An optimizer of these weights; those that came later are groups of their own."""
+    def optimizer_of(self, params: list[nn.Parameter], coded: bool) -> Any:
+        """Return an optimizer of these weights; weights that came later are groups of their own."""
         optimizer = self.make(params[: self.first], gradient_storage="fp8" if coded else None)
         for param in params[self.first :]:
             optimizer.add_param_group({"params": [param]})
@@ -80,12 +80,12 @@ class Subject:
         spoiled = fault and (self.skips or how == "scaled") and self.spoil(grads)
         if how == "closure":
             self.attached()  # before the closure is called
-        given = self.whole(grads)
+        gradients_of_step = self.whole(grads)
         before = [part.clone() for param in self.params for part in self.parts(param)]
 
         def backward() -> None:
-            for number, some in enumerate(grads):
-                losses = [self.read(self.params[at]).mul(grad).sum() for at, grad in some.items()]
+            for number, grads_of_batch in enumerate(grads):
+                losses = [self.read(self.params[at]).mul(grad).sum() for at, grad in grads_of_batch.items()]
                 with self.optimizer.accumulate() if number < len(grads) - 1 else nullcontext():
                     if losses:
                         loss = torch.stack([loss.float() for loss in losses]).sum()
@@ -101,7 +101,7 @@ class Subject:
                 handle.remove()
             if how == "dropped":
                 self.optimizer.zero_grad()
-                given = [None] * len(given)
+                gradients_of_step = [None] * len(gradients_of_step)
             if how == "scaled" and any(grads):
                 scaler.step(self.optimizer)
             else:
@@ -110,7 +110,7 @@ class Subject:
         self.optimizer.zero_grad(set_to_none=to_none)
         if spoiled:
             assert all(map(torch.equal, before, [part for param in self.params for part in self.parts(param)]))
-        self.twin_steps(given, spoiled)
+        self.twin_steps(gradients_of_step, spoiled)
         self.count += 1
 
     @staticmethod
@@ -120,37 +120,37 @@ class Subject:
     def gradients(self, number: int, mask: int) -> dict[int, Tensor]:
         """The gradients of a micro-batch, by the weights' numbers."""
         generator = torch.Generator().manual_seed(10 * self.count + number)
-        found = [torch.randn(p.shape, generator=generator).to(p.dtype) * 4**number for p in self.params]
-        return {at: grad for at, grad in enumerate(found) if mask >> at & 1 and self.params[at].requires_grad}
+        drawn_gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) * 4**number for p in self.params]
+        return {at: grad for at, grad in enumerate(drawn_gradients) if mask >> at & 1 and self.params[at].requires_grad}
 
     @staticmethod
     def spoil(grads: list[dict[int, Tensor]]) -> bool:
         """Put a NaN into a gradient, if there is one."""
-        full = [grad for some in grads for grad in some.values() if grad.numel()]
+        full = [grad for grads_of_batch in grads for grad in grads_of_batch.values() if grad.numel()]
         if full:
             full[-1].view(-1)[0] = math.nan
         return bool(full)
 
     def whole(self, grads: list[dict[int, Tensor]]) -> list[Tensor | None]:
-        """What the micro-batches of a step leave of each weight's gradient."""
-        found: list[Tensor | None] = []
+        """Return each weight's gradient after the micro-batches of a step."""
+        totals: list[Tensor | None] = []
         for at, param in enumerate(self.params):
             wide = self.coded and self.hooked[at]
             total = None if param.grad is None else torch.zeros(param.shape, dtype=param.dtype)
-            for some in grads:
-                if at in some:
-                    grad = some[at].float() if wide else some[at]
+            for grads_of_batch in grads:
+                if at in grads_of_batch:
+                    grad = grads_of_batch[at].float() if wide else grads_of_batch[at]
                     total = grad if total is None else total + grad
             if wide and at in grads[-1] and total is not None and total.numel():
                 rounded = nn.Parameter(total)
                 rounded.grad = total
                 by_hand(rounded)
                 total = rounded.grad
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
     def twin_steps(self, gradients: list[Tensor | None], spoiled: bool) -> None:
-        twin = self.made(self.weights, False)
+        twin = self.optimizer_of(self.weights, False)
         twin.skip_nonfinite, twin.skip = False, torch.tensor(1.0) if spoiled else None
         for weight, state, grad in zip(self.weights, self.states, gradients, strict=True):
             twin.state[weight] = state
@@ -178,12 +178,12 @@ class Subject:
         file.seek(0)
         self.optimizer, self.hooked = None, []
         gc.collect()  # the hooks of the one before
-        self.optimizer = self.made(self.params, self.coded)
+        self.optimizer = self.optimizer_of(self.params, self.coded)
         self.optimizer.load_state_dict(torch.load(file, weights_only=True))
         self.attached()
 
     def go_on_with_a_copy(self, pickled: bool) -> None:
-        """The one that was copied stays as it was."""
+        """Go on with a copy; the original stays as it was."""
         both = self.params, self.optimizer
         self.params, self.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.hooked = []
@@ -203,7 +203,7 @@ class Subject:
                 self.optimizer.state[param] = {name: value.clone() for name, value in state.items()}
 
     def replace_parameter(self, at: int) -> None:
-        """Another in its place, as accelerate's FSDP2 does; its state begins anew."""
+        """Replace a parameter, as accelerate's FSDP2 does; its state begins anew."""
         for group in self.optimizer.param_groups:
             for number, param in enumerate(group["params"]):
                 if param is self.params[at] and not isinstance(param, StoredWeight):
@@ -238,15 +238,15 @@ class Subject:
     def check(self) -> None:
         for at, (param, weight, state) in enumerate(zip(self.params, self.weights, self.states, strict=True)):
             assert all(map(torch.equal, self.parts(param), self.parts(weight))), f"weight {at}"
-            found = self.optimizer.state.get(param, {})
-            if not state and found.get("step") == 0:
+            actual = self.optimizer.state.get(param, {})
+            if not state and actual.get("step") == 0:
                 continue  # it was loaded as the first step will begin it
-            assert found.keys() == state.keys(), f"state of weight {at}"
-            assert all(torch.equal(found[name], state[name]) for name in state), f"state of weight {at}"
+            assert actual.keys() == state.keys(), f"state of weight {at}"
+            assert all(torch.equal(actual[name], state[name]) for name in state), f"state of weight {at}"
 
 
 def drawn(chosen: random.Random) -> tuple[str, dict[str, Any]]:
-    """What happens next; more often than anything else a step."""
+    """Return the next action and its arguments; a step more often than anything else."""
     at, flag = chosen.randrange(len(WEIGHTS)), chosen.random() < 0.5
     step = {
         "reached": [chosen.randrange(1, 1 << len(WEIGHTS) + 2) for _ in range(chosen.randint(1, 3))],

@@ -21,9 +21,9 @@ def params(dtype=torch.float32):
 
 
 def test_each_group_has_its_own_momentum_and_may_change_it():
-    """As torch's, bit for bit: a momentum that a group has alone, that begins later, that rests, that ends."""
+    """Momenta are torch's bit for bit: one that a group has alone, that begins later, that rests, that ends."""
     changes = {2: (0.0, 0.9, 0.5, 0.9), 4: (0.9, 0.9, 0.0, 0.0), 6: (0.9, 0.5, 0.9, 0.0)}
-    found = []
+    weights_of_kinds = []
     for kind, options in ((SGD, {"moments": "fp32"}), (torch.optim.SGD, {"foreach": False})):
         weights = params()
         groups = [{"params": [p], "momentum": m} for p, m in zip(weights, (0.9, 0.0, 0.0, 0.9), strict=True)]
@@ -33,9 +33,9 @@ def test_each_group_has_its_own_momentum_and_may_change_it():
             for group, momentum in zip(optimizer.param_groups, changes.get(step, ()), strict=False):
                 group["momentum"] = momentum
             steps(optimizer, weights, 1, step)
-        found.append(weights)
+        weights_of_kinds.append(weights)
         saved = optimizer.state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*weights_of_kinds, strict=True))
     again = SGD([{"params": [p]} for p in params()], momentum=0.9, moments="fp32")
     again.load_state_dict(saved)  # torch's, of which the last group's buffer rests
     steps(again, [p for group in again.param_groups for p in group["params"]], 1)

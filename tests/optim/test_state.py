@@ -92,10 +92,10 @@ def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, 
     file.seek(0)
     for part, loaded in zip(other, torch.load(file, weights_only=True).values(), strict=True):
         part.load_state_dict(loaded)
-    expected, found = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
-    assert expected[1] == found[1]
+    expected, actual = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
+    assert expected[1] == actual[1]
     assert all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], found[0], strict=True)
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], actual[0], strict=True)
     )
 
 
@@ -203,7 +203,7 @@ def step_with_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(("first", "second"), [("bf16", "stored"), ("stored", "bf16")])
 @pytest.mark.parametrize("master", ["fp16_scaled", "split16"])
 def test_a_master_of_another_storage_is_not_taken_as_it_is(master, first, second):
-    """Names, shapes and dtypes are the same: what is kept is not."""
+    """A master of another storage is not taken, though names, shapes and dtypes are the same."""
     values = torch.randn(64, 128).bfloat16()
     of = {"bf16": lambda: nn.Parameter(values.clone()), "stored": lambda: nn.Parameter(StoredWeight.cast(values))}
     before, after = (AdamW([of[how]()], lr=1e-5, weight_decay=0.0, master=master) for how in (first, second))
@@ -248,7 +248,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 @pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
 def test_options_that_a_state_lacks_stay_the_optimizers(ours, torchs):
-    """Of another library, or of a torch that had none yet."""
+    """Options stay the optimizer's where a state lacks them: one of another library, or of an older torch."""
     p = parameter(4)
     saved = torchs([p], lr=0.5)
     train(saved, 1)

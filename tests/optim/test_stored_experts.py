@@ -59,10 +59,10 @@ def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
     for expert, one in enumerate(matrices):
         assert torch.equal(weight.qdata[expert].view(torch.uint8), one.qdata.view(torch.uint8))
         assert torch.equal(weight.scale_inv[expert], one.scale_inv)
-        own, its = optimizer.state[weight], other.state[one]
+        state, its = optimizer.state[weight], other.state[one]
         for name in its.keys() - {"step", "master_kind"}:
-            assert torch.equal(own[name][expert].view(its[name].shape), its[name]), name
-        assert own["step"] == its["step"]
+            assert torch.equal(state[name][expert].view(its[name].shape), its[name]), name
+        assert state["step"] == its["step"]
 
 
 def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: Any, other: Any) -> None:
@@ -85,7 +85,7 @@ def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: A
 @pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
 @pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8"), (ONE, None)], ids=str)
 def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: Any, gradients: str | None) -> None:
-    """By the same random bits, which in truth differ: they are of a weight's number and an element's in it."""
+    """Experts are trained as matrices by themselves, here with equal random bits: these go by a weight's number."""
     weight, matrices = together_and_apart(granularity)
     options: Any = {"lr": 0.01, "master": master, "moments": moments, "gradient_storage": gradients}
     assert_trained_alike(weight, matrices, AdamW([weight], **options), AdamW(matrices, **options))
@@ -94,7 +94,7 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
 @each_granularity
 @pytest.mark.parametrize("master", ["fp32", "split24"])
 def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
-    """What is within 20 bits of float32 before is after; moments are the same values, where blocks stay so."""
+    """A master's values stay within 20 bits of float32; moments keep their values where their blocks stay so."""
     values = (torch.rand(SHAPE) + 1 / 64).mul_(torch.randn(SHAPE).sign())
     weight = nn.Parameter(values.clone())
     optimizer = AdamW([weight], lr=0.01, moments="fp32", master="fp32")
@@ -110,11 +110,11 @@ def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
 
 
 def as_matrices(values: Tensor, storage: Any) -> list[Tensor]:
-    """What experts are to an optimizer: of stored ones a matrix each, of plain ones the rows of one."""
+    """Return experts as the optimizer sees them: stored ones are a matrix each, plain ones the rows of one."""
     return [values.flatten(1)] if storage is None else list(values)
 
 
-def made(matrices: list[Tensor], storage: Any, moments: Any) -> AdamW:
+def adamw_of(matrices: list[Tensor], storage: Any, moments: Any) -> AdamW:
     stored = [one.clone() if storage is None else StoredWeight.cast(one) for one in matrices]
     return AdamW([nn.Parameter(one) for one in stored], lr=0.01, moments=moments)
 
@@ -138,7 +138,7 @@ def assert_reads(optimizer: AdamW, expected: dict[str, Tensor]) -> None:
 def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape: Any, moments: Any) -> None:
     """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
     values, grad = torch.randn(shape), torch.randn(shape) * torch.logspace(-3, 2, shape[2])
-    optimizer, other = made([values], storage, moments), made(as_matrices(values, storage), storage, moments)
+    optimizer, other = (adamw_of([values], storage, moments), adamw_of(as_matrices(values, storage), storage, moments))
     (weight,) = optimizer.all_params()
     weight.grad = grad
     for one, its in zip(other.all_params(), as_matrices(grad, storage), strict=True):
@@ -150,14 +150,14 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
     saved, after = copy.deepcopy(optimizer.state_dict()), PerTensor() if storage is None else None
     change(optimizer, optimizer.settings, {weight: after})
     # as matrices of the other storage load these values
-    expected = made(as_matrices(values, after), after, moments)
+    expected = adamw_of(as_matrices(values, after), after, moments)
     for name, moment in zip(other.names, other.moments, strict=True):
         parts = as_matrices(before[name].view(shape), after)
         for one, part in zip(expected.all_params(), parts, strict=True):
             expected.state[one] |= converted(one, name, Moment("fp32"), moment, {name: part})
     coincide = shape[0] == 1 if moments == ONE else shape[1] == 1 or shape[2] % 128 == 0
     assert_reads(optimizer, wanted := before if coincide else read(expected))
-    loaded = made([values], after, moments)
+    loaded = adamw_of([values], after, moments)
     with warnings.catch_warnings(action="ignore"):
         loaded.load_state_dict(saved)
     assert_reads(loaded, wanted)
@@ -165,7 +165,7 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
 
 @each_granularity
 def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
-    """Zeroed ones are added to; those that were rounded before the storage changed are refused, with as many scales."""
+    """Gradients are added to zeroed ones; codes from before the storage changed are refused, with as many scales."""
     shape = (2, 15, 120)
     weight = nn.Parameter(StoredWeight.cast(torch.randn(shape), granularity))
     optimizer = AdamW([weight], moments="fp8", gradient_storage="fp8")

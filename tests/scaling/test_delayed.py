@@ -47,7 +47,7 @@ def test_save_and_load_continue_bit_for_bit():
     octavo.nn.load_delayed_state_dict(other, saved)
     torch.manual_seed(2)
     expected = [step(net, size) for size in (0.5, 2.0)]
-    assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # what was saved is a copy
+    assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # the saved state is a copy
     torch.manual_seed(2)
     assert [step(other, size) for size in (0.5, 2.0)] == expected
     assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
@@ -55,7 +55,7 @@ def test_save_and_load_continue_bit_for_bit():
 
 @pytest.mark.parametrize("weights_last", [False, True])
 def test_a_model_that_has_trained_goes_back_to_what_was_saved(weights_last):
-    """In place: its weights were written since their last forward, but the history that was loaded is theirs."""
+    """A state that is loaded in place brings its history, though weights were written since their last forward."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -101,7 +101,7 @@ def test_weights_loaded_after_those_of_the_state_are_not_cast_by_its_history(ord
 
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_a_peak_of_each_step_is_remembered_with_any_number_of_micro_batches(micro_batches):
-    """Against float64, which has no history."""
+    """A step's peak counts with any number of micro-batches, against float64, which has no history."""
     layer = octavo.nn.Linear(16, 16, bias=False, recipe=recipes.delayed(2))
     optimizer, noise = torch.optim.SGD(layer.parameters(), lr=1e-6), []
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
 
 
 def test_a_copy_may_be_empty_until_its_own_backward():
-    """Whose buffers count versions anew: ranks of one tensor-parallel weight would take different scales."""
+    """A copy's buffers count versions anew: ranks of one tensor-parallel weight would take different scales."""
     net = model()
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(copy.deepcopy(net))):
         assert may_be_empty(copied[0].delayed_scale)

@@ -278,8 +278,8 @@ def test_every_module_asks_for_its_parts_by_the_names_they_have(build):
     names = [module.name for module in octavo.summary(build(None)).modules]
     for chosen in names:
         module = build(RecipeMap(DYNAMIC, {chosen: MX}))
-        found = {m.name: m.recipe.name for m in octavo.summary(module).modules}
-        assert found == {name: "mx" if name == chosen else "dynamic" for name in names}
+        names_of_recipes = {m.name: m.recipe.name for m in octavo.summary(module).modules}
+        assert names_of_recipes == {name: "mx" if name == chosen else "dynamic" for name in names}
         octavo.set_recipe(module, DYNAMIC)
         assert octavo.set_recipe(module, RecipeMap(DYNAMIC, {chosen: MX})) is module
-        assert {m.name: m.recipe.name for m in octavo.summary(module).modules} == found
+        assert {m.name: m.recipe.name for m in octavo.summary(module).modules} == names_of_recipes

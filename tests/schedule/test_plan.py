@@ -21,15 +21,15 @@ PHASES = [
 
 
 def bytes_in(*tensors: Tensor) -> int:
-    found = 0
+    total = 0
     for tensor in tensors:
         parts = (tensor.qdata, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
-        found += sum(part.numel() * part.element_size() for part in parts)
-    return found
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
 
 
 def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
-    """(weights, masters, moments)."""
+    """Return the bytes of (weights, masters, moments)."""
     states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     named = [(name, value) for state in states for name, value in state.items() if value.ndim]  # not step, master_kind
     return (
@@ -40,19 +40,19 @@ def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
 
 
 def saved(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of storages that a real forward saves, besides those that are there anyway."""
-    there = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
-    known = {part.untyped_storage().data_ptr() for part in there}
-    found: dict[int, Tensor] = {}
+    """Return bytes of storages that a real forward saves, besides those that exist anyway."""
+    existing_parts = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
+    existing_storages = {part.untyped_storage().data_ptr() for part in existing_parts}
+    storages: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         for part in inner(tensor):
-            found[part.untyped_storage().data_ptr()] = part
+            storages[part.untyped_storage().data_ptr()] = part
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(*inputs)
-    total = sum(part.untyped_storage().nbytes() for key, part in found.items() if key not in known)
+    total = sum(part.untyped_storage().nbytes() for key, part in storages.items() if key not in existing_storages)
     output.float().sum().backward()
     return total
 
@@ -76,11 +76,11 @@ def test_every_phase_takes_what_was_planned():
         switch(model, optimizer, target)
         activations = saved(model, tokens)
         gradients = bytes_in(*(p.grad for p in model.parameters()))
-        found = *measured(model, optimizer), gradients, activations
+        bytes_by_kind = *measured(model, optimizer), gradients, activations
         expected = phase.weights, phase.masters, phase.moments, phase.gradients, phase.activations
-        assert found[:4] == expected[:4]
+        assert bytes_by_kind[:4] == expected[:4]
         assert activations == pytest.approx(phase.activations, rel=0.05) and activations > MIB // 4
-        assert sum(found) == pytest.approx(phase.total, rel=0.05)
+        assert sum(bytes_by_kind) == pytest.approx(phase.total, rel=0.05)
         optimizer.step()
 
 

@@ -54,12 +54,12 @@ def test_phases_that_are_due_together_begin_one_after_the_other():
 def test_the_learning_rate_counts_once_it_falls():
     model, optimizer, schedule = started(Phase(LOW), Phase(HIGH, when_lr_below=0.05))
     rates = [0.01, 0.04, 0.1, 0.08, 0.06, 0.04, 0.02]
-    found = []
+    indices = []
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         train(model, optimizer, schedule, range(step, step + 1))
-        found.append(schedule.index)
-    assert found == [0, 0, 0, 0, 0, 1, 1]
+        indices.append(schedule.index)
+    assert indices == [0, 0, 0, 0, 0, 1, 1]
     assert schedule.switches[-1].reason == "the learning rate fell to 0.04"
 
 
@@ -78,7 +78,7 @@ def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
 
 
 def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
-    """Every tenth step, and no more once nothing waits for it."""
+    """A resumed schedule reads the resolution every tenth step, and no more once nothing waits for it."""
     phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.02)]
 
     def rated(model, optimizer, schedule, steps):
@@ -306,40 +306,40 @@ def watch(**options) -> LossWatch:
     return LossWatch(Recovery(PHASE, **{"window": 8} | options))
 
 
-def look(own: LossWatch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
-    found = bool(own.look(torch.tensor(loss), torch.tensor(largest), spikes))
-    own.count(is_scaled=False)
-    return found
+def look(watched: LossWatch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
+    has_spiked = bool(watched.look(torch.tensor(loss), torch.tensor(largest), spikes))
+    watched.count(is_scaled=False)
+    return has_spiked
 
 
 def test_a_spike_is_many_median_deviations_above_the_median():
-    own = watch(spike=6.0)
+    watched = watch(spike=6.0)
     for loss in (2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.1):
-        assert not look(own, loss, spikes=False)
+        assert not look(watched, loss, spikes=False)
     deviations = [0.0, 0.1, 0.1, 0.0, 0.05, 0.05, 0.0, 0.1]
     spread = 1.4826 * sorted(deviations)[3]  # torch's median is the lower one
-    assert look(own, 2.0 + 6.1 * spread) and not look(own, 2.0 + 5.9 * spread)
-    assert not look(own, 0.1)  # a loss that falls is none
-    assert own.read() == SPIKE and own.read() == 0
+    assert look(watched, 2.0 + 6.1 * spread) and not look(watched, 2.0 + 5.9 * spread)
+    assert not look(watched, 0.1)  # a loss that falls is none
+    assert watched.read() == SPIKE and watched.read() == 0
     for loss in [10.0] * 8 + [2.0] * 8:  # the window moves
-        look(own, loss)
-    assert (own.losses == 2.0).all() and look(own, 10.0)
-    assert not look(own, 2.01) and look(own, 2.02)  # the last digits of a constant loss are no spike
+        look(watched, loss)
+    assert (watched.losses == 2.0).all() and look(watched, 10.0)
+    assert not look(watched, 2.01) and look(watched, 2.02)  # the last digits of a constant loss are no spike
 
 
 def test_spikes_are_judged_from_half_a_window_on_and_faults_stay_out_of_it():
-    own = watch()
-    assert [look(own, loss) for loss in (1.0, 9.0, 1.0, 1.01)] == [False] * 4
-    assert look(own, 1000.0) and look(own, 1000.0)
-    assert int(own.seen) == 4 and own.losses.isnan().sum() == 4
-    assert not look(own, 1000.0, spikes=False)
+    watched = watch()
+    assert [look(watched, loss) for loss in (1.0, 9.0, 1.0, 1.01)] == [False] * 4
+    assert look(watched, 1000.0) and look(watched, 1000.0)
+    assert int(watched.seen) == 4 and watched.losses.isnan().sum() == 4
+    assert not look(watched, 1000.0, spikes=False)
 
 
 @pytest.mark.parametrize(("loss", "largest"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_what_is_not_finite_is_a_fault_at_once(loss, largest):
-    own = watch(spike=None)
-    assert look(own, loss, largest) and own.read() == FINITE
-    assert not look(own, 1.0)
+    watched = watch(spike=None)
+    assert look(watched, loss, largest) and watched.read() == FINITE
+    assert not look(watched, 1.0)
 
 
 def test_its_state_is_all_that_it_knows():

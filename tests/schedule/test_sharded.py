@@ -18,17 +18,17 @@ def phases_of(recipe: str, first: str) -> list[Phase]:
     low = {"moments": "fp8", "master": "split16", "weight_storage": "fp8"}
     high = {"moments": "fp32", "master": "split32", "weight_storage": None}
     names = ("low", "high", "low") if first == "low" else ("high", "low", "high")
-    found = []
+    phases = []
     for number, name in enumerate(names):
         trigger = {"from_step": number + 1} if number else {}
-        own = RECIPES[recipe]() if name == "low" else HIGH
-        found.append(Phase(own, **(low if name == "low" else high), **trigger))
-    return found
+        recipe_of_phase = RECIPES[recipe]() if name == "low" else HIGH
+        phases.append(Phase(recipe_of_phase, **(low if name == "low" else high), **trigger))
+    return phases
 
 
 def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
-    """What differs after each of four steps, with switches after the second and the third."""
-    found = []
+    """Return what differs after each of four steps, with switches after the second and the third."""
+    differing = []
     nets = sharded(recipe, mesh), model(recipe)
     optimizers = [adamw(net) for net in nets]
     phases = phases_of(recipe, first)
@@ -39,10 +39,10 @@ def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
             optimizer.step()
             schedule.step()
         runs = [held(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
-        found += [f"step {step}: {name}" for name in differences(*runs, mesh)]
+        differing += [f"step {step}: {name}" for name in differences(*runs, mesh)]
         kind = StoredWeight if schedules[0].phase.weight_storage == "fp8" else ShardedWeight
-        found += [name for name, p in nets[0].named_parameters() if not isinstance(p._local_tensor, kind)]
-    return found
+        differing += [name for name, p in nets[0].named_parameters() if not isinstance(p._local_tensor, kind)]
+    return differing
 
 
 @pytest.mark.covering(1)

@@ -95,7 +95,7 @@ def update_args(
     return [448.0, 448.0, 57344.0], list(powers_of_two), list(margins), reduce
 
 
-# --- what is cast -----------------------------------------------------------------------------------------------------
+# --- inputs of casts --------------------------------------------------------------------------------------------------
 
 
 def values_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -264,7 +264,7 @@ def source_of(case: dict[str, Any], sizes: Any, device: torch.device | str) -> t
     return (h, named) if source == "value" else (x, named | {"preactivation": h})
 
 
-# --- what is due ------------------------------------------------------------------------------------------------------
+# --- expected results -------------------------------------------------------------------------------------------------
 
 
 class Values(NamedTuple):

@@ -11,15 +11,15 @@ import pytest
 def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
     """Return cases such that any value of one option occurs with any value of another; always the same ones."""
     choices = [[(name, i) for i in range(len(values))] for name, values in options.items()]
-    left = {frozenset(pair) for a, b in itertools.combinations(choices, 2) for pair in itertools.product(a, b)}
+    uncovered = {frozenset(pair) for a, b in itertools.combinations(choices, 2) for pair in itertools.product(a, b)}
     shuffle, cases = random.Random(0), []
-    while left:
-        case = set(min(left, key=sorted))
+    while uncovered:
+        case = set(min(uncovered, key=sorted))
         unset = [c for c in choices if not case & {*c}]
         shuffle.shuffle(unset)
         for values in unset:
-            case.add(max(values, key=lambda v: (sum(frozenset((v, c)) in left for c in case), shuffle.random())))
-        left -= {frozenset(pair) for pair in itertools.combinations(case, 2)}
+            case.add(max(values, key=lambda v: (sum(frozenset((v, c)) in uncovered for c in case), shuffle.random())))
+        uncovered -= {frozenset(pair) for pair in itertools.combinations(case, 2)}
         cases.append({name: options[name][i] for name, i in sorted(case, key=lambda c: [*options].index(c[0]))})
     return cases
 

@@ -169,7 +169,7 @@ def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: A
     return update_of(shape, *(args or [NAMED["fp8"]]), **options)._replace(master=held)
 
 
-def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
+def update_of_case(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
     """Return a weight, its master, moments of any values, a gradient, and where it lies in the whole tensor."""
     (rows, cols), master, scheme = case["shape"], case["master"], SCHEMES[case["scheme"]][moments]
     gradient = case["gradient"] or torch.float32
@@ -201,7 +201,7 @@ def fill(moment: MomentTensors, is_second: bool) -> None:
 
 
 def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return cases of ``made``."""
+    """Return cases of ``update_of_case``."""
     options: dict[str, Sequence[Any]] = {
         "shape": shapes,
         "master": masters,

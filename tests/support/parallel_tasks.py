@@ -41,7 +41,7 @@ def small(*shape: int) -> Tensor:
 
 
 class Pair(nn.Module):
-    """Two layers, as of an MLP."""
+    """A module of two layers, as of an MLP."""
 
     def __init__(self, k: int, n: int, bias: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def refused(mesh: Any) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Three layers on one input, and one on their outputs: by tokens, in place of attention."""
+    """A module of three layers on one input and one on their outputs, by tokens, in place of attention."""
 
     def __init__(self, k: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: each collection would look at its 400,000 objects
+    gc.freeze()  # imports stay: each garbage collection would look at their 400,000 objects
     warnings.simplefilter("ignore")
     guard_together()
     with contextlib.suppress(KeyboardInterrupt, EOFError):

@@ -25,12 +25,12 @@ def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list
     tuples = [{*itertools.combinations(sorted(cell.items(), key=lambda item: item[0]), strength)} for cell in cells]
     order = [*range(len(cells))]
     random.Random(SEED).shuffle(order)
-    left, chosen = set[Any]().union(*tuples), list[int]()
-    while left:
-        best = max(order, key=lambda index: len(tuples[index] & left))
-        left -= tuples[best]
+    uncovered, chosen = set[Any]().union(*tuples), list[int]()
+    while uncovered:
+        best = max(order, key=lambda index: len(tuples[index] & uncovered))
+        uncovered -= tuples[best]
         chosen.append(best)
-        order = [index for index in order if tuples[index] & left]
+        order = [index for index in order if tuples[index] & uncovered]
     return sorted(chosen)
 
 
@@ -81,8 +81,8 @@ def write_seconds(measured: Mapping[str, float]) -> None:
 
 def expected_seconds(items: Sequence[Any]) -> dict[str, float]:
     """Return seconds of each file among these items, on one worker."""
-    known = known_seconds()
-    return {file: known.get(file, UNKNOWN * count) for file, count in Counter(map(file_of, items)).items()}
+    seconds_of_file = known_seconds()
+    return {file: seconds_of_file.get(file, UNKNOWN * count) for file, count in Counter(map(file_of, items)).items()}
 
 
 def cheapest_first(items: Sequence[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ COPIED = (PACKAGE, "octavo.tune")
 
 
 class TritonKernels:
-    """Each kernel by its op's name: ``kernels.cast(...)``; ``gpu``: where torch's own products run, a CPU without one.
+    """The kernels by their ops' names: ``kernels.cast(...)``; ``gpu``: the device of torch's products, or a CPU.
 
     They take CPU tensors everywhere, as references do, whose results on a GPU are not the same bit for bit.
     """

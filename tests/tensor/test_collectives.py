@@ -25,5 +25,5 @@ def test_a_message_holds_a_pair(power_of_two, rows):
     scale_inv = torch.exp2(torch.randint(-126, 127, (2, rows)).float().t()) * (1 if power_of_two else 1.25)
     message = pack(codes, scale_inv, power_of_two)
     assert message.shape == (rows, 7 + (2 if power_of_two else 8))
-    found, scales = unpack(message, 7, torch.float8_e4m3fn, power_of_two)
-    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(scales, scale_inv)
+    unpacked, scales = unpack(message, 7, torch.float8_e4m3fn, power_of_two)
+    assert torch.equal(unpacked.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(scales, scale_inv)

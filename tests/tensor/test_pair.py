@@ -1,4 +1,4 @@
-"""What all pairs share: files of them, and the message of an op that has no rule."""
+"""Files of all kinds of pairs, and the message of an op that has no rule."""
 
 import copy
 import io
@@ -46,12 +46,12 @@ def test_copies_and_files_are_equal_and_share_nothing(
 ) -> None:
     pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
     pair.requires_grad_(requires_grad).mark = "a user's"
-    found = COPIES[way](pair)
-    assert isinstance(found, Pair) and repr(found) == repr(pair) and found.mark == pair.mark
-    assert isinstance(found, torch.nn.Parameter) is as_parameter and found.requires_grad is requires_grad
-    assert torch.equal(found.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
-    assert torch.equal(found.scale_inv, pair.scale_inv) and found.is_leaf
-    assert found.qdata.data_ptr() != pair.qdata.data_ptr() and found.scale_inv.data_ptr() != pair.scale_inv.data_ptr()
+    copied = COPIES[way](pair)
+    assert isinstance(copied, Pair) and repr(copied) == repr(pair) and copied.mark == pair.mark
+    assert isinstance(copied, torch.nn.Parameter) is as_parameter and copied.requires_grad is requires_grad
+    assert torch.equal(copied.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
+    assert torch.equal(copied.scale_inv, pair.scale_inv) and copied.is_leaf
+    assert copied.qdata.data_ptr() != pair.qdata.data_ptr() and copied.scale_inv.data_ptr() != pair.scale_inv.data_ptr()
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -85,7 +85,7 @@ def test_shape_and_strides_are_those_of_the_codes(strided: Callable[[Tensor], Te
 @each_granularity
 @each_format
 def test_files_and_copies_of_any_layout(fmt: Format, granularity: Granularity) -> None:
-    """Of all pairs: tests/tensor/test_pair.py."""
+    """Files and copies of any layout; tests/tensor/test_pair.py has those of all pairs."""
     q = pair(granularity, fmt)
     for original in (q.to(torch.bfloat16), q.t(), pair(granularity, fmt, (0, 5)), pair(granularity, fmt, (2, 6, 10))):
         assert_twins(original, saved_and_loaded(original))
@@ -338,8 +338,8 @@ def test_views_share_both_parts(granularity: Granularity) -> None:
     q = tiles_of((6, 10), granularity)
     for view in (q.detach(), q.t(), q.view(1, 6, 10), q[3:], q.split(3)[1], q.as_strided((6, 10), (10, 1)), q.T):
         assert shares_storage(view.qdata, q.qdata) and shares_storage(view.scale_inv, q.scale_inv)
-    for made in (q.clone(), q.t().contiguous(), q.to(torch.bfloat16), q.to("cpu", copy=True)):
-        assert not shares_storage(made.qdata, q.qdata) and not shares_storage(made.scale_inv, q.scale_inv)
+    for new in (q.clone(), q.t().contiguous(), q.to(torch.bfloat16), q.to("cpu", copy=True)):
+        assert not shares_storage(new.qdata, q.qdata) and not shares_storage(new.scale_inv, q.scale_inv)
 
 
 def test_impossible_moves_raise_torchs_own_errors() -> None:

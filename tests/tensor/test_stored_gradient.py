@@ -1,4 +1,4 @@
-"""A gradient in FP8 behind the facade of any tensor: what torch does with a gradient is exact, or raises."""
+"""A gradient in FP8 behind the facade of any tensor: torch's functions on it are exact, or raise."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def values_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """With a gradient in FP8."""
+    """Return a parameter with a gradient in FP8."""
     param = nn.Parameter(torch.ones(shape, dtype=dtype))
     param.grad = StoredGradient.cast(values_of(*shape, dtype=dtype))
     return param
@@ -81,9 +81,9 @@ def test_norms_are_those_of_the_values(ord: float, foreach: bool | None, dtype: 
     params = [parameter(*shape, dtype=dtype) for shape in ((300,), (3, 300), (8, 4, 3, 3), (0, 5))]
     grads = [stored(param) for param in params]
     some = grads[:3] if ord == math.inf else grads  # which an empty tensor has not
-    found = nn.utils.get_total_norm(some, ord, foreach=foreach)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, nn.utils.get_total_norm([grad.dequantize(torch.float32) for grad in some], ord))
+    norm = nn.utils.get_total_norm(some, ord, foreach=foreach)
+    assert norm.dtype == torch.float32
+    assert torch.equal(norm, nn.utils.get_total_norm([grad.dequantize(torch.float32) for grad in some], ord))
 
 
 @pytest.mark.parametrize("ord", [2.0, 1.0, math.inf])
@@ -114,14 +114,14 @@ def test_clipping_goes_to_the_scales(foreach: bool | None, dtype: torch.dtype) -
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """On the meta device whatever asks for a number raises."""
+    """Nothing waits for the device: on the meta device whatever asks for a number raises."""
     param = nn.Parameter(torch.ones(3, 300, device="meta"))
     q = torch.empty(3, 300, dtype=torch.float8_e4m3fn, device="meta")
     param.grad = StoredGradient(q, torch.empty(3, 3, device="meta"), (3, 300))
     assert nn.utils.clip_grad_norm_([param], 1.0).is_meta
     param.grad.zero_()
-    found, scale = torch.empty(1, device="meta"), torch.empty(1, device="meta")
-    torch._amp_foreach_non_finite_check_and_unscale_([param.grad], found, scale)
+    found_inf, scale = torch.empty(1, device="meta"), torch.empty(1, device="meta")
+    torch._amp_foreach_non_finite_check_and_unscale_([param.grad], found_inf, scale)
 
 
 def test_factors() -> None:
@@ -191,18 +191,18 @@ def test_a_grad_scaler_unscales_and_finds_faults(dtype: torch.dtype) -> None:
         grads = [StoredGradient.cast(values), StoredGradient.cast(values_of(7, dtype=dtype))]
         plain = torch.ones(4, dtype=dtype)
         before = [grad.dequantize(torch.float32) for grad in grads]
-        found = torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_([*grads, plain], found, torch.tensor([0.25]))
-        assert float(found) == (fault is not None)
+        found_inf = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([*grads, plain], found_inf, torch.tensor([0.25]))
+        assert float(found_inf) == (fault is not None)
         for grad, old in zip(grads, before, strict=True):
             assert torch.equal((grad.dequantize(torch.float32) * 4).nan_to_num(), old.nan_to_num())
         assert torch.equal(plain, torch.full((4,), 0.25, dtype=dtype))
 
 
 def test_a_fault_that_was_found_stays_found() -> None:
-    found = torch.ones(1)
-    torch._amp_foreach_non_finite_check_and_unscale_([StoredGradient.cast(torch.ones(3))], found, torch.ones(1))
-    assert float(found) == 1.0
+    found_inf = torch.ones(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([StoredGradient.cast(torch.ones(3))], found_inf, torch.ones(1))
+    assert float(found_inf) == 1.0
 
 
 @each_shape

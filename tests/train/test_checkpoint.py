@@ -43,9 +43,9 @@ def same_rows(first, second):
 
 
 def everything(model, optimizer):
-    moments = {f"{i}.{key}": value for i, own in enumerate(optimizer.state.values()) for key, value in own.items()}
-    found = model.state_dict() | moments | octavo.nn.delayed_state_dict(model)
-    return {name: value.clone() for name, value in found.items()}
+    moments = {f"{i}.{key}": value for i, state in enumerate(optimizer.state.values()) for key, value in state.items()}
+    tensors = model.state_dict() | moments | octavo.nn.delayed_state_dict(model)
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 def test_what_was_saved_comes_back_exactly(parts, folder):
@@ -53,10 +53,10 @@ def test_what_was_saved_comes_back_exactly(parts, folder):
     folder.save(*parts, content(schedule={"phase": 1}))
     before = everything(*parts)
     again = RunFolder(folder.path)
-    found = again.load(IDENTITY)
-    assert again.saved_step == found["step"] == 2 and found["identity"] == IDENTITY
-    assert found["schedule"] == {"phase": 1} and not found.get("in_backward")
-    assert same_rows(found["rows"], ROWS) and found["rows"][1].loss == 1 / 3
+    state = again.load(IDENTITY)
+    assert again.saved_step == state["step"] == 2 and state["identity"] == IDENTITY
+    assert state["schedule"] == {"phase": 1} and not state.get("in_backward")
+    assert same_rows(state["rows"], ROWS) and state["rows"][1].loss == 1 / 3
     assert [path.name for path in folder.path.iterdir()] == [folder.checkpoint.name]
     parts[0](torch.ones(2, 4)).sum().backward()
     parts[1].step()
@@ -78,8 +78,8 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
     folder.start_log([])
     with pytest.raises(RunCheckpointError, match="already holds a run: add --resume"):
         RunFolder(folder.path).open(resume=False)
-    left = folder.path / "log.csv.12345678.partial"
-    left.touch()  # by a run that was killed
+    leftover = folder.path / "log.csv.12345678.partial"
+    leftover.touch()  # by a run that was killed
     with RunFolder(folder.path).open(resume=True):
         for resume in (True, False):
             with pytest.raises(
@@ -87,7 +87,7 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
             ):
                 RunFolder(folder.path).open(resume)
     with RunFolder(folder.path).open(resume=True):
-        assert not left.exists()
+        assert not leftover.exists()
     assert RunFolder(folder.path).load(IDENTITY) is None and list(folder.path.iterdir()) == [folder.log]
 
 

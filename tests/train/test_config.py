@@ -153,9 +153,9 @@ def test_what_is_saved_is_loaded_but_for_the_folder_and_resume(tmp_path):
     )
     (tmp_path / "config.json").write_text(options_text(config, "mx"))
     for path in (tmp_path, tmp_path / "config.json"):
-        found = load_options(path)
-        assert found.pop("recipe") == "mx" and found["data"] == Path("text.py").absolute()
-        again = config_of(found)
+        options = load_options(path)
+        assert options.pop("recipe") == "mx" and options["data"] == Path("text.py").absolute()
+        again = config_of(options)
         assert (again.model, again.optimizer, again.state) == (config.model, config.optimizer, config.state)
         assert again.run == RunConfig(compile=True)
 
@@ -163,9 +163,9 @@ def test_what_is_saved_is_loaded_but_for_the_folder_and_resume(tmp_path):
 def test_toml_is_read_and_what_it_leaves_out_has_its_default(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "dynamic"\n[model]\nwidth = 32\nheads = 2\n[optimizer]\nlr = 1\n')
-    found = load_options(path)
-    assert found == {"recipe": "dynamic", "width": 32, "heads": 2, "lr": 1}
-    assert build(ModelConfig, found) == ModelConfig(width=32, heads=2)
+    options = load_options(path)
+    assert options == {"recipe": "dynamic", "width": 32, "heads": 2, "lr": 1}
+    assert build(ModelConfig, options) == ModelConfig(width=32, heads=2)
 
 
 @pytest.mark.parametrize(

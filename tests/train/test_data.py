@@ -51,13 +51,13 @@ def test_order_depends_on_seed_and_step_only():
     assert not torch.equal(forward[0], Batches(corpus, 8, 4, seed=1 + 2**30).training(0)[0])
 
 
-@pytest.mark.parametrize(("windows", "found"), [(1, 1), (3, 3), (10**4, 192)])
-def test_validation_windows_are_fixed_and_each_taken_once(windows, found):
+@pytest.mark.parametrize(("windows", "taken"), [(1, 1), (3, 3), (10**4, 192)])
+def test_validation_windows_are_fixed_and_each_taken_once(windows, taken):
     batches = Batches(Corpus.of(numbered(500), "numbers"), context=8, batch=4, seed=0)
     first, second = ([x for x, _ in batches.validation(windows)] for _ in range(2))
     assert all(as_bytes(window) in as_bytes(batches.corpus.validation) for x in first for window in x)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert sum(len(x) for x in first) == found
+    assert sum(len(x) for x in first) == taken
 
 
 def test_standard_library_is_there_and_always_the_same():

@@ -42,12 +42,12 @@ def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
     assert run(recorded, "delayed", hooks=hooks).interrupted
     result = run(changed(recorded, run={"resume": True}), "delayed")
     assert result.losses == plain.losses
-    found = octavo.inspect.load(tmp_path / "delayed/inspect")
-    assert found.steps == [0, 4, 8]
-    assert found.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
-    named = {name for name in found.scalars if " of group " not in name}  # options of the optimizer
+    record = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert record.steps == [0, 4, 8]
+    assert record.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
+    named = {name for name in record.scalars if " of group " not in name}  # options of the optimizer
     assert named == {"loss", "grad_norm", "lr", "state_age", "decayed_vectors"}
-    assert "betas 1 of group 0" in found.scalars
+    assert "betas 1 of group 0" in record.scalars
 
 
 class Messages(Progress):
@@ -65,17 +65,17 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_record(re
     (folder / "steps.jsonl").write_text('{"step": 0, "loss": 9}\n')
     (tmp_path / "dynamic/log.csv").write_text(HEADER + "1,9.9,0.1,5.0,\n")
     plain = changed(replace(recorded, inspect=InspectConfig()), optimizer={"steps": 2}, run={"out": None})
-    found = run(changed(recorded, optimizer={"steps": 2}, run={"resume": True}), "dynamic")
-    assert curve(found) == curve(run(plain, "dynamic"))
+    resumed = run(changed(recorded, optimizer={"steps": 2}, run={"resume": True}), "dynamic")
+    assert curve(resumed) == curve(run(plain, "dynamic"))
     assert octavo.inspect.load(folder).scalars["loss"][0] == [0, 1]
 
 
 def test_switches_and_phases_without_fp8(recorded, tmp_path):
     scheduled = replace(recorded, state=StateConfig(schedule="bf16-then-fp8@0.5"), inspect=InspectConfig(True, 2))
     run(scheduled, "dynamic")
-    found = octavo.inspect.load(tmp_path / "dynamic/inspect")
-    assert found.steps == [6, 8]
-    assert [(step, kind) for step, kind, _ in found.events] == [(4, "switch")]
+    record = octavo.inspect.load(tmp_path / "dynamic/inspect")
+    assert record.steps == [6, 8]
+    assert [(step, kind) for step, kind, _ in record.events] == [(4, "switch")]
 
 
 def test_without_fp8_layers_nothing_is_recorded(recorded, tmp_path):
@@ -107,27 +107,27 @@ def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool)
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     config = changed(recorded, ranks=parts, optimizer={"steps": 3})
     (losses, *_), *_ = pool.run(train_on, (2 * tensor_parallel,), config, "delayed")
-    found = octavo.inspect.load(tmp_path / "delayed/inspect")
-    assert found.steps == [0]
-    assert found.scalars["loss"][1] == pytest.approx([loss for loss, _ in losses])
-    assert np.isfinite(found.measures["amax"]).all() and (found.weights["changed"] > 0).all()
+    record = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert record.steps == [0]
+    assert record.scalars["loss"][1] == pytest.approx([loss for loss, _ in losses])
+    assert np.isfinite(record.measures["amax"]).all() and (record.weights["changed"] > 0).all()
     run(changed(recorded, optimizer={"steps": 3}, run={"out": tmp_path / "alone"}), "delayed")
     alone = octavo.inspect.load(tmp_path / "alone/delayed/inspect")
-    assert found.rows == alone.rows
+    assert record.rows == alone.rows
     inputs = [at for at, row in enumerate(alone.rows) if row.role == "input"]
     first, *others = inputs  # before the first nothing was rounded but to bf16; then ranks round by amaxes of their own
-    amax, whole = found.measures["amax"][0], alone.measures["amax"][0]
+    amax, whole = record.measures["amax"][0], alone.measures["amax"][0]
     assert amax[first] == pytest.approx(whole[first], rel=2**-8)
     np.testing.assert_allclose(amax[others], whole[others], rtol=0.15)
 
 
 def test_experts_are_recorded(recorded, tmp_path):
     run(changed(recorded, model={"experts": 4, "top_k": 2}, optimizer={"steps": 1}), "delayed")
-    found = octavo.inspect.load(tmp_path / "delayed/inspect")
-    assert found.experts.tokens.keys() == {f"blocks.0.mlp.experts.{part}" for part in ("gate_up", "down")}
+    record = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert record.experts.tokens.keys() == {f"blocks.0.mlp.experts.{part}" for part in ("gate_up", "down")}
     rows = 2 * recorded.data.batch * recorded.model.context
-    assert all(tokens.sum() == rows for tokens in found.experts.tokens.values())
-    text = table(found, diagnose(found), 10)
+    assert all(tokens.sum() == rows for tokens in record.experts.tokens.values())
+    text = table(record, diagnose(record), 10)
     assert "blocks.0.mlp.experts: 4 experts, " in text
 
 
@@ -187,8 +187,8 @@ def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, experts, t
         assert part.interrupted and len(part.rows) == stop and math.isnan(part.final_validation)
         parts = changed(parts, run={"resume": True})
     for _ in range(2):  # to its end; and read again
-        rest = run(parts, recipe)
-        assert not rest.interrupted and curve(rest) == curve(whole) and rest.switches == whole.switches
+        resumed = run(parts, recipe)
+        assert not resumed.interrupted and curve(resumed) == curve(whole) and resumed.switches == whole.switches
     assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
     if "schedule" in state:
         assert [switch.step for switch in whole.switches] == [0, 4, 8]
@@ -309,31 +309,31 @@ def folder(tmp_path_factory):
     sizes = ModelConfig(width=32, layers=1, heads=2, context=16)
     options = RunConfig(out=out / "run", device="cpu", eval_every=0)
     config = TrainConfig(sizes, DataConfig(data=text, batch=4, eval_windows=4), OptimizerConfig(steps=5), options)
-    kept = []
+    models = []
     for recipe in ("delayed", "bf16"):
-        run(config, recipe, hooks=Hooks(on_model=kept.append))
-    return out / "run", kept
+        run(config, recipe, hooks=Hooks(on_model=models.append))
+    return out / "run", models
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["delayed", "bf16"])
 def test_it_is_the_model_that_was_trained(folder, index):
-    out, kept = folder
+    out, models = folder
     path = out / ("delayed", "bf16")[index]
     tokens = torch.randint(0, 256, (2, 16))
     model = trained_model(path)
     assert not model.training
-    assert torch.equal(model(tokens), kept[index].eval()(tokens))
+    assert torch.equal(model(tokens), models[index].eval()(tokens))
 
 
 @pytest.mark.parametrize(("schedule", "stored"), [("", True), ("fp8-then-bf16@0.5", False)])
 def test_its_weights_are_in_fp8_if_they_were_at_the_end(config, schedule, stored, tmp_path):
-    kept, config = [], at(steps(config, 2), tmp_path)
+    models, config = [], at(steps(config, 2), tmp_path)
     config = replace(config, state=StateConfig("fp8", "split16", "fp8", schedule=schedule))
-    run(config, "delayed", hooks=Hooks(on_model=kept.append))
+    run(config, "delayed", hooks=Hooks(on_model=models.append))
     model, tokens = trained_model(tmp_path), torch.randint(0, 256, (2, 16))
     assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight) == stored
-    octavo.set_recipe(model, kept[0].blocks[0].mlp.fc2.recipe)
-    assert torch.equal(model(tokens), kept[0].eval()(tokens))
+    octavo.set_recipe(model, models[0].blocks[0].mlp.fc2.recipe)
+    assert torch.equal(model(tokens), models[0].eval()(tokens))
 
 
 def test_what_is_no_run(folder, tmp_path):
@@ -348,13 +348,13 @@ def test_what_is_no_run(folder, tmp_path):
 
 
 def test_a_recipe_without_a_name_is_refused(folder, tmp_path):
-    out, kept = folder
+    out, models = folder
     content = load_extra(out / "bf16/checkpoint")
     for identity, says in (
         ({"recipe": "Recipe(...)"}, "a recipe of its own"),
         ({"width": 64}, "cannot read the check"),
     ):
         extra = content | {"identity": content["identity"] | identity}
-        save_checkpoint(tmp_path / "checkpoint", kept[1], extra=extra)
+        save_checkpoint(tmp_path / "checkpoint", models[1], extra=extra)
         with pytest.raises(RunCheckpointError, match=says):
             trained_model(tmp_path)

@@ -89,8 +89,8 @@ def test_ranks_balance_what_all_of_them_chose(pool: Pool, mixed: TrainConfig, sh
     config = changed(mixed, run={"dtype": "float32", "out": tmp_path}, ranks={"shard": shard})
     models: list[GPT] = []
     alone = run(changed(mixed, run={"dtype": "float32"}), hooks=Hooks(on_model=models.append))
-    ((found, *_), (other, *_)) = pool.run(train_on, (2,), config, "baseline")
-    assert found == other and nearly(found, curve(alone), 1e-4)
+    ((first, *_), (other, *_)) = pool.run(train_on, (2,), config, "baseline")
+    assert first == other and nearly(first, curve(alone), 1e-4)
     of_ranks = trained_model(tmp_path / "float32")  # type: ignore[operator]
     assert all(torch.equal(a.bias, b.bias) for a, b in zip(of_ranks.mixtures, models[0].mixtures, strict=True))
 
@@ -142,7 +142,7 @@ def test_its_blocks_compute_as_plain_torch_until_they_get_a_recipe():
     with CountOps() as ops, torch.autocast("cpu", torch.bfloat16):
         next_byte_loss(model(torch.randint(256, (2, 24))), torch.randint(256, (2, 24))).backward()
     assert not ops.calls
-    # what a checkpoint holds are parameters: the rotary tables are made anew
+    # a checkpoint holds parameters only: the rotary tables are made anew
     assert all(name.endswith("weight") for name in model.state_dict())
 
 

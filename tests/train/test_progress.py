@@ -35,14 +35,14 @@ def test_losses_are_read_in_groups_on_an_accelerator():
 
 
 def test_time_left_follows_the_pace_and_counts_validations_but_not_the_first_step(monkeypatch):
-    now = iter([10.0, 20.0, 20.5, 20.5, 22.0, 22.0])
-    monkeypatch.setattr("octavo.train.progress.time.perf_counter", lambda: next(now))
+    times = iter([10.0, 20.0, 20.5, 20.5, 22.0, 22.0])
+    monkeypatch.setattr("octavo.train.progress.time.perf_counter", lambda: next(times))
     recorder = RunRecorder(CONFIG, [], on_accelerator=False)
     recorder.restart_clock()
-    for left in (60.0, 3.0, 6.0):  # a first step of 10 s, one of 0.5 s, and one of 1.5 s with a validation
+    for seconds_left in (60.0, 3.0, 6.0):  # a first step of 10 s, one of 0.5 s, and one of 1.5 s with a validation
         recorder.add(len(recorder.rows) + 1, torch.tensor(1.0), torch.tensor(1.0), 1e-3)
         recorder.read()
-        assert recorder.seconds_left(6) == pytest.approx(left)
+        assert recorder.seconds_left(6) == pytest.approx(seconds_left)
 
 
 @pytest.mark.parametrize(

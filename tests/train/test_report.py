@@ -67,7 +67,7 @@ def test_smoothing_keeps_a_constant_and_a_slope_and_removes_noise():
 
 
 def test_plot_is_a_png_of_some_size(tmp_path):
-    """Of the shortest runs of all recipes."""
+    """A plot of the shortest runs of all recipes is a PNG of some size."""
     results = [make_result(name, 2.0, steps=1) for name in RECIPES]
     for result in results:
         result.rows[-1] = StepRow(1, 3.0, 1e-3, 10.0, 3.0)

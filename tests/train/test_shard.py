@@ -77,16 +77,16 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     config = changed(config, data={"micro_batches": micro_batches, "eval_windows": windows}, run={"dtype": "float32"})
     config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2})
     alone = curve(run(changed(config, data={"micro_batches": 1})))
-    found = {}
+    curves = {}
     for shard in ("fsdp", "ddp"):
         answers = pool.run(train_on, (ranks,), changed(config, ranks={"shard": shard}), "baseline")
         assert all(answer[0] == answers[0][0] for answer in answers)
-        found[shard] = answers[0][0]
-        assert nearly(found[shard], alone, 1e-4)
+        curves[shard] = answers[0][0]
+        assert nearly(curves[shard], alone, 1e-4)
         assert answers[0][2] == [2 if shard == "fsdp" else 0]  # a block and the root
     config = changed(config, run={"dtype": "bfloat16"}, ranks={"shard": "fsdp"})
     ((fp8, *_), *_) = pool.run(train_on, (ranks,), config, "dynamic")
-    assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
+    assert nearly(fp8, alone, 0.05) and not nearly(fp8, curves["fsdp"], 1e-6)
 
 
 COMPACT = {"moments": "fp8", "master": "split24"}
@@ -113,7 +113,7 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
     ids=str,
 )
 def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled, state):
-    """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences.
+    """The curve is one process's up to the order of additions; a tensor's scale is each pair of ranks' own.
 
     Random bits of layers with named splits are others, and codes of columns that ranks share.
     """
@@ -165,7 +165,7 @@ def short(config):
     ids=str,
 )
 def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
-    """And nearly so on half of the ranks; its model is read by one process."""
+    """A stopped run goes on exactly, and nearly so on half of the ranks; one process can read its model."""
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     short, shape = changed(short, state=state), (2 * tensor_parallel,)
     config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
@@ -180,8 +180,8 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
     assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
-    left = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
-    assert left == ["checkpoint", "config.json", "log.csv"]
+    remaining_names = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
+    assert remaining_names == ["checkpoint", "config.json", "log.csv"]
     config = changed(config, run={"out": tmp_path / "half"}, ranks={"tensor_parallel": 1})
     for again, interrupted, _ in pool.run(train_on, (tensor_parallel,), config, recipe):
         assert not interrupted and nearly(again, whole, 0.05)
@@ -200,9 +200,9 @@ def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
     hooks = Hooks(on_step=seen.append, should_stop=lambda: len(seen) == 3)
     assert run(changed(config, ranks={"async_save": True, "keep": 2}), "delayed", hooks=hooks).interrupted
     config = changed(config, run={"resume": True}, ranks={"shard": "fsdp"})
-    ((found, interrupted, _), *_) = pool.run(train_on, (2,), config, "delayed")
+    ((resumed, interrupted, _), *_) = pool.run(train_on, (2,), config, "delayed")
     alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
-    assert not interrupted and found[:3] == alone[:3] and nearly(found, alone, 0.01)
+    assert not interrupted and resumed[:3] == alone[:3] and nearly(resumed, alone, 0.01)
 
 
 def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
@@ -241,12 +241,12 @@ def full(mesh, config):
 
 def test_what_one_rank_lacks_stops_all(pool, config, tmp_path):
     config = changed(config, ranks={"shard": "ddp"})
-    (good, text), (bad, own) = pool.run(write_differs, (2,), config, str(tmp_path))
+    (good, text), (bad, own_error) = pool.run(write_differs, (2,), config, str(tmp_path))
     assert (good, bad) == ("RankError", "TrainError")
-    assert text == f"rank 1 failed: {own}" and "another text here than on rank 0" in own
-    (bad, own), (good, text) = pool.run(full, (2,), changed(config, run={"out": tmp_path}))
+    assert text == f"rank 1 failed: {own_error}" and "another text here than on rank 0" in own_error
+    (bad, own_error), (good, text) = pool.run(full, (2,), changed(config, run={"out": tmp_path}))
     assert (bad, good) == ("RunCheckpointError", "RankError")
-    assert text.startswith(f"rank 0 failed: {own}")
+    assert text.startswith(f"rank 0 failed: {own_error}")
 
 
 def test_what_was_not_started_so_is_refused(config, monkeypatch):
@@ -275,8 +275,8 @@ def test_a_group_of_one(config, monkeypatch, tmp_path):
     sharded = changed(config, ranks={"shard": "ddp"}, run={"out": tmp_path})
     with joined(sharded) as ranks:
         assert ranks.group is not None and ranks.size == 1
-        found = run(sharded, "delayed")
-    assert curve(found) == curve(run(config, "delayed"))
+        of_group = run(sharded, "delayed")
+    assert curve(of_group) == curve(run(config, "delayed"))
     with joined(config) as ranks:
         assert ranks.group is None
 
@@ -300,19 +300,19 @@ SECONDS = 300  # within which a run that lost a rank must end; far more than --t
 
 
 def environment():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return variables | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def rows(folder):
-    """How many steps its log has, and all of it but the speeds."""
+    """Return the number of steps in a run's log, and all of the log but the speeds."""
     path = folder / "log.csv"
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     return len(lines), [line.split(",")[:3] + line.split(",")[4:] for line in lines]
 
 
 def wait_for(folder, step, ranks):
-    """Until the log has that many steps."""
+    """Wait until the log has that many steps."""
     deadline = time.monotonic() + SECONDS
     while rows(folder)[0] < step and time.monotonic() < deadline:
         if any(process.poll() is not None for process in ranks.processes):
@@ -324,7 +324,7 @@ def wait_for(folder, step, ranks):
 
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_others(text_file, tmp_path):
-    """In processes of their own, without torchrun, which would end them itself."""
+    """A hanging rank ends the others, in processes of their own without torchrun, which would end them itself."""
     arguments = ["--data", text_file, "--shard", "fsdp", "--steps", "4000", "--timeout", "5", "--out", tmp_path]
     command = [sys.executable, "-m", "octavo", "train", *TINY, *map(str, arguments)]
     shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

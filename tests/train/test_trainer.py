@@ -41,8 +41,8 @@ def tiny(config):
 def test_names_and_shares():
     low = Phase(DYNAMIC, "fp8", None, "fp8")
     assert phases_of("fp8-then-bf16@0.7", DYNAMIC, 240, STATE) == [low, replace(HIGH, from_step=168)]
-    found = phases_of("bf16-then-blockwise@.3-then-fp8@0.5", DYNAMIC, 100, STATE)
-    assert found == [
+    phases = phases_of("bf16-then-blockwise@.3-then-fp8@0.5", DYNAMIC, 100, STATE)
+    assert phases == [
         HIGH,
         Phase(recipes.blockwise(), "fp8", None, "fp8", from_step=30),
         Phase(DYNAMIC, "fp8", None, "fp8", from_step=50),
@@ -124,7 +124,7 @@ def test_micro_batches_add_up_to_the_batch(config):
 
 
 def test_updates_in_backward_clip_as_those_after_it(config):
-    """By the same norm where all gradients come before an update, else by one that is near it."""
+    """Updates in backward clip by the norm of a step after it where all gradients come first, else by one near it."""
     config = changed(config, data={"micro_batches": 2}, run={"dtype": "float32"})
     runs = {}
     for threshold in ("", "64MB", "1KB"):

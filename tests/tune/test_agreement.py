@@ -1,4 +1,4 @@
-"""It is said where a kernel's results are not its reference's."""
+"""Differences between a kernel's results and its reference's are named."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def results() -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("output", "change", "exact", "found"),
+    ("output", "change", "exact", "beginning"),
     [
         (0, lambda q: None, True, ""),
         (0, lambda q: q.view(torch.uint8)[0, :32].add_(1), False, ""),
@@ -34,11 +34,11 @@ def results() -> list[Tensor]:
         (3, lambda sums: sums.mul_(1.02), True, "output 3: sums differ by"),
     ],
 )
-def test_results_that_differ(output: int, change: Callable[[Tensor], object], exact: bool, found: str) -> None:
+def test_results_that_differ(output: int, change: Callable[[Tensor], object], exact: bool, beginning: str) -> None:
     changed = results()
     change(changed[output])
     text = difference(changed, results(), exact, 128)
-    assert text.startswith(found) and bool(text) == bool(found)
+    assert text.startswith(beginning) and bool(text) == bool(beginning)
 
 
 def test_state_that_agrees_and_that_does_not() -> None:

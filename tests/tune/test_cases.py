@@ -1,4 +1,4 @@
-"""Cases run as ops do, are held against their references, and say what they read; each kernel is its reference's."""
+"""Cases run as ops do, agree with their references, and count what they read; each kernel equals its reference."""
 
 from collections.abc import Iterable
 from types import ModuleType

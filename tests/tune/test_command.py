@@ -1,4 +1,4 @@
-"""``octavo tune``: what it writes, what stays when it is interrupted, what it says, and how it is forgotten."""
+"""``octavo tune``: the file it writes, its rows after an interruption, its output, and how it is forgotten."""
 
 import importlib
 import json
@@ -50,9 +50,12 @@ def test_what_is_found_is_written_and_other_rows_stay(
     output = tmp_path / "new" / "table.json"
     assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
-    found, own = tuned.table(output), tuned.table(None)
-    assert found["configs"] == {**own["configs"], "amax": [[64, 8, 128, 1, 4]]} and found["library"] == own["library"]
-    assert found["measured_on"] == "a GPU, torch 2, triton 3"
+    written, shipped = tuned.table(output), tuned.table(None)
+    assert (
+        written["configs"] == {**shipped["configs"], "amax": [[64, 8, 128, 1, 4]]}
+        and written["library"] == shipped["library"]
+    )
+    assert written["measured_on"] == "a GPU, torch 2, triton 3"
     command.tune(None, ORIGIN, options("amax"))
     assert "nothing is kept" in capsys.readouterr().out
 

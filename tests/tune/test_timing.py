@@ -15,9 +15,9 @@ def test_variants_take_turns_and_a_failing_one_has_an_error() -> None:
     def fail() -> None:
         raise RuntimeError("no\n  room")
 
-    found = timing.timings({"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fail}, rounds=3)
-    assert len(found.seconds["a"]) == len(found.seconds["b"]) == 3 and 0 <= found.median("a") < 1
-    assert found.errors == {"c": "RuntimeError: no room"} and math.isnan(found.median("c"))
+    measured = timing.timings({"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fail}, rounds=3)
+    assert len(measured.seconds["a"]) == len(measured.seconds["b"]) == 3 and 0 <= measured.median("a") < 1
+    assert measured.errors == {"c": "RuntimeError: no room"} and math.isnan(measured.median("c"))
     if not timing.ON_GPU:
         assert order == [*"ab"] * 4  # to warm up, then a round after the other
 

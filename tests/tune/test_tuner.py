@@ -35,7 +35,7 @@ def test_grids(tuner: ModuleType) -> None:
 
 
 def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By times that are made up: of 64 x 64 a neighbour is the best, of 32 x 64 octavo's own."""
+    """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
     large, small = (tuner.shipped("cast", bucket) for bucket in (64, 20))
     (first,) = set(tuner.grid_of("cast", 64, True)) - {large}
     (other,) = set(tuner.grid_of("cast", 20, True)) - {small}
@@ -50,8 +50,8 @@ def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tuner, "_calling", calling)
     monkeypatch.setattr(tuner, "timings", timings)
     before = dict(tuner.launch.TABLE)
-    found = tuner.tune("cast", True, {"amax": []})
-    assert found.rows == [[20, *small], [64, *first]] and found.gain == pytest.approx(2**0.5)
+    tuned_rows = tuner.tune("cast", True, {"amax": []})
+    assert tuned_rows.rows == [[20, *small], [64, *first]] and tuned_rows.gain == pytest.approx(2**0.5)
     assert tuner.launch.TABLE == before
     monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if tuner.launch.config("cast", 64) != first else "wrong")
     assert tuner.tune("cast", True, {}).rows == [[20, *small], [64, *large]]
@@ -63,8 +63,8 @@ def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyP
     timings = importlib.import_module("octavo.tune.timing").Timings
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [1.0], "Triton": [2.0]}, {}))
     monkeypatch.setattr(tuner.cases, "wrong", lambda name, shape: "rows" in name and "noise")
-    found = tuner.tune(tuner.LIBRARY, True, {}).rows
-    assert [[-1, -1], [-1, -1], True] in found and all(a != [1, -1] for a, _, _ in found)
+    rows = tuner.tune(tuner.LIBRARY, True, {}).rows
+    assert [[-1, -1], [-1, -1], True] in rows and all(a != [1, -1] for a, _, _ in rows)
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [2.0], "Triton": [1.0]}, {}))
     assert tuner.tune(tuner.LIBRARY, True, {}).rows == []
 

@@ -50,7 +50,7 @@ def test_each_loads_the_others_file(from_stored, to_stored, assign, recipe):
 @both
 @pytest.mark.parametrize("options", [{"strict": False}, {"strict": False, "assign": True}], ids=["copy", "assign"])
 def test_a_reader_that_knows_no_codes_takes_none_for_values(recipe, options):
-    """With strict=False too, where torch says nothing of keys."""
+    """A reader that knows no codes takes none for values, with strict=False too, where torch says nothing of keys."""
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* torch.Size\(\[288, 1, 160\]\)"):
         plain().load_state_dict(net(recipe).state_dict(), **options)
     with pytest.raises(RuntimeError, match=r"expanded size|doesn't match"):
@@ -58,7 +58,7 @@ def test_a_reader_that_knows_no_codes_takes_none_for_values(recipe, options):
 
 
 def fine_grained(power_of_two):
-    """As DeepSeek's checkpoints: scales from each block's amax."""
+    """Return a state dict as DeepSeek's checkpoints: scales from each block's amax."""
     x = torch.randn(256, 384)
     scale_inv = x.view(2, 128, 3, 128).abs().amax((1, 3)) / 448
     if power_of_two:
@@ -70,42 +70,42 @@ def fine_grained(power_of_two):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_fine_grained_file_loads(stored):
-    given, values = fine_grained(power_of_two=True)
+    state, values = fine_grained(power_of_two=True)
     layer = octavo.nn.Linear(384, 256, bias=False, recipe=recipes.blockwise())
     layer = store(layer, recipes.blockwise()) if stored else layer
-    layer.load_state_dict(given)
-    assert list(given) == ["weight", "weight_scale_inv"]  # the caller's stays as it was
+    layer.load_state_dict(state)
+    assert list(state) == ["weight", "weight_scale_inv"]  # the caller's stays as it was
     assert torch.equal(octavo.restore(layer).weight, values)
 
 
 def test_a_fine_grained_file_of_any_scales_has_right_gradients():
-    given, values = fine_grained(power_of_two=False)
+    state, values = fine_grained(power_of_two=False)
     layer = store(octavo.nn.Linear(384, 256, bias=False), recipes.blockwise())
-    layer.load_state_dict(given)
+    layer.load_state_dict(state)
     assert sqnr(layer.weight.dequantize(), values) > 25
     x = inputs(T, 384, dtype=torch.float32)
-    found, truth = trace(layer, x), trace(widened(layer), x)
-    assert all(sqnr(found[name], truth[name]) > 20 for name in truth)
+    actual, truth = trace(layer, x), trace(widened(layer), x)
+    assert all(sqnr(actual[name], truth[name]) > 20 for name in truth)
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_files_that_do_not_fit(stored):
-    given, _ = fine_grained(power_of_two=True)
+    state, _ = fine_grained(power_of_two=True)
     layer = octavo.nn.Linear(384, 256, bias=False, recipe=recipes.blockwise())
     layer = store(layer, recipes.blockwise()) if stored else layer
     for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(384, 1)):
         with pytest.raises(ValueError, match=r"weight_scale_inv of shape .* does not fit \(256, 384\)"):
-            layer.load_state_dict(given | {"weight_scale_inv": scales})
+            layer.load_state_dict(state | {"weight_scale_inv": scales})
     for damage in (torch.nan, torch.inf, 0.0, -1.0):
         scales = torch.ones(2, 3)
         scales[1, 1] = damage
         with pytest.raises(ValueError, match=r"weight_scale_inv holds scales that are not finite and positive"):
-            layer.load_state_dict(given | {"weight_scale_inv": scales})
+            layer.load_state_dict(state | {"weight_scale_inv": scales})
     for wrong in (torch.ones(256, 384).bfloat16(), torch.ones(256, 384).byte()):
         with pytest.raises(ValueError, match=rf"weight beside weight_scale_inv is {wrong.dtype} \(256, 384\), neither"):
-            layer.load_state_dict(given | {"weight": wrong})
+            layer.load_state_dict(state | {"weight": wrong})
     with pytest.raises(ValueError, match="weight holds FP8 codes, but there is no weight_scale_inv"):
-        layer.load_state_dict({"weight": given["weight"]})
+        layer.load_state_dict({"weight": state["weight"]})
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict({"weight": torch.ones(384, 256)})
     with pytest.raises(RuntimeError, match="Missing key"):

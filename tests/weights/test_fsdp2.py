@@ -29,24 +29,24 @@ def shard(rows=5, cols=3):
 )
 def test_what_torch_makes_of_a_shard_stays_one(call):
     expected = call(shard().as_subclass(Tensor))
-    found = call(shard())
-    assert torch.equal(found.as_subclass(Tensor), expected)
-    assert type(found) is ShardedWeight
+    result = call(shard())
+    assert torch.equal(result.as_subclass(Tensor), expected)
+    assert type(result) is ShardedWeight
 
 
 def test_all_else_is_plain():
-    for found in (shard() + 1, torch.zeros_like(shard()), shard().sum(), torch.ops.aten.mul.Tensor(shard(), 2)):
-        assert type(found) is Tensor
+    for result in (shard() + 1, torch.zeros_like(shard()), shard().sum(), torch.ops.aten.mul.Tensor(shard(), 2)):
+        assert type(result) is Tensor
     assert type(torch._foreach_mul([shard()], 2.0)[0]) is Tensor
 
 
 def test_written_in_place_it_keeps_its_storage_and_version():
-    own = shard()
-    plain = own.as_subclass(Tensor)
-    own.mul_(2)
+    sharded = shard()
+    plain = sharded.as_subclass(Tensor)
+    sharded.mul_(2)
     assert torch.equal(plain, 2 * shard().as_subclass(Tensor))
-    assert own._version == plain._version == 1
-    assert type(own) is ShardedWeight
+    assert sharded._version == plain._version == 1
+    assert type(sharded) is ShardedWeight
 
 
 def test_a_file_holds_a_plain_tensor():

@@ -57,8 +57,8 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
 )
 def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
     linear = layer(recipe, mesh, rows)
-    found = linear.fp8.gather.way(linear)
-    assert found.kind == kind and why in found.why and bool(found.why) == bool(why)
+    way = linear.fp8.gather.way(linear)
+    assert way.kind == kind and why in way.why and bool(way.why) == bool(why)
 
 
 def test_what_can_not_be_gathered_in_fp8(mesh):
@@ -111,7 +111,7 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 
 def gathered(codes):
-    """The two layouts of codes from all ranks, and those in storage of their own."""
+    """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
     read = functools.partial(shard_cast.read, shared_scales=[torch.ones(1, 1)], pads=module.recipe.pads)
@@ -120,7 +120,7 @@ def gathered(codes):
 
 
 def test_layouts_of_a_gpu(monkeypatch):
-    """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
+    """Return codes transposed and padded to 16, in storage of their own where they differ from the gathered ones."""
     monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
     monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: CONTRACTION)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
@@ -203,7 +203,7 @@ def test_copies_find_their_scales_in_a_group_of_their_own():
 
 
 def two_in_flight(mesh):
-    """The error of an input's gradient, of a forward whose weight was cast by another scale since."""
+    """Return the error of an input's gradient, of a forward whose weight was cast by another scale since."""
     torch.manual_seed(0)
     layer = octavo.convert(nn.Sequential(nn.Linear(256, 64)), recipes.delayed(), select=lambda module, name: True)
     fully_shard(layer, mesh=mesh)
@@ -239,25 +239,25 @@ SENT_BY = {
 
 
 def gathered_from(whole, recipe, ranks):
-    """(What products read, bytes sent an element) where so many ranks have the rows of a weight."""
+    """Return (the pairs that products read, bytes sent an element) where so many ranks have a weight's rows."""
     part, casts = rows_on_each_rank(len(whole), ranks), recipe.weight_casts
     shards = [whole[rank * part : (rank + 1) * part].clone() for rank in range(ranks)]
-    made = [ShardCast(casts, whole.shape, ranks, rank) for rank in range(ranks)]
-    amax = torch.stack([one.amax(shard) for one, shard in zip(made, shards, strict=True)]).amax(0)
-    sent, known = zip(*[one.cast(shard, amax) for one, shard in zip(made, shards, strict=True)], strict=True)
-    assert len({tuple(tensor.shape for tensor in own) for own in sent}) == 1  # FSDP2 gathers equally many rows
+    shard_casts = [ShardCast(casts, whole.shape, ranks, rank) for rank in range(ranks)]
+    amax = torch.stack([one.amax(shard) for one, shard in zip(shard_casts, shards, strict=True)]).amax(0)
+    sent, known = zip(*[one.cast(shard, amax) for one, shard in zip(shard_casts, shards, strict=True)], strict=True)
+    assert len({tuple(tensor.shape for tensor in scales) for scales in sent}) == 1  # FSDP2 gathers equally many rows
     received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-    found = [one.read(received, own, recipe.pads) for one, own in zip(made, known, strict=True)]
-    for other in found[1:]:
-        for pair, expected in zip(other[:2], found[0][:2], strict=True):
+    read = [one.read(received, scales, recipe.pads) for one, scales in zip(shard_casts, known, strict=True)]
+    for other in read[1:]:
+        for pair, expected in zip(other[:2], read[0][:2], strict=True):
             assert all(map(same, pair, expected))
-    return found[0], (sum(tensor.numel() for tensor in received) + 4 * len(amax)) / (ranks * part * whole.shape[1])
+    return read[0], (sum(tensor.numel() for tensor in received) + 4 * len(amax)) / (ranks * part * whole.shape[1])
 
 
-def same(found, expected):
-    if found.itemsize == 1:
-        found, expected = found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    return torch.equal(found, expected)
+def same(actual, expected):
+    if actual.itemsize == 1:
+        actual, expected = actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    return torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -272,8 +272,8 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
     whole[rows // 2, columns // 2] = float("nan")
     if rows > 100:
         whole[5, 3], whole[rows - 1, 0] = float("inf"), -float("inf")
-    found, _ = gathered_from(whole, SENT_BY[recipe], ranks)
+    operands, _ = gathered_from(whole, SENT_BY[recipe], ranks)
     expected = cast_role(whole, CastRequest(SENT_BY[recipe], WEIGHT, True, True), None)
-    for pair, other in zip(found[:2], expected[:2], strict=True):
+    for pair, other in zip(operands[:2], expected[:2], strict=True):
         assert all(map(same, pair, other))
         assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape

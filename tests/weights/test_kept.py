@@ -25,14 +25,14 @@ def batches(steps, micro_batches):
     return torch.randn(steps, micro_batches, 16, 48, generator=generator)
 
 
-def trained(net, call, kept=None, device="cpu", micro_batches=3):
+def trained(net, call, kept_weights=None, device="cpu", micro_batches=3):
     """Losses, weights, the last gradients and delayed state after four steps of so many micro-batches."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for step in batches(4, micro_batches).to(device):
         optimizer.zero_grad()
-        if kept is not None:
-            kept.cast()
+        if kept_weights is not None:
+            kept_weights.cast()
         for x in step:
             loss = call(x).square().mean()
             loss.backward()
@@ -45,15 +45,15 @@ def trained(net, call, kept=None, device="cpu", micro_batches=3):
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_training_is_the_same_bit_for_bit(recipe):
     """Compiled ones are in tests/compile."""
-    own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
-    assert_equal(trained(net, net, octavo.nn.KeptWeights(net)), trained(own, own))
+    plain, net = model(KEPT[recipe]()), model(KEPT[recipe]())
+    assert_equal(trained(net, net, octavo.nn.KeptWeights(net)), trained(plain, plain))
 
 
 def test_one_op_casts_all_and_forwards_none():
     net = model(recipes.dynamic())
-    kept = octavo.nn.KeptWeights(net)
+    kept_weights = octavo.nn.KeptWeights(net)
     with CountOps() as ops:
-        kept.cast()
+        kept_weights.cast()
     assert ops.calls == {"multi_tensor_cast": 1}
     with CountOps() as ops:
         net(torch.randn(16, 48))
@@ -63,19 +63,19 @@ def test_one_op_casts_all_and_forwards_none():
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_flag_leaves_all_as_it_is(recipe):
     net, flag = model(KEPT[recipe]()), torch.zeros(1, dtype=torch.int32)
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast(skip=flag)
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast(skip=flag)
     before, state = net(torch.ones(4, 48)), octavo.nn.delayed_state_dict(net)
     for p in net.parameters():
         p.data.mul_(-3)  # unnoticed: under Delayed a write by hand makes layers cast their own
-    kept.cast(skip=flag.fill_(1))
+    kept_weights.cast(skip=flag.fill_(1))
     after = octavo.nn.delayed_state_dict(net)
     assert all(torch.equal(after[name], state[name]) for name in state)
     bias = net[0].bias / -3  # as it was
     with torch.no_grad():
         net[0].bias.copy_(bias)
     assert torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
-    kept.cast(skip=flag.zero_())
+    kept_weights.cast(skip=flag.zero_())
     assert not torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
     after = octavo.nn.delayed_state_dict(net)
     assert all(torch.equal(after[name], state[name]) for name in state)  # backward commits
@@ -90,20 +90,20 @@ def forward_casts(net):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda net, kept: kept.remove(),
-        lambda net, kept: octavo.nn.invalidate(net),
-        lambda net, kept: net.eval(),
-        lambda net, kept: octavo.set_recipe(net, recipes.dynamic()),
-        lambda net, kept: net.double().float(),
+        lambda net, kept_weights: kept_weights.remove(),
+        lambda net, kept_weights: octavo.nn.invalidate(net),
+        lambda net, kept_weights: net.eval(),
+        lambda net, kept_weights: octavo.set_recipe(net, recipes.dynamic()),
+        lambda net, kept_weights: net.double().float(),
     ],
     ids=["remove", "invalidate", "eval", "set_recipe", "to another dtype and back"],
 )
 def test_what_ends_it(change):
     net = model(recipes.dynamic())
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast()
     assert forward_casts(net) == 2
-    change(net, kept)
+    change(net, kept_weights)
     assert forward_casts(net) == 4
 
 
@@ -125,26 +125,26 @@ def test_another_tensor_in_the_weights_place_is_cast_by_its_layer(name, compiled
     """Writes, loads and steps are in tests/integration/test_sequences.py."""
     net, x = model(recipes.dynamic()), torch.randn(16, 48)
     octavo.nn.KeptWeights(net).cast()
-    given = {}
+    replaced = {}
     if name in OTHERS:
         OTHERS[name](net)
     else:
-        given = {name: 2 * value.detach() for name, value in net.named_parameters()}
+        replaced = {name: 2 * value.detach() for name, value in net.named_parameters()}
 
     def call(x):
-        return torch.func.functional_call(net, given, (x,))
+        return torch.func.functional_call(net, replaced, (x,))
 
-    found = torch.compile(call, backend="eager")(x) if compiled else call(x)
-    assert torch.equal(found, torch.func.functional_call(copy.deepcopy(net), given, (x,)))
+    y = torch.compile(call, backend="eager")(x) if compiled else call(x)
+    assert torch.equal(y, torch.func.functional_call(copy.deepcopy(net), replaced, (x,)))
 
 
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_cast_before_backward_raises_there(recipe):
     net = model(KEPT[recipe]())
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast()
     loss = net(torch.randn(16, 48)).sum()
-    kept.cast()
+    kept_weights.cast()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -159,40 +159,40 @@ def test_what_cannot_be_kept():
 @pytest.mark.parametrize("name", KEPT)
 def test_layers_of_another_recipe_meanwhile_are_left_alone(name):
     net = model(KEPT[name]())
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast()
     with octavo.using(net[0], recipes.high_precision()):
-        kept.cast()
+        kept_weights.cast()
         assert net[0].fp8.kept_operands is None
-    kept.cast()
+    kept_weights.cast()
     assert forward_casts(net) == 2
 
 
 def test_a_weight_that_lies_by_columns():
     layer = octavo.nn.Linear(64, 32)
     layer.weight = nn.Parameter(torch.randn(64, 32).t())
-    kept, x = octavo.nn.KeptWeights(layer), torch.randn(4, 64)
-    kept.cast()
+    kept_weights, x = octavo.nn.KeptWeights(layer), torch.randn(4, 64)
+    kept_weights.cast()
     assert torch.equal(layer(x), copy.deepcopy(layer)(x))
 
 
 def test_a_converted_model_needs_new_ones():
     net = model(recipes.dynamic())
-    kept = octavo.nn.KeptWeights(net)
+    kept_weights = octavo.nn.KeptWeights(net)
     net.bfloat16()
     with pytest.raises(ValueError, match="make its KeptWeights anew"):
-        kept.cast()
+        kept_weights.cast()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_captured_step_serves_all_micro_batches(recipe):
-    own, net = model(KEPT[recipe]()).cuda(), model(KEPT[recipe]()).cuda()
+    plain, net = model(KEPT[recipe]()).cuda(), model(KEPT[recipe]()).cuda()
     # a captured graph can't cast again by the scale that a backward pass has moved
     micro_batches = 3 if net[0].recipe.delayed is None else 1
-    expected = trained(own, own, device="cuda", micro_batches=micro_batches)
-    kept, later = octavo.nn.KeptWeights(net), torch.zeros(1, dtype=torch.int32, device="cuda")
+    expected = trained(plain, plain, device="cuda", micro_batches=micro_batches)
+    kept_weights, later = octavo.nn.KeptWeights(net), torch.zeros(1, dtype=torch.int32, device="cuda")
     x = torch.zeros(16, 48, device="cuda")
     initial = octavo.nn.delayed_state_dict(net)
     stream = torch.cuda.Stream()
@@ -201,12 +201,12 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
         for p in net.parameters():
             p.grad = torch.zeros_like(p)
         for _ in range(3):
-            kept.cast(skip=later)
+            kept_weights.cast(skip=later)
             net(x).square().mean().backward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept.cast(skip=later)
+        kept_weights.cast(skip=later)
         loss = net(x).square().mean()
         loss.backward()
     octavo.nn.load_delayed_state_dict(net, initial)
@@ -220,8 +220,8 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
             losses.append(loss.detach().clone())
         optimizer.step()
     state = {f"weight {name}": value.clone() for name, value in net.state_dict().items()}
-    found = {"losses": torch.stack(losses)} | state | gradients(net) | octavo.nn.delayed_state_dict(net)
-    assert_equal(found, expected)
+    actual = {"losses": torch.stack(losses)} | state | gradients(net) | octavo.nn.delayed_state_dict(net)
+    assert_equal(actual, expected)
 
 
 def test_blocks_that_take_no_padding():
@@ -229,9 +229,9 @@ def test_blocks_that_take_no_padding():
         recipes.Cast(recipes.E4M3, granularity) for granularity in (recipes.PerRow(), recipes.PerBlock(8, 8))
     )
     recipe = octavo.Recipe((row, square), (row, square), (row, row))
-    own, net = (octavo.nn.Linear(9, 7, recipe=recipe) for _ in range(2))
-    net.load_state_dict(own.state_dict())
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
+    plain, net = (octavo.nn.Linear(9, 7, recipe=recipe) for _ in range(2))
+    net.load_state_dict(plain.state_dict())
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast()
     x = torch.randn(5, 9)
-    assert kept.names == ("",) and torch.equal(net(x), own(x))
+    assert kept_weights.names == ("",) and torch.equal(net(x), plain(x))

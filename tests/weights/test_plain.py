@@ -57,8 +57,8 @@ def test_recipes_that_store_weights(recipe):
         assert torch.equal(weight.dequantize(), StoredWeight.cast(values, granularity).dequantize())
     assert type(model[0].bias) is nn.Parameter
     x = inputs()
-    found, truth = trace(model, x), trace(before, x)
-    assert all(sqnr(found[name], truth[name]) > 17 for name in truth)
+    actual, truth = trace(model, x), trace(before, x)
+    assert all(sqnr(actual[name], truth[name]) > 17 for name in truth)
     assert type(model[0].weight.grad) is torch.Tensor and model[0].weight.grad.dtype == torch.bfloat16
 
 
@@ -93,9 +93,9 @@ def test_converted_twice():
     store(model, recipes.blockwise())  # of what was cast first: it is known to more bits than bf16 has
     assert model[0].weight.granularity == PerBlock(128, 128)
     assert_equal(codes(model), codes(net("blockwise")))
-    kept = model[0].weight
+    first = model[0].weight
     octavo.convert(model, recipes.blockwise())  # leaves them as they are
-    assert model[0].weight is kept is weight and isinstance(kept, StoredWeight)
+    assert model[0].weight is first is weight and isinstance(first, StoredWeight)
     trace(model, inputs())
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 
@@ -121,8 +121,8 @@ def test_tied_weights_stay_tied():
     model = tied(dynamic)
     assert model[0].weight is model[2].weight and isinstance(model[0].weight, StoredWeight)
     x = inputs()
-    first, found = trace(copy.deepcopy(model).requires_grad_(False), x), trace(model, x)
-    assert torch.equal(first["y"], found["y"]) and list(gradients(model)) == ["0.weight"]
+    first, second = trace(copy.deepcopy(model).requires_grad_(False), x), trace(model, x)
+    assert torch.equal(first["y"], second["y"]) and list(gradients(model)) == ["0.weight"]
     octavo.restore(model)
     assert model[0].weight is model[2].weight and type(model[0].weight) is nn.Parameter
     model = tied(octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
@@ -176,10 +176,10 @@ FUSED = {
 @pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_modules(kind, recipe):
-    made = STORED[recipe]()
-    module = FUSED[kind](recipe=made, dtype=torch.bfloat16)
+    recipe_of_module = STORED[recipe]()
+    module = FUSED[kind](recipe=recipe_of_module, dtype=torch.bfloat16)
     other, x = copy.deepcopy(module), inputs(2, T, K)
-    store(module, made)
+    store(module, recipe_of_module)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, StoredWeight):
             other.get_parameter(name).data.copy_(parameter.dequantize())
@@ -224,7 +224,7 @@ def test_a_recipe_or_storage_that_is_refused_changes_nothing():
 def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     model, calls = net(), []
     weight = model[0].weight
-    known = weakref.ref(weight)
+    weak = weakref.ref(weight)
     weight.group = "attention"
     weight.register_hook(lambda gradient: calls.append("gradient"))
     weight.register_post_accumulate_grad_hook(lambda param: calls.append(param is weight))
@@ -232,7 +232,7 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     calls.clear()
     for move in (nn.Module.float, lambda model: model.to("meta"), lambda model: model.to_empty(device="cpu")):
         move(model)
-        assert known() is model[0].weight and weight.group == "attention"
+        assert weak() is model[0].weight and weight.group == "attention"
         assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.device == weight.device
     weight.detach().normal_()
     trace(model, inputs(dtype=torch.float32))

@@ -168,7 +168,7 @@ def test_initialization_is_the_plain_weights_then_cast(granularity):
 
 
 def test_its_address_is_its_codes():
-    """By which accelerate finds an optimizer's parameters again after fully_shard."""
+    """A weight's address is its codes', by which accelerate finds an optimizer's parameters after fully_shard."""
     first, second = parameter(), parameter()
     assert first.data_ptr() == first.qdata.data_ptr() == first.detach().data_ptr() != second.data_ptr()
 
@@ -185,14 +185,14 @@ def test_parts_are_views_with_the_scales_of_their_rows(granularity):
     assert first.is_shard and second.is_shard and first.granularity == second.granularity == granularity
     assert torch.equal(torch.cat([first.dequantize(), second.dequantize()]), weight.dequantize())
     assert second.qdata.data_ptr() == weight.qdata[256:].data_ptr()
-    own = weight.scale_inv if granularity == PerTensor() else weight.scale_inv.chunk(2)[1]
-    assert second.scale_inv.data_ptr() == own.data_ptr() and torch.equal(second.scale_inv.float(), own.float())
+    scales = weight.scale_inv if granularity == PerTensor() else weight.scale_inv.chunk(2)[1]
+    assert second.scale_inv.data_ptr() == scales.data_ptr() and torch.equal(second.scale_inv.float(), scales.float())
     assert [tuple(part.shape) for part in stored(shape=(5, K)).chunk(4)] == [(2, K), (2, K), (1, K)]
 
 
 def test_a_part_that_is_one_block_stays_of_blocks():
     part, _ = stored(PerBlock(128, 128), shape=(256, 128)).chunk(2)
-    for found in (
+    for cut in (
         part,
         part.detach(),
         part.clone(),
@@ -200,7 +200,7 @@ def test_a_part_that_is_one_block_stays_of_blocks():
         part[:128],
         pickle.loads(pickle.dumps(part)),
     ):
-        assert found.scale_inv.shape == (1, 1) and found.granularity == PerBlock(128, 128) and found.is_shard
+        assert cut.scale_inv.shape == (1, 1) and cut.granularity == PerBlock(128, 128) and cut.is_shard
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(320, 2), (384, 2), (500, 4), (512, 8)])
@@ -293,8 +293,8 @@ def test_the_gradient_of_dequantize(dtype):
 
 def test_zeros_like_is_plain():
     weight = parameter()
-    for found, value in ((torch.zeros_like(weight), 0), (torch.ones_like(weight), 1)):
-        assert type(found) is torch.Tensor and found.dtype == weight.dtype and (found == value).all()
+    for plain, value in ((torch.zeros_like(weight), 0), (torch.ones_like(weight), 1)):
+        assert type(plain) is torch.Tensor and plain.dtype == weight.dtype and (plain == value).all()
     assert torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format).dtype == torch.float32
 
 
@@ -344,10 +344,10 @@ def test_a_weight_is_stored_and_put_back_to_all_that_is_known_of_it():
 
 
 def begun_apart(mesh: Any, recipe: str, way: str) -> list[str]:
-    """What differs, after steps, from a whole model of each rank's rows, where ranks began with other values."""
-    own, *others = (octavo.restore(model(recipe, seed)) for seed in (mesh.get_rank(), 0, 1))
+    """Return what differs, after steps, from a whole model of each rank's rows, where ranks began with other values."""
+    of_rank, *others = (octavo.restore(model(recipe, seed)) for seed in (mesh.get_rank(), 0, 1))
     with torch.no_grad():
-        for p, *of in zip(*(net.parameters() for net in (own, *others)), strict=True):
+        for p, *of in zip(*(net.parameters() for net in (of_rank, *others)), strict=True):
             of[1].mul_(64)  # of another scale
             of[0].copy_(torch.cat([q.chunk(2)[i] for i, q in enumerate(of) if i < len(q.chunk(2))]))
             p.copy_(of[0] if way == "written" else p * 64 ** mesh.get_rank())
@@ -358,10 +358,10 @@ def begun_apart(mesh: Any, recipe: str, way: str) -> list[str]:
     if way == "written":
         net = shard(on_meta(recipe), mesh).to_empty(device="cpu")
         with torch.no_grad():
-            for p, q in zip(net.parameters(), own.parameters(), strict=True):
+            for p, q in zip(net.parameters(), of_rank.parameters(), strict=True):
                 p.copy_(like(q, p))
     else:
-        net = shard(stored(own), mesh)
+        net = shard(stored(of_rank), mesh)
     whole = stored(others[0])
     if way == "saved":
         full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
@@ -388,7 +388,7 @@ def frozen(granularity=GRANULARITIES[0], dtype=torch.float32, shape=(384, 256), 
 
 
 def adapter(weight: nn.Parameter, size: float) -> Tensor:
-    """Of rank 8, ``size`` times as large as the weight, rms."""
+    """Return a product of rank 8, ``size`` times as large as the weight, rms."""
     delta = torch.randn(weight.shape[0], 8) @ torch.randn(8, weight.shape[1])
     return delta * size * weight.dequantize().norm() / delta.norm()
 
@@ -476,8 +476,8 @@ def test_it_says_that_it_rounds():
 
 
 def test_what_is_trained_is_refused():
-    weight, made = frozen().requires_grad_(True), nn.Parameter(frozen().data)
-    for tensor in (weight.data, weight.detach(), made.data, copy.deepcopy(made).data):
+    weight, with_data = frozen().requires_grad_(True), nn.Parameter(frozen().data)
+    for tensor in (weight.data, weight.detach(), with_data.data, copy.deepcopy(with_data).data):
         for change in (tensor.add_, tensor.sub_):
             with pytest.raises(UnsupportedOpError, match=r"aten\.\w+_\.Tensor of a weight that is stored in FP8"):
                 change(torch.ones(384, 256))
@@ -499,7 +499,7 @@ def test_taking_out_and_replacing_are_refused():
 
 def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_back():
     weight = nn.Parameter(torch.randn(128, 128))
-    known, calls = weakref.ref(weight), []
+    weak, calls = weakref.ref(weight), []
     weight.owner = "layer 1"
     first = weight.register_hook(lambda gradient: calls.append("gradient"))
     weight.register_post_accumulate_grad_hook(lambda param: calls.append(param is weight))
@@ -507,7 +507,7 @@ def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_
     for tensor, kind in ((StoredWeight.cast(weight), StoredWeight), (torch.eye(128), nn.Parameter)):
         put_into(weight, tensor)
         assert type(weight) is kind and isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
-        assert known() is weight and weight.owner == "layer 1" and float(weight.grad.sum()) == 128 * 128
+        assert weak() is weight and weight.owner == "layer 1" and float(weight.grad.sum()) == 128 * 128
         (weight.dequantize() if kind is StoredWeight else weight).sum().backward()
         assert calls == ["gradient", True] and float(weight.grad.sum()) == 2 * 128 * 128
         calls.clear()
@@ -581,7 +581,7 @@ def test_truncated_normals_of_torch_are_the_plain_weights_then_cast(granularity)
 
 
 def test_files_of_earlier_versions_are_read(monkeypatch):
-    """Whose classes were in octavo.tensor."""
+    """Pickles and files whose classes were in octavo.tensor load."""
     weights = [parameter(), parameter().detach().shard(0, N // 2)]
     for kind in (StoredWeight, Known):
         monkeypatch.setattr(kind, "__module__", "octavo.tensor.stored_weight")

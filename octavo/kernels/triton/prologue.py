@@ -179,7 +179,7 @@ def turned_back(x, h, rows, cols, function: tl.constexpr):
     stride = x.stride_r + tl.where(cols < h.k_first, 0, h.added_stride_k)
     stride += tl.where(cols < h.v_first, 0, h.added_stride_v)
     places = ptr[None, :] + rows.to(tl.int64)[:, None] * stride[None, :]
-    own = tl.load(places, mask=inside, other=0.0)
+    this = tl.load(places, mask=inside, other=0.0)
     at = cols % (2 * HALF)
     is_first = at < HALF
     other = tl.load(places + tl.where(is_first, HALF, -HALF)[None, :], mask=turns, other=0.0).to(tl.float32)
@@ -189,9 +189,9 @@ def turned_back(x, h, rows, cols, function: tl.constexpr):
     of_sin = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
     cos = tl.load(h.cos + angles + of_cos, mask=turns, other=0.0).to(tl.float32)
     sin = tl.load(h.sin + angles + of_sin, mask=turns, other=0.0).to(tl.float32)
-    turned = own.to(tl.float32) * cos + other * tl.where(is_first[None, :], sin, -sin)
+    turned = this.to(tl.float32) * cos + other * tl.where(is_first[None, :], sin, -sin)
     turned = narrow(turned, x.ptr.dtype.element_ty).to(tl.float32)
-    return tl.where((cols < h.v_first)[None, :], turned, own.to(tl.float32))
+    return tl.where((cols < h.v_first)[None, :], turned, this.to(tl.float32))
 
 
 @triton.jit

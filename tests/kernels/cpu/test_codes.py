@@ -12,10 +12,10 @@ from octavo.kernels.cpu.codes import row_slices, threads_for
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (17, 130), (1000, 7), (128, 128)], ids=str)
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], runs: int, unit: int) -> None:
     monkeypatch.setattr(codes, "CHUNK", 300)
-    found = row_slices(shape, unit, torch.device("cpu"), runs)
-    assert found[0].start == 0 and found[-1].stop == shape[0]
-    assert all(a.stop == b.start for a, b in itertools.pairwise(found))
-    sizes = [rows.stop - rows.start for rows in found]
+    slices = row_slices(shape, unit, torch.device("cpu"), runs)
+    assert slices[0].start == 0 and slices[-1].stop == shape[0]
+    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
+    sizes = [rows.stop - rows.start for rows in slices]
     assert all(size == sizes[0] and size % unit == 0 for size in sizes[:-1]) and sizes[-1] <= max(sizes[0], unit)
     assert sizes[0] * shape[1] <= max(runs * 300, unit * shape[1])
     assert len(sizes) == 1 or (sizes[0] + unit) * shape[1] > runs * 300  # no smaller than need be

@@ -1,4 +1,4 @@
-"""What a CPU's C++ is compiled to, where it is kept, and what happens where it can't be."""
+"""The C++ of CPUs: how it is compiled, where its libraries lie, and what is computed where it can't be compiled."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def test_without_a_compiler_the_reference_runs(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> Path:
-    """Have any library compiled in no time, for it has one function; return the folder that it is kept in."""
+    """Have any library compiled in no time, as it has one function; return the folder of its file."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         """#!/bin/sh
@@ -53,7 +53,7 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_librar
 
 
 def answer_of_a_new_process() -> int:
-    """What the library answers that a process loads or compiles, its first time."""
+    """Return the answer of the library that a process loads or compiles, its first time."""
     library.cache_clear()
     loaded = library("cast")
     assert loaded is not None
@@ -62,22 +62,22 @@ def answer_of_a_new_process() -> int:
 
 def test_the_library_is_compiled_once(quick_compiler: Path) -> None:
     assert answer_of_a_new_process() == 42
-    (made,) = quick_compiler.iterdir()
-    first = made.stat().st_mtime_ns
+    (library_file,) = quick_compiler.iterdir()
+    first = library_file.stat().st_mtime_ns
     assert answer_of_a_new_process() == 42
     assert [path.stat().st_mtime_ns for path in quick_compiler.iterdir()] == [first]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_library_that_lost_its_end_is_compiled_again(share: float, quick_compiler: Path) -> None:
-    """A process that loads such a one is killed at its first call, or computes slowly for ever."""
+    """A process that loads a library without its end is killed at its first call, or computes slowly for ever."""
     assert answer_of_a_new_process() == 42
     (path,) = quick_compiler.iterdir()
     whole, damaged = path.read_bytes(), path.with_name("damaged")
     damaged.write_bytes(whole[: int(share * len(whole))])
     damaged.replace(path)  # another file: this process has the first one in its memory
     assert answer_of_a_new_process() == 42
-    assert [kept.read_bytes() for kept in quick_compiler.glob("*.so")] == [whole]
+    assert [library_file.read_bytes() for library_file in quick_compiler.glob("*.so")] == [whole]
 
 
 def test_a_library_is_kept_for_this_user_alone(

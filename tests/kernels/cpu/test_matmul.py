@@ -1,4 +1,4 @@
-"""What a CPU multiplies, and the gradients of norms, in chunks: bit for bit what the reference computes at once."""
+"""A CPU's products, and gradients of norms, in chunks: bit for bit the reference's, which has none."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ CHUNKS = [1, 500, 5000, 1 << 18]
 
 
 def operand(shape: tuple[int, int], tile: Tile, fmt: torch.dtype, how: str, exact: bool) -> tuple[Tensor, Tensor, Tile]:
-    """Codes that are small integers, whose sums are exact, and any scales if those alone multiply these."""
+    """Return codes that are small integers, whose sums are exact, and any scales if these multiply alone."""
     scales = torch.rand(scale_shape(shape, tile)) + 1
     if not exact:
         scales = 2.0 ** torch.randint(-2, 3, scale_shape(shape, tile)).float()
     return laid(torch.randint(-4, 5, shape).float().to(fmt), how), laid(scales, how), tile
 
 
-def alike(name: str, *given: Any) -> None:
-    assert same_bits(cpu.KERNELS[name](*given), reference.KERNELS[name](*given))
+def alike(name: str, *args: Any) -> None:
+    assert same_bits(cpu.KERNELS[name](*args), reference.KERNELS[name](*args))
 
 
 @each_pair(
@@ -62,13 +62,15 @@ def test_products(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 @each_pair(size=[(1, 1), (17, 127), (300, 260)], dtype=DTYPES, chunk=CHUNKS)
 def test_gradients_of_norms(case: dict[str, Any], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "CHUNK", case["chunk"])
-    x, dy, rest = (torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3))
+    x, dy, residual = (
+        torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3)
+    )
     gamma, rows = torch.rand(case["size"][1]), case["size"][0]
     mean, rstd = torch.randn(rows if norm == "layer_norm" else 0), torch.rand(rows)
-    others = norm, False, True, rest
+    others = norm, False, True, residual
     strided = torch.stack((mean, mean), 1)[:, 0], torch.stack((rstd, rstd), 1)[:, 0]
     dx, *sums = cpu.KERNELS["norm_backward"](dy, x, gamma, *strided, *others)
     expected, *other = reference.KERNELS["norm_backward"](dy, x, gamma, mean, rstd, *others)
     assert same_bits(dx, expected)
-    for found, due in zip(sums, other, strict=True):  # in another order
-        torch.testing.assert_close(found, due, rtol=2.0**-7, atol=1e-3)
+    for actual, reference_sum in zip(sums, other, strict=True):  # in another order
+        torch.testing.assert_close(actual, reference_sum, rtol=2.0**-7, atol=1e-3)

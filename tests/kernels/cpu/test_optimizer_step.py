@@ -10,7 +10,7 @@ from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.reference.optimizer_step import optimizer_step
-from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, made
+from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, update_of_case
 
 SHAPES = [(1, 1), (1, 300), (3, 128), (130, 256), (200, 300), (64, 384), (5, 1000)]
 KINDS = [*MASTERS, *IN_FP8]
@@ -19,16 +19,16 @@ KINDS = [*MASTERS, *IN_FP8]
 def differences_of(seed: int, count: int, recorded: Any = step_in_place) -> list[Any]:
     """Cases whose steps differ from the reference's."""
     torch.manual_seed(seed)
-    found = []
+    differing = []
     for number, case in enumerate(dealt_weights(seed, count, KINDS, SHAPES)):
-        update = made(case, slice(2), number)._replace(group=0)
+        update = update_of_case(case, slice(2), number)._replace(group=0)
         ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
         group = (ADAM, OTHER)[number % 2]._replace(clip=True, decoupled=number % 3 > 0)
         scale = [None, torch.tensor(8.0), torch.tensor(3.0)][number % 3]
         optimizer_step([theirs], [group], None, scale)
         optimizer_step([ours], [group], None, scale, None, recorded)
-        found += [case] if differences([ours], [theirs]) else []
-    return found
+        differing += [case] if differences([ours], [theirs]) else []
+    return differing
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -36,8 +36,8 @@ def test_any_update_has_the_bits_of_the_reference(threads: int, monkeypatch: pyt
     assert library("optimizer_step") is not None
     taken: list[bool] = []
 
-    def recorded(*given: Any) -> bool:
-        taken.append(step_in_place(*given))
+    def recorded(*args: Any) -> bool:
+        taken.append(step_in_place(*args))
         return taken[-1]
 
     monkeypatch.setattr(codes, "_SHARE", 100)

@@ -28,18 +28,18 @@ each_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
 
 
 def slope_error(h: Tensor, function: str) -> Tensor:
-    """What a slope may be wrong by; s is 1 in float32 where h u' is 40."""
+    """Return the bound of a slope's error; s is 1 in float32 where h u' is 40."""
     steep = SIGMOIDS[function][1](h.double()).abs().clamp(max=40.0) if function in SIGMOIDS else torch.zeros_like(h)
     return HALF_ULP * (8 + steep)
 
 
 def off(actual: Tensor, truth: Tensor) -> Tensor:
-    """By how much, beyond the rounding of ``truth`` itself."""
+    """Return the difference beyond the rounding of ``truth`` itself."""
     return (actual.double() - truth).abs() - 2 * HALF_ULP * truth.abs() - 2 * SMALLEST
 
 
 def grid() -> Tensor:
-    """[n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
+    """Return [n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     h = torch.cat((every[every.abs() <= 1e38], torch.linspace(-20, 20, 10_001), 2 * torch.randn(10_000)))
     return h[: len(h) // 64 * 64].view(-1, 64)

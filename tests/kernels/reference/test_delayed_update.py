@@ -23,9 +23,9 @@ def expected_update(
     scales: dict[str, list[float]] = {"max": [], "most_recent": []}
     for role, amax in enumerate(amaxes):
         for reduce, reduced in (("max", max(rolled[role])), ("most_recent", rolled[role][0])):
-            kept = scale[role]
-            next_scale = scale_of(reduced, LIMITS[role], powers[role], margins[role], previous=kept)
-            scales[reduce].append(kept if amax is None else next_scale)
+            previous = scale[role]
+            next_scale = scale_of(reduced, LIMITS[role], powers[role], margins[role], previous=previous)
+            scales[reduce].append(previous if amax is None else next_scale)
     return scales, rolled
 
 
@@ -40,7 +40,7 @@ UPDATE = (LIMITS, [False, True, False], [0, 1, 2])
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("powers", [[False] * 3, [True] * 3, [True, False, True], [False, False, True]], ids=str)
 def test_a_step_rolls_each_role_once_by_its_largest_amax(powers: list[bool], length: int, reduce: str) -> None:
-    """However many backward passes it has, and calls in each; what a pass casts reads the scales of before it."""
+    """A step rolls each history once, by all its passes and calls; casts read the scales from before their pass."""
     state = State.empty(length)
 
     def call(amaxes: list[float | None], margins: list[int]) -> list[Tensor]:
@@ -55,8 +55,8 @@ def test_a_step_rolls_each_role_once_by_its_largest_amax(powers: list[bool], len
         calls[-1][(step + 1) % 3] = 0.0
         if step % 5 == 4:
             calls[len(calls) // 2] = [None] * 3
-        found = [[amax for amax in role if amax is not None] for role in zip(*calls, strict=True)]
-        largest = [max(role, default=None) for role in found]
+        amaxes_of_roles = [[amax for amax in role if amax is not None] for role in zip(*calls, strict=True)]
+        largest = [max(role, default=None) for role in amaxes_of_roles]
         scales, rolled = expected_update(state.scale.tolist(), state.amax_history.tolist(), largest, powers, margins)
         addresses = [tensor.data_ptr() for tensor in state]
         for of_pass in (calls[:2], calls[2:3], calls[3:]):
@@ -86,7 +86,7 @@ def test_a_role_that_is_emptied_in_a_pass_begins_anew() -> None:
 
 
 def test_without_an_optimizer_so_many_passes_are_a_step() -> None:
-    """What updates weights by no torch.optim.Optimizer ends no step; an amax is not remembered for ever."""
+    """An amax is not remembered for ever where no torch.optim.Optimizer ends a step: so many passes are one."""
     state = State.empty(2)
     for amax in (1.0, 2.0, 3.0):
         kernels.delayed_update(*state, None, None, torch.full((1, 1), amax), *UPDATE, "max")
@@ -95,7 +95,7 @@ def test_without_an_optimizer_so_many_passes_are_a_step() -> None:
 
 
 def test_a_state_of_another_process_rolls_in_its_first_pass() -> None:
-    """Whose numbers of passes are others, perhaps larger."""
+    """A loaded state's numbers of passes are another process's, perhaps larger: it rolls in its first pass here."""
     for difference in (1 << 30, -(1 << 30)):
         state, one = State.empty(2), torch.ones(1, 1)
         kernels.delayed_update(*state, one, one, one, *UPDATE, "max")
@@ -107,13 +107,13 @@ def test_a_state_of_another_process_rolls_in_its_first_pass() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_a_compiled_graph_that_commits_twice_in_a_pass(backend: str) -> None:
     def step(state: State, *gradients: Tensor) -> list[Tensor]:
-        found = []
+        tensors = []
         for g in gradients:
             in_force = kernels.scales_of_pass(state.scale, state.before)
             cast = torch.float8_e5m2, False, 0, *UPDATE, "max", False
             q, _, scale_inv, _ = kernels.cast_and_commit(g, *state, g.abs().amax().view(1, 1), None, *cast)
-            found += [in_force, q.view(torch.uint8), scale_inv]
-        return found
+            tensors += [in_force, q.view(torch.uint8), scale_inv]
+        return tensors
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     ours, theirs = State.empty(2), State.empty(2)

@@ -23,9 +23,9 @@ def any_floats() -> Tensor:
     ties = torch.cat([upper + 0x8000, upper + 0x7FFF, upper + 0x8001])
     special = [0, -(1 << 31), 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x00800000, 1, 0x7F800000, 0x807FFFFF - (1 << 32)]
     special += [0xFF7FFFFF - (1 << 32), 0xFF800000 - (1 << 32), 0x7FC00000]
-    found = torch.cat([floats_of(bits), floats_of(subnormal), floats_of(ties), floats_of(torch.tensor(special))])
-    assert found.numel() == 800
-    return found.view(SHAPE)
+    floats = torch.cat([floats_of(bits), floats_of(subnormal), floats_of(ties), floats_of(torch.tensor(special))])
+    assert floats.numel() == 800
+    return floats.view(SHAPE)
 
 
 def master(kind: str, shape: tuple[int, int] = SHAPE) -> MasterWeight:
@@ -75,11 +75,11 @@ def test_what_is_not_finite_stays_alone(kind, bits):
     x[1, 3:8] = faults
     m = master(kind)
     write(m, x, torch.full(SHAPE, bits, dtype=torch.int32))
-    for found in (read(m), m.weight.float()):
-        assert found[1, 3:8].isnan().tolist() == [True, False, False, True, True]
-        assert found[1, 4:6].tolist() == [math.inf, -math.inf]
-        found[1, 3:8] = 1.0
-        assert (found == 1.0).all()
+    for values in (read(m), m.weight.float()):
+        assert values[1, 3:8].isnan().tolist() == [True, False, False, True, True]
+        assert values[1, 4:6].tolist() == [math.inf, -math.inf]
+        values[1, 3:8] = 1.0
+        assert (values == 1.0).all()
 
 
 def test_split24_holds_the_upper_24_bits():
@@ -100,13 +100,13 @@ def test_stochastic_rounding_gives_a_neighbour_and_is_unbiased(kind, dropped):
     high = floats_of((x.view(torch.int32) & -(1 << dropped)) + (1 << dropped))
     m = master(kind, (draws, 150))
     write(m, x.repeat(draws, 1), random32((draws, 150)))
-    found = read(m)
-    assert ((found == low) | (found == high)).all()
-    assert ((found - x).abs() < x.abs() * 2.0 ** (dropped - 23)).all()
+    read_back = read(m)
+    assert ((read_back == low) | (read_back == high)).all()
+    assert ((read_back - x).abs() < x.abs() * 2.0 ** (dropped - 23)).all()
     part = ((x - low).double() / (high - low).double())[0]
     sigma = (part * (1 - part) / draws).sqrt()
-    assert ((found == high).double().mean(0) - part).abs().le(4.5 * sigma + 2.0**-16).all()
-    assert torch.equal(m.weight.float(), nearest_bf16(found))
+    assert ((read_back == high).double().mean(0) - part).abs().le(4.5 * sigma + 2.0**-16).all()
+    assert torch.equal(m.weight.float(), nearest_bf16(read_back))
 
 
 def test_a_float32_weight_is_its_own_master():
@@ -132,7 +132,7 @@ each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor
 
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Each element's scale."""
+    """Return each element's scale."""
     if scales.numel() == 1:
         return scales.expand(shape)
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
@@ -146,22 +146,22 @@ def code_values(m: Fp8Weight) -> Tensor:
 def test_reading_is_exact(kind):
     """A master lies between its code and the next one, as far as the remainder says."""
     bits = {"fp8_split16": 8, "fp8_split24": 16}[kind]
-    rest = torch.arange(-128, 128) if bits == 8 else torch.randint(-(1 << 15), 1 << 15, (256,))
-    rest[0], rest[1] = -(1 << bits - 1), (1 << bits - 1) - 1
+    low_bits = torch.arange(-128, 128) if bits == 8 else torch.randint(-(1 << 15), 1 << 15, (256,))
+    low_bits[0], low_bits[1] = -(1 << bits - 1), (1 << bits - 1) - 1
     m = weight(kind, (256, 256))
     m.weight.copy_(torch.arange(256)[:, None])
-    m.low_bits.copy_(rest)
+    m.low_bits.copy_(low_bits)
     m.scale_inv.fill_(2.0**-10)
-    found = read(m).double()
+    read_back = read(m).double()
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    for sign, codes in ((1, found[:127]), (-1, found[128:255])):
+    for sign, codes in ((1, read_back[:127]), (-1, read_back[128:255])):
         for code in range(1, 126):  # of 0 and the largest only remainders of one sign are ever written
-            step = torch.where(rest < 0, values[code] - values[code - 1], values[code + 1] - values[code])
-            assert torch.equal(codes[code], sign * (values[code] + step * rest / 2.0**bits) * 2.0**-10)
-        up, down = rest >= 0, rest <= 0
-        assert torch.equal(codes[0, up], sign * rest[up] / 2.0**bits * values[1] * 2.0**-10)
-        assert torch.equal(codes[126, down], sign * (448 + rest[down] / 2.0**bits * 32) * 2.0**-10)
-    assert found[127].isnan().all() and found[255].isnan().all()
+            step = torch.where(low_bits < 0, values[code] - values[code - 1], values[code + 1] - values[code])
+            assert torch.equal(codes[code], sign * (values[code] + step * low_bits / 2.0**bits) * 2.0**-10)
+        up, down = low_bits >= 0, low_bits <= 0
+        assert torch.equal(codes[0, up], sign * low_bits[up] / 2.0**bits * values[1] * 2.0**-10)
+        assert torch.equal(codes[126, down], sign * (448 + low_bits[down] / 2.0**bits * 32) * 2.0**-10)
+    assert read_back[127].isnan().all() and read_back[255].isnan().all()
 
 
 @each_granularity
@@ -169,21 +169,21 @@ def test_reading_is_exact(kind):
 @each_kind
 def test_a_master_is_as_close_as_its_bits_and_its_code_the_nearest(kind, shape, blocks):
     x, m = values_of(shape), weight(kind, shape, blocks)
-    amax, found, scale_inv = store(m, x), read(m), spread(m.scale_inv, m.weight.shape)
+    amax, read_back, scale_inv = store(m, x), read(m), spread(m.scale_inv, m.weight.shape)
     if kind == "fp8_fp32":
-        assert torch.equal(found, x)
+        assert torch.equal(read_back, x)
     else:
         smallest, bits = E4M3.smallest_normal * scale_inv, MANTISSA[kind]
-        assert float(((found - x).abs() / x.abs().clamp_min(smallest)).max()) < 2.0**-bits
-        assert bits != 19 or not torch.equal(found, x) or x.numel() == 1  # so that the test sees a rounding
+        assert float(((read_back - x).abs() / x.abs().clamp_min(smallest)).max()) < 2.0**-bits
+        assert bits != 19 or not torch.equal(read_back, x) or x.numel() == 1  # so that the test sees a rounding
     if kind == "fp8_fp16":
-        assert torch.equal(found, m.low_bits.float() * (scale_inv / FLOAT16_FACTOR))
+        assert torch.equal(read_back, m.low_bits.float() * (scale_inv / FLOAT16_FACTOR))
     elif kind == "fp8_stochastic":
-        assert torch.equal(found, code_values(m) * scale_inv)
-    assert torch.equal(amax, amax_of(found, m.scale_inv.shape))
+        assert torch.equal(read_back, code_values(m) * scale_inv)
+    assert torch.equal(amax, amax_of(read_back, m.scale_inv.shape))
     assert torch.equal(torch.log2(m.scale_inv) % 1, torch.zeros_like(m.scale_inv))
     # a float16 master is rounded after the code was found
-    scaled = (x if kind == "fp8_fp16" else found) / scale_inv
+    scaled = (x if kind == "fp8_fp16" else read_back) / scale_inv
     nearest = scaled.to(torch.float8_e4m3fn).float()
     assert torch.equal((code_values(m) - scaled).abs(), (nearest - scaled).abs())  # ties may go either way
     assert torch.equal(torch.signbit(code_values(m)), torch.signbit(x))
@@ -198,10 +198,10 @@ def test_stochastic_rounding_in_fp8_is_unbiased(kind):
     store(m, x.repeat(draws, 1))
     ulp = torch.exp2(torch.floor(torch.log2(x.abs().double())) - bits)[0]
     part = (x[0].abs().double() / ulp) % 1
-    found = (read(m).double().abs() / ulp) - torch.floor(x[0].abs().double() / ulp)
-    assert ((found == 0) | (found == 1)).all()  # one of the two neighbours
+    fraction = (read(m).double().abs() / ulp) - torch.floor(x[0].abs().double() / ulp)
+    assert ((fraction == 0) | (fraction == 1)).all()  # one of the two neighbours
     sigma = (part * (1 - part) / draws).sqrt()
-    assert (found.mean(0) - part).abs().le(4.5 * sigma + 2.0**-15).all()
+    assert (fraction.mean(0) - part).abs().le(4.5 * sigma + 2.0**-15).all()
 
 
 @each_kind
@@ -261,12 +261,12 @@ def test_signs_and_zeros(blocks, kind):
     m = weight(kind, (3, 300), blocks)
     for bits in (0, -1):
         store(m, x, torch.full((3, 300), bits, dtype=torch.int32))
-        found = read(m)
-        assert torch.equal(torch.signbit(found), torch.signbit(x))
+        read_back = read(m)
+        assert torch.equal(torch.signbit(read_back), torch.signbit(x))
         assert torch.equal(torch.signbit(code_values(m)), torch.signbit(x))
-        assert found[2, 99] == found[2, 299] == 3.0 and torch.equal(found[x == 0], x[x == 0])
+        assert read_back[2, 99] == read_back[2, 299] == 3.0 and torch.equal(read_back[x == 0], x[x == 0])
         if kind != "fp8_fp32":
-            assert found.count_nonzero() == 2
+            assert read_back.count_nonzero() == 2
     if blocks:
         assert float(m.scale_inv[0, 1]) == 1.0  # a block of zeros
 
@@ -284,12 +284,12 @@ def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
     m, other = weight(kind, shape, blocks), weight(kind, shape, blocks)
     assert torch.equal(store(m, broken, bits, bound), store(other, zeroed, bits, bound))
     assert torch.equal(m.scale_inv, other.scale_inv)
-    found = read(m)
+    read_back = read(m)
     for place in places:
         assert code_values(m)[place].isnan()
-        assert not found[place].isfinite()
-        found[place] = 0.0
+        assert not read_back[place].isfinite()
+        read_back[place] = 0.0
         m.weight[place] = other.weight[place] = 0
-    assert torch.equal(found, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
+    assert torch.equal(read_back, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
     if RESTS[kind] in (torch.int8, torch.int16):
         assert all(int(m.low_bits[place]) == 0 for place in places)

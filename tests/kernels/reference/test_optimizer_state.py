@@ -16,11 +16,11 @@ COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
 
 
-def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
+def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> None:
     for piece in pieces(*values.shape):
         wide = piece.of(values.clone())
         bits = random32(wide.shape) if moment.is_random else None
-        moment.scale, moment.amax_written = scale, found
+        moment.scale, moment.amax_written = scale, amax
         moment.write(piece, wide, bits)
 
 
@@ -84,13 +84,13 @@ def test_codes_to_nearest_are_as_near_as_the_format_allows(fmt, root, cols):
         v[::2] *= -1
     moment = codes_of(fmt, v.shape, root)
     write(moment, v)
-    kept, found = (v.sqrt(), read(moment).sqrt()) if root else (v, read(moment))
-    amax = torch.stack([part.abs().amax(1) for part in kept.split(BLOCK, 1)], 1)
+    stored, read_back = (v.sqrt(), read(moment).sqrt()) if root else (v, read(moment))
+    amax = torch.stack([part.abs().amax(1) for part in stored.split(BLOCK, 1)], 1)
     assert torch.allclose(moment.scale_inv, torch.where(amax == 0, 1, amax / fmt.max), rtol=1e-6, atol=0)
     smallest = moment.scale_inv.repeat_interleave(BLOCK, 1)[:, :cols] * fmt.smallest_normal
-    normal = kept.abs() >= smallest
-    error = (found - kept).abs()
-    assert (error[normal] <= kept[normal].abs() * (most * 1.001)).all()
+    normal = stored.abs() >= smallest
+    error = (read_back - stored).abs()
+    assert (error[normal] <= stored[normal].abs() * (most * 1.001)).all()
     assert (error[~normal] <= (smallest * 2**-fmt.mantissa_bits)[~normal] * 0.501).all()
     if cols == 4095:
         relative = (read(moment).abs().sqrt() / v.abs().sqrt() - 1)[normal]
@@ -123,21 +123,21 @@ def test_finite_amax():
 @pytest.mark.parametrize("root", [False, True])
 def test_one_scale_and_the_previous_amax(root):
     v = torch.rand(4, 300) + 0.5
-    kept = v.sqrt() if root else v
+    stored = v.sqrt() if root else v
     moment = codes_of(E5M2, v.shape, root, per_tensor=True, previous=2.0)
     assert not moment.needs_amax_first
     assert codes_of(E5M2, v.shape, root, per_tensor=True).needs_amax_first
     assert not codes_of(E5M2, v.shape, root).needs_amax_first
-    found, scale = torch.zeros(1, 1), torch.full((1, 1), 57344.0 / 2)
-    write(moment, v, scale, found)
-    assert torch.equal(found, kept.max().view(1, 1))
+    amax, scale = torch.zeros(1, 1), torch.full((1, 1), 57344.0 / 2)
+    write(moment, v, scale, amax)
+    assert torch.equal(amax, stored.max().view(1, 1))
     assert (moment.scale_inv == 1).all()  # whoever gave the scale writes it, once all is read
     moment.scale_inv.copy_(1 / scale)
     back = read(moment).sqrt() if root else read(moment)
-    assert ((back - kept).abs() <= kept / 8).all()
-    write(moment, torch.full_like(v, 1e6), scale, found)  # more than the scale is for saturates
+    assert ((back - stored).abs() <= stored / 8).all()
+    write(moment, torch.full_like(v, 1e6), scale, amax)  # more than the scale is for saturates
     assert torch.allclose(read(moment), torch.tensor(4.0 if root else 2.0))
-    assert float(found) == (1e3 if root else 1e6)
+    assert float(amax) == (1e3 if root else 1e6)
 
 
 def test_bf16_and_float32():
@@ -154,10 +154,10 @@ def test_bf16_and_float32():
     random = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16), stochastic=True)
     write(random, x)
     assert random.data[0, 0].isnan() and random.data[0, 1:3].tolist() == [math.inf, -math.inf]
-    found, x = read(random)[1:], x[1:]
-    assert ((found - x).abs() <= x.abs() * 2.0**-7).all()
-    assert ((found.mean(0) - x[0]).abs() <= 4.5 * x[0].abs() * 2.0**-8 / 2000**0.5).all()
-    assert (found != found[0]).any()
+    read_back, x = read(random)[1:], x[1:]
+    assert ((read_back - x).abs() <= x.abs() * 2.0**-7).all()
+    assert ((read_back.mean(0) - x[0]).abs() <= 4.5 * x[0].abs() * 2.0**-8 / 2000**0.5).all()
+    assert (read_back != read_back[0]).any()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 300), (5, 256), (1, 5000), (300, 1)], ids=str)
@@ -170,13 +170,13 @@ def test_a_gradient_in_codes(shape, vector):
     rows = (expected.numel(), 1) if vector else shape
     codes = pair.qdata.view(torch.uint8).view(rows)
     update = WeightUpdate(None, (), codes, None, None, 0, pair.scale_inv)  # type: ignore[arg-type]
-    found = torch.empty(rows)
+    gradient = torch.empty(rows)
     for piece in pieces(*rows, first_row=7):
-        piece.of(found).copy_(update.gradient_of(piece, 1.0, False))
+        piece.of(gradient).copy_(update.gradient_of(piece, 1.0, False))
         third = update.gradient_of(piece, 3.0, True)
         assert torch.equal(third.nan_to_num(), -(update.gradient_of(piece, 1.0, False) / 3.0).nan_to_num())
-    assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num())
-    assert int(found.isnan().sum()) == 1
+    assert torch.equal(gradient.view(expected.shape).nan_to_num(), expected.nan_to_num())
+    assert int(gradient.isnan().sum()) == 1
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,12 @@ def test_parts_on_ranks_are_those_of_the_whole(kind, cols, cuts, groups, monkeyp
     monkeypatch.setattr(optimizer_state, "PIECE", 256)  # nor do pieces matter
     parts = [(slice(*rows), slice(0, shape[1])) for rows in itertools.pairwise(cuts or ())]
     for part in parts or [(slice(2, 7), slice(128, 300))]:
-        own = master_of(kind, weight[part].clone())
-        stored = fp8(tuple(own.weight.shape), count)
+        of_rank = master_of(kind, weight[part].clone())
+        stored = fp8(tuple(of_rank.weight.shape), count)
         where = {"first_row": part[0].start, "first_col": part[1].start, "row_length": shape[1]}
         for number, grad in enumerate(gradients, 1):
-            update(groups[0], own, grad[part].contiguous(), *stored, number=number, **where)
-        assert torch.equal(own.weight, whole.weight[part])
+            update(groups[0], of_rank, grad[part].contiguous(), *stored, number=number, **where)
+        assert torch.equal(of_rank.weight, whole.weight[part])
         for mine, all_of_it in zip(stored, moments, strict=True):
             assert torch.equal(mine.data, all_of_it.data[part])
             assert torch.equal(mine.scale_inv, all_of_it.scale_inv[part[0], part[1].start // 128 :])
@@ -132,8 +132,8 @@ def test_one_scale_from_the_current_amax_is_as_by_hand(both: bool, root: bool, m
             assert moment.scale_inv is not None and torch.equal(moment.scale_inv, scale.reciprocal())
             magnitude = moment.data & 0x7F if moment.fmt.signed else moment.data
             assert int(magnitude.max()) == moment.fmt.nan_code - (4 if moment.fmt is E5M2 else 1)
-            found = read(moment).pow(0.5 if root and moment is second else 1)
-            assert ((found - wide).abs() <= wide.abs() / 8 + 1e-4 * wide.abs().max()).all()
+            stored = read(moment).pow(0.5 if root and moment is second else 1)
+            assert ((stored - wide).abs() <= wide.abs() / 8 + 1e-4 * wide.abs().max()).all()
 
 
 def test_the_previous_amax_scales_the_next_step() -> None:
@@ -242,14 +242,14 @@ def test_the_mean_over_all_random_bits_is_the_number_that_is_rounded(group: Any,
 def weights(groups: list[Any]) -> list[WeightUpdate]:
     """Equal ones at each call."""
     torch.manual_seed(1)
-    found = []
+    updates = []
     for number, shape in enumerate([(1, 1), (3, 300), (0, 5), (2, 128)]):
         master, step = MasterWeight(torch.randn(shape).bfloat16(), "stochastic"), torch.tensor(float(number))
         stored = fp8(shape, 2 if groups is ADAM else 1)
-        found.append(
+        updates.append(
             WeightUpdate(master, stored, torch.randn(shape), step, BitNumbers(5 + number, 7 * number), number % 2)
         )
-    return found
+    return updates
 
 
 def equal(a: list[WeightUpdate], b: list[WeightUpdate]) -> bool:
@@ -302,8 +302,8 @@ def test_the_grid_is_that_of_e4m3_at_any_magnitude() -> None:
     w = torch.tensor([values])
     assert sums_of(w, w, MasterWeight(w, "weight"))[1] == sum(step_at(value) ** 2 for value in values)
     codes = torch.arange(0x08, 0x7E, dtype=torch.uint8)  # normal ones and their neighbours above
-    found, above = (part.view(torch.float8_e4m3fn).float() for part in (codes, codes + 1))
-    assert [step_at(value) for value in found.tolist()] == (above - found).tolist()
+    below, above = (part.view(torch.float8_e4m3fn).float() for part in (codes, codes + 1))
+    assert [step_at(value) for value in below.tolist()] == (above - below).tolist()
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)

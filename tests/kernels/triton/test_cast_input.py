@@ -1,4 +1,4 @@
-"""What a cast is given, as the host sees it before any launch."""
+"""A cast's input, as the host sees it before any launch."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def given(kernels: TritonKernels) -> Any:
+def module(kernels: TritonKernels) -> Any:
     """The module."""
     return kernels.module("cast_input")
 
@@ -27,7 +27,7 @@ def of(
     h_tile: tuple[int, int] | None = None,
     forward: bool = False,
 ) -> Any:
-    """What is given by fresh tensors: an activation's gradient, or forward itself; shape is that of its output."""
+    """Return the input of a cast of fresh tensors: an activation's gradient, or forward; shape is its output's."""
     rows, cols = shape
     wide = 2 * cols if activation and ACTIVATIONS[activation].gated else cols
     h, scaling = torch.randn(rows, wide).bfloat16(), ()
@@ -38,9 +38,9 @@ def of(
     return module.cast_input(CastSource(torch.randn(shape), activation, h, *scaling))
 
 
-def test_fits(kernels: TritonKernels, given: Any) -> None:
+def test_fits(kernels: TritonKernels, module: Any) -> None:
     def fits(tile: tuple[int, int], cols: int = 48, activation: str = "swiglu", rows: int = 64, **how: Any) -> bool:
-        return of(given, activation, shape=(rows, cols), **how).fits(tile)
+        return of(module, activation, shape=(rows, cols), **how).fits(tile)
 
     whole, small, others = (
         [ALL, (1, -1), (-1, 1)],
@@ -65,23 +65,23 @@ def test_fits(kernels: TritonKernels, given: Any) -> None:
             assert fits(ALL, 32, activation, h_tile=h_tile, forward=forward) == expected
 
 
-def test_no_scales_of_no_codes(kernels: TritonKernels, given: Any) -> None:
+def test_no_scales_of_no_codes(kernels: TritonKernels, module: Any) -> None:
     # of which a kernel would read the first
     for shape in ((0, 32), (32, 0)):
         for h_tile in ((1, 32), (32, 32), (1, 5)):
-            one = of(given, shape=shape, h_tile=h_tile)
+            one = of(module, shape=shape, h_tile=h_tile)
             assert one.h is None or one.h.scale_inv is None
-    assert of(given, shape=(0, 32), h_tile=ALL).h.scale_inv is not None
+    assert of(module, shape=(0, 32), h_tile=ALL).h.scale_inv is not None
 
 
-def test_a_configuration_of_its_own(kernels: TritonKernels, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_of_its_own(kernels: TritonKernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, table = kernels.module("launch"), {"some": [[64, 16, 16, 1, 1]], "some_gradient": [[64, 32, 16, 1, 1]]}
     for name, rows in table.items():
         monkeypatch.setitem(launch.TABLE, name, rows)
     for expected, one in (
-        (16, of(given, "")),
-        (16, of(given, forward=True)),
-        (32, of(given, "silu")),
-        (16, of(given)),  # gated_gradient
+        (16, of(module, "")),
+        (16, of(module, forward=True)),
+        (32, of(module, "silu")),
+        (16, of(module)),  # gated_gradient
     ):
         assert one.config("some").block_r == expected

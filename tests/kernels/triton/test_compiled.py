@@ -1,4 +1,4 @@
-"""Compiled kernels: what Triton makes of them for several architectures, run by the emulator of PTX.
+"""Compiled kernels: Triton's code for several architectures, run by the emulator of PTX.
 
 Each kernel at least once for sm_90, a product for sm_89, sm_100 and sm_120 too; in the full set more, and casts.
 All other tests of kernels run so by ``./dev test --compiled sm_90``.
@@ -39,7 +39,7 @@ from tests.support.product_cases import BLOCK, MX, SQUARE, of_flat, rows_in_grou
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
-SHAPE = (33, 160)  # of what is cast: several programs, and edges
+SHAPE = (33, 160)  # shapes of casts: several programs, and edges
 # sums of columns in several parts, and two parts of tall blocks
 SHAPES = {"cast+transpose+sum+commit": (130, 160), "cast 1x128 + 128x1": (130, 160)}
 PRODUCT = (48, 144, 272)  # M, N, K
@@ -181,7 +181,7 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cast columns", "cast 1x32 + 32x1"])
 def test_stores_fill_sectors(name: str) -> None:
-    """Where rows of codes do, what a warp stores beside them lies together too."""
+    """Stores of rows of codes fill whole sectors; a warp's other stores lie together too."""
     with emulating(90, Options(counts=True)) as launches:
         assert cases.wrong(name, (64, 256)) == ""
     accesses = [access for one in launches for access in one.launch.counts.items()]
@@ -190,7 +190,7 @@ def test_stores_fill_sectors(name: str) -> None:
 
 
 def test_each_kernel_was_launched() -> None:
-    """After the tests above, which one worker runs."""
+    """Each kernel was launched by the tests above, which one worker runs."""
     if not {*BY_DEFAULT} <= _launched.keys():
         pytest.skip("not all of them ran")
     folder = Path(cases.__file__).parents[1] / "kernels" / "triton"

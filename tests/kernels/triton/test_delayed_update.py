@@ -35,13 +35,13 @@ def test_update(kernels: TritonKernels, case: dict[str, Any]) -> None:
     state.scale.fill_(case["scale"])
     state.amax_history[::2].uniform_()
     amaxes = [case[f"amax_{role}"] for role in ("input", "weight", "grad_output")]
-    found = [None if a is None else torch.full((1, 1), a) for a in amaxes]
+    tensors = [None if a is None else torch.full((1, 1), a) for a in amaxes]
     update = update_args(case["reduce"], case["powers_of_two"], case["margins"])
     ours = state.clone()
 
     def both(*order: int) -> None:
-        REFERENCE["delayed_update"](*state, *(found[role] for role in order), *update)
-        assert kernels.delayed_update(*ours, *(found[role] for role in order), *update) is None
+        REFERENCE["delayed_update"](*state, *(tensors[role] for role in order), *update)
+        assert kernels.delayed_update(*ours, *(tensors[role] for role in order), *update) is None
         assert same_state(ours, state)
         scales_of_pass = REFERENCE["scales_of_pass"](*state[::2]), kernels.scales_of_pass(*ours[::2])
         assert same_bits(scales_of_pass[0], scales_of_pass[1])
@@ -76,16 +76,16 @@ def test_casts_of_a_pass_read_the_scales_of_before_it(kernels: TritonKernels, mo
             (x.float().nan_to_num().abs().amax().view(1, 1) if x.numel() else None, None) for x in gradients
         ]
         launched.clear()
-        found = one_pass(*(partial(both, x, *amax) for x, amax in zip(gradients, amaxes, strict=True)))
+        actual = one_pass(*(partial(both, x, *amax) for x, amax in zip(gradients, amaxes, strict=True)))
         assert launched.count("amax_kernel") == (3, 1, 0)[min(step, 2)]  # the second pass's first commit tells the host
-        own = [kernels.cast(x, old, 2, E5M2, ALL, False, 2)[2] for x in gradients]
-        assert all(same_bits(a, b) for a, b in zip(found, own, strict=True))
+        expected_scales = [kernels.cast(x, old, 2, E5M2, ALL, False, 2)[2] for x in gradients]
+        assert all(same_bits(a, b) for a, b in zip(actual, expected_scales, strict=True))
         end_step()
     assert (state.scale != 0).tolist() == [True, False, True]
 
 
 def steps_values(step: int, role: int) -> Tensor:
-    """What a role casts in a step: nothing but zeros at times, nothing at all, or with a fault."""
+    """Return a role's tensor in a step: nothing but zeros at times, nothing at all, or one with a fault."""
     x = torch.randn(17, 40).bfloat16() * 2.0 ** (step * (-1) ** role)
     if (step + role) % 4 == 0:
         x.zero_()

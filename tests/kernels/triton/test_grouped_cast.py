@@ -1,4 +1,4 @@
-"""What is launched for rows in groups, and wrong offsets; test_cast.py has any groups."""
+"""Launches for rows in groups, and wrong offsets; test_cast.py has any groups."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch's own product of operands in groups: how it is called, what is written after it, and whether it is trusted."""
+"""torch's own product of operands in groups: its call, the memory after it, and whether it is trusted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ FORMS = [rows_in_groups, terms_in_groups]
 def torch_s_product(
     a: Tensor, b: Tensor, a_scale: Tensor, _: Any, b_scale: Tensor, __: Any, *swizzles: Any, **how: Any
 ) -> Tensor:
-    """What torch documents of scaled_grouped_mm by rows, by 1x32; rows in no group are NaN. Its checks come first."""
+    """Check as torch does, then return scaled_grouped_mm by rows or by 1x32 as documented; ungrouped rows are NaN."""
     offs, fast = how["offs"], how["use_fast_accum"]
     checked = torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, a_scale, b_scale)), offs.to("meta"))
     assert how["output_dtype"] == torch.bfloat16 and not fast
@@ -74,24 +74,24 @@ def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonK
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("sizes", "rest"), SIZES[1:4], ids=lambda v: str(v)[:20])
-def test_torch_s_product(form: Any, sizes: list[int], rest: int, emulated: TritonKernels) -> None:
-    args = *e4m3(form(sizes, rest, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
+@pytest.mark.parametrize(("sizes", "ungrouped"), SIZES[1:4], ids=lambda v: str(v)[:20])
+def test_torch_s_product(form: Any, sizes: list[int], ungrouped: int, emulated: TritonKernels) -> None:
+    args = *e4m3(form(sizes, ungrouped, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
     check_torch_s(args, emulated)
 
 
-@pytest.mark.parametrize(("sizes", "rest"), [*SIZES[1:4], ([130, 0, 257], 2)], ids=lambda v: str(v)[:20])
-def test_torch_s_product_of_1x32(sizes: list[int], rest: int, emulated: TritonKernels) -> None:
-    """Each group's swizzled scales begin with 128 rows of their own."""
-    check_torch_s((*e4m3(rows_in_groups(sizes, rest, (MX, MX), 48, 160)), None, torch.bfloat16, False), emulated)
+@pytest.mark.parametrize(("sizes", "ungrouped"), [*SIZES[1:4], ([130, 0, 257], 2)], ids=lambda v: str(v)[:20])
+def test_torch_s_product_of_1x32(sizes: list[int], ungrouped: int, emulated: TritonKernels) -> None:
+    """Swizzled scales of each group begin with 128 rows of their own."""
+    check_torch_s((*e4m3(rows_in_groups(sizes, ungrouped, (MX, MX), 48, 160)), None, torch.bfloat16, False), emulated)
 
 
 def check_torch_s(args: tuple[Any, ...], emulated: TritonKernels) -> None:
     calls = mock.Mock(side_effect=torch_s_product)
     with given_to_torch(calls), poisoned_memory():
-        found = emulated.grouped_matmul(*args)
+        y = emulated.grouped_matmul(*args)
     assert calls.call_count == (2 if args[0].numel() else 1)  # the first is the question whether it is right
-    close(found, REFERENCE["grouped_matmul"](*args), emulated)
+    close(y, REFERENCE["grouped_matmul"](*args), emulated)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -100,14 +100,14 @@ def test_wrong_offsets_are_not_given_to_torch(form: Any, emulated: TritonKernels
     with given_to_torch(torch_s_product):
         for ends in ([30, 10, 40], [10, 20, 1 << 20]):
             offsets = torch.tensor(ends, dtype=torch.int32)
-            found = emulated.grouped_matmul(*args[:6], offsets, None, torch.bfloat16, False, 16)
-            assert found.isnan().all()
+            y = emulated.grouped_matmul(*args[:6], offsets, None, torch.bfloat16, False, 16)
+            assert y.isnan().all()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_product_is_left_alone(form: Any, emulated: TritonKernels) -> None:
     def wrong(*args: Any, **how: Any) -> Tensor:
-        """As where scales are read in another order."""
+        """Return the product with scales read in another order."""
         return torch_s_product(*args, **how).flip(-1)
 
     def missing(*args: Any, **how: Any) -> Tensor:

@@ -24,16 +24,16 @@ def product(kernels: TritonKernels) -> Callable[..., Tensor]:
 
 def check(kernels: TritonKernels, *args: Any, fast: bool = False) -> Tensor:
     with poisoned_memory():
-        found = product(kernels)(*args)
+        y = product(kernels)(*args)
     expected = REFERENCE["grouped_matmul"](*args)
-    close(found, expected, kernels, fast)
-    assert not found[(expected == 0).all(-1)].any()  # of rows in no group, and of groups without rows
-    return found
+    close(y, expected, kernels, fast)
+    assert not y[(expected == 0).all(-1)].any()  # of rows in no group, and of groups without rows
+    return y
 
 
 @pytest.mark.parametrize("form", [rows_in_groups, terms_in_groups])
 def test_parts_of_two_products(form, kernels, monkeypatch):
-    """As of large groups on Hopper, or of faults and scales whose product float32 does not hold."""
+    """Large groups on Hopper, and faults or scales whose product float32 does not hold, are computed in two parts."""
     config = kernels.module("launch").Config(256, 128, 4, 16)
     if kernels.module("matmul")._architecture() in (89, 120):
         pytest.skip("such parts do not fit the shared memory of this GPU, which the library gives smaller ones")
@@ -48,21 +48,21 @@ def test_only_large_groups_have_high_parts(kernels: TritonKernels, monkeypatch: 
     module, high = kernels.module("grouped_matmul"), kernels.module("launch").Config(256, 128, 4, 16)
     monkeypatch.setattr(module, "product_config", lambda *_: high)
     a, b = (OperandPair(torch.empty(0), torch.empty(0), tile) for tile in (BLOCK, SQUARE))
-    found = [module.grouped_config(a, b, (rows, 4096), 8).block_r for rows in (8 * 1024 - 1, 8 * 1024)]
-    assert found == [128, 256]
+    rows_of_blocks = [module.grouped_config(a, b, (rows, 4096), 8).block_r for rows in (8 * 1024 - 1, 8 * 1024)]
+    assert rows_of_blocks == [128, 256]
 
 
 @pytest.mark.parametrize("ends", [[3, 2, 40], [-1, 40, 40], [3, 41, 41], [0, 1 << 30, 40]], ids=str)
 def test_wrong_offsets_make_products_nan(ends: list[int], kernels: TritonKernels) -> None:
     args = rows_in_groups([10, 20, 10], 0, (BLOCK, SQUARE), 24, 144)
     offsets = torch.tensor(ends, dtype=torch.int32)
-    found = product(kernels)(*args[:6], offsets, None, torch.bfloat16, False)
-    assert found.isnan().all()
+    y = product(kernels)(*args[:6], offsets, None, torch.bfloat16, False)
+    assert y.isnan().all()
     args = terms_in_groups([10, 20, 10], 0, (BLOCK, BLOCK), 24, 144)
     no_room = torch.tensor([40, 60, 80], dtype=torch.int32)  # for the padding, where rows beyond the end may be read
     for wrong in (offsets + 60 * (offsets == 41).int(), no_room):
-        found = product(kernels)(*args[:6], wrong, None, torch.bfloat16, False, 16)
-        assert found.isnan().all()
+        y = product(kernels)(*args[:6], wrong, None, torch.bfloat16, False, 16)
+        assert y.isnan().all()
 
 
 def test_one_launch(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:

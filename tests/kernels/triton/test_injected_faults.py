@@ -31,18 +31,18 @@ def test_every_fault_of_the_tables_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "kernel", "found"),
+    ("case", "kernel", "message"),
     [
         ("cast rows", "cast_rows_kernel", "race"),
         pytest.param("tensor . tensor, Triton", "matmul_kernel", "a copy under way", marks=pytest.mark.full),
     ],
 )
-def test_a_barrier_that_is_left_out(case: str, kernel: str, found: str) -> None:
-    """Which one is needed depends on the release of Triton."""
+def test_a_barrier_that_is_left_out(case: str, kernel: str, message: str) -> None:
+    """A case shows that one of a kernel's barriers is missing; which one is needed depends on the release of Triton."""
     (one,) = (one for one in kernel_mutants.compiled_kernels([(90, case)]) if one.kernel == kernel)
     count = len(kernel_mutants.BARRIER.findall(one.text))
     changes = (functools.partial(kernel_mutants.without, one.text, {number}) for number in range(count))
-    assert any(found in kernel_mutants.outcome(case, 90, change=change) for change in changes)
+    assert any(message in kernel_mutants.outcome(case, 90, change=change) for change in changes)
 
 
 @pytest.mark.full
@@ -53,7 +53,7 @@ def test_orders(name: str) -> None:
 
 @pytest.mark.full
 def test_faults_in_sources() -> None:
-    """Each in a process that has not imported the kernels."""
+    """Faults in sources are found, each in a process that has not imported the kernels."""
     command = [sys.executable, "-m", "tests.kernel_mutants", "sources", "--sample", "3"]
-    found = subprocess.run(command, cwd=kernel_mutants.ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    process = subprocess.run(command, cwd=kernel_mutants.ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""Which delayed scales are known to exist, and what a cast leaves out then."""
+"""The delayed scales that are known to exist, and the launches that a cast leaves out then."""
 
 import gc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ UPDATE = update_args("max")
 
 @pytest.fixture
 def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
-    """What is known of the three scales once all copies have arrived."""
+    """Return a function that says which of the three scales are known to exist once all copies have arrived."""
 
     def ask(state: Tensor) -> list[bool]:
         if state.is_cuda:
@@ -29,14 +29,14 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
 
 
 def commit(kernels: TritonKernels, state: State, *amaxes: float | None) -> None:
-    found = [None if a is None else torch.full((1, 1), a) for a in amaxes]
-    kernels.delayed_update(*state, *found, *UPDATE)
+    tensors = [None if a is None else torch.full((1, 1), a) for a in amaxes]
+    kernels.delayed_update(*state, *tensors, *UPDATE)
 
 
 def commit_twice(
     kernels: TritonKernels, known: Callable[[Tensor], list[bool]], state: State, *amaxes: float | None
 ) -> None:
-    """After the second, what the first wrote is known."""
+    """Commit twice: after the second commit the host knows the scales that the first one wrote."""
     commit(kernels, state, *amaxes)
     known(state.scale)  # as a forward asks
     commit(kernels, state, *amaxes)

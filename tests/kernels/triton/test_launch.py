@@ -43,8 +43,8 @@ def test_config_goes_by_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyP
     launch = kernels.module("launch")
     small, large = [16, 32, 1, 4], [64, 64, 2, 8]
     monkeypatch.setitem(launch.TABLE, "some kernel", [[20, *small], [30, *large]])
-    found = [[*launch.config("some kernel", size)] for size in (0, 20, 21, 30, 31, 60)]
-    assert found == [small, small, large, large, large, large]
+    configs = [[*launch.config("some kernel", size)] for size in (0, 20, 21, 30, 31, 60)]
+    assert configs == [small, small, large, large, large, large]
 
 
 def test_workspace(kernels: TritonKernels) -> None:
@@ -71,7 +71,7 @@ def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch
 def test_what_is_captured_on_a_stream_has_another_workspace(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch hands a graph's stream out again, and the graph may be replayed beside what runs on it."""
+    """A graph may be replayed beside later work on its stream, as torch hands the stream out again."""
     launch = kernels.module("launch")
     streams, is_capturing = iter([7, 7, 7, 8]), iter([False, True, True, True])
     monkeypatch.setattr(launch, "_work", {})
@@ -88,12 +88,12 @@ def test_what_is_captured_on_a_stream_has_another_workspace(
 def test_a_stream_has_its_own_workspace(kernels: TritonKernels) -> None:
     workspace = kernels.module("launch").workspace
     x = torch.empty(0, device=kernels.gpu)
-    found = {}
+    addresses = {}
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
-            found[stream.cuda_stream] = workspace(x, 5).data_ptr()
-            assert workspace(x, 5).data_ptr() == found[stream.cuda_stream]
-    assert len({*found.values()}) == len(found) == 3
+            addresses[stream.cuda_stream] = workspace(x, 5).data_ptr()
+            assert workspace(x, 5).data_ptr() == addresses[stream.cuda_stream]
+    assert len({*addresses.values()}) == len(addresses) == 3
 
 
 @needs_gpu
@@ -109,24 +109,24 @@ def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatc
 
 
 def test_every_launch_is_made_by_launch() -> None:
-    """It says whether multiply-adds fuse; of launches that don't Triton 3.9 warns."""
-    root, found = Path(__file__).parents[3], set()
+    """Every launch goes through ``launch``, which says whether multiply-adds fuse: Triton 3.9 warns of others."""
+    root, files = Path(__file__).parents[3], set()
     for file in (file for folder in ("octavo", "tests", "benchmarks") for file in (root / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if "triton" in text and re.search(r"\w\[.*\]\(", text) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 name, grid = ast.unparse(node.func.value), node.func.slice
                 if name.endswith("kernel") or (isinstance(grid, ast.Tuple) and name != "dict"):
-                    found.add(str(file.relative_to(root)))
-    assert found == {"octavo/kernels/triton/launch.py"}
+                    files.add(str(file.relative_to(root)))
+    assert files == {"octavo/kernels/triton/launch.py"}
 
 
 tuned = pytest.importorskip("octavo.kernels.triton.launch")
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the table of a GPU is kept."""
+def table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that holds the tuned table of a GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -141,14 +141,14 @@ def shipped() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"configs": 3}', '{"library": [[[1], [1, 2], true]]}'])
-def test_a_spoilt_one_is_not(own: Path, content: str) -> None:
-    own.write_text(content)
+def test_a_spoilt_one_is_not(table_file: Path, content: str) -> None:
+    table_file.write_text(content)
     assert tuned.table(tuned.tuned_file()) == shipped()
 
 
-def test_a_damaged_one_is_not_or_has_rows(own: Path) -> None:
+def test_a_damaged_one_is_not_or_has_rows(table_file: Path) -> None:
     for seed in range(40):
-        own.write_bytes(damaged_json(shipped(), seed))
+        table_file.write_bytes(damaged_json(shipped(), seed))
         table = tuned.table(tuned.tuned_file())
         assert table.keys() >= {"configs", "library"} and table["configs"].keys() == shipped()["configs"].keys()
         for rows in table["configs"].values():
@@ -156,8 +156,8 @@ def test_a_damaged_one_is_not_or_has_rows(own: Path) -> None:
             assert {len(row) for row in rows} == {5}
 
 
-def test_other_kernels_have_another(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_have_another(table_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tmp_path / "configs.json"
     changed.write_text("{}")
     monkeypatch.setattr(tuned, "SHIPPED", changed)
-    assert tuned.tuned_file() != own
+    assert tuned.tuned_file() != table_file

@@ -21,21 +21,21 @@ pytestmark = pytest.mark.gpu
 def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: TritonKernels) -> None:
     laid = kernels.module("library_matmul").laid_scale_inv
     vectors = torch.rand(8, blocks)
-    found = laid(vectors, BLOCK, 1)
-    assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
+    scales = laid(vectors, BLOCK, 1)
+    assert torch.equal(scales, vectors) and scales.stride(0) == 1 and scales.stride(1) in (1, 8)
     _, _, written, *_ = kernels.cast(
         torch.randn(8, 128 * blocks).bfloat16().to(kernels.gpu), None, 0, E4M3, BLOCK, True, 0
     )
     assert laid(written, BLOCK, 1).data_ptr() == written.data_ptr()  # as a cast writes it
     squares = torch.rand(2, blocks)
-    found = laid(squares, SQUARE, 0)
-    assert (found.data_ptr() == squares.data_ptr()) == (blocks == 4)  # copied only where padding is missing
+    scales = laid(squares, SQUARE, 0)
+    assert (scales.data_ptr() == squares.data_ptr()) == (blocks == 4)  # copied only where padding is missing
     padded = -(-blocks // 4) * 4
-    assert found.shape == (padded, 2) and found.stride() == (1, padded)
-    assert torch.equal(found[:blocks].t(), squares) and not found[blocks:].any()
+    assert scales.shape == (padded, 2) and scales.stride() == (1, padded)
+    assert torch.equal(scales[:blocks].t(), squares) and not scales[blocks:].any()
     for dim, shape in ((0, (1, 8)), (1, (8, 1))):
-        found = laid(torch.rand(1, 8).t(), ROWS, dim)
-        assert found.shape == shape and found.stride() == torch.empty(shape).stride()
+        scales = laid(torch.rand(1, 8).t(), ROWS, dim)
+        assert scales.shape == shape and scales.stride() == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
@@ -49,8 +49,8 @@ def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> No
         for bias in (None, torch.randn(2 * shape[1])[::2] * 100, torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
             expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
-            found = library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False)
-            close(found.cpu(), expected, kernels)
+            y = library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False)
+            close(y.cpu(), expected, kernels)
 
 
 def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:
@@ -61,7 +61,7 @@ def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: Triton
     kind = E4M3, E4M3, torch.bfloat16, True, False
 
     def with_error(change: Callable[[Any], Any]) -> Callable[..., Tensor]:
-        return lambda operands, *rest: true(change(operands), *rest)
+        return lambda operands, *others: true(change(operands), *others)
 
     for tiles in ((ALL, ALL), (ROWS, ROWS)):
         assert module._agrees(kernels.gpu, *tiles, *kind)

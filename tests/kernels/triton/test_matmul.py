@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:
-    """Which product ``matmul`` goes to, on a device whose own is right or not."""
+    """Return the name of the product that ``matmul`` goes to, on a device whose own is right or not."""
     module = kernels.module("matmul")
     library = kernels.module("library_matmul")
     with (
@@ -27,8 +27,8 @@ def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:
         mock.patch.object(module, "reference_matmul", return_value="reference"),
         mock.patch.object(kernels.module("replay"), "REPLAYS", {}),
     ):
-        found: str = kernels.matmul(*args)
-        return found
+        name: str = kernels.matmul(*args)
+        return name
 
 
 def test_the_choice(kernels: TritonKernels) -> None:

@@ -1,4 +1,4 @@
-"""Casts of norms: the statistics of rows that are hard to find in float32, what overflows, and what is launched."""
+"""Casts of norms: rows whose statistics are hard in float32, overflows, and launches."""
 
 import math
 from typing import Any
@@ -104,7 +104,7 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("tile", [ALL, ROW], ids=str)
 def test_infinities_made_on_the_way(kernels: TritonKernels, tile: tuple[int, int], monkeypatch) -> None:
-    """Gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there."""
+    """Amax is that of finite values where gamma is infinite or overflows; all other values are cast as without them."""
     use_small_tiles(kernels, monkeypatch)
     x, gamma = torch.randn(17, 150), torch.randn(150)
     gamma[[7, 100, 149]] = torch.tensor([math.inf, -math.inf, math.nan])
@@ -112,9 +112,9 @@ def test_infinities_made_on_the_way(kernels: TritonKernels, tile: tuple[int, int
     norm = of_norm(gamma, None, "layer_norm")
     for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
         call = Call("cast", (x, state, 1, fmt, tile, False, 0, True, 16), norm | {"keep": True})
-        found = check(kernels.cast, call, False)
-        assert found["amax"].isfinite().all() and (found["amax"] > 0).any()
-        values = found["q"][:, :150].float()
+        outputs = check(kernels.cast, call, False)
+        assert outputs["amax"].isfinite().all() and (outputs["amax"] > 0).any()
+        values = outputs["q"][:, :150].float()
         assert not values[:, 7].isfinite().any() and values[:, [6, 8]].isfinite().all()
 
 

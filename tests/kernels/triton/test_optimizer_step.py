@@ -1,4 +1,4 @@
-"""The launch beside its reference, bit for bit: what is stored after some steps of many weights."""
+"""The launch beside its reference, bit for bit: the tensors after some steps of many weights."""
 
 import copy
 import itertools
@@ -33,9 +33,9 @@ from tests.support.optimizer_both import (
     dealt_weights,
     differences,
     fp8_update,
-    made,
     mixed,
     update_of,
+    update_of_case,
 )
 from tests.support.triton_kernels import TritonKernels
 
@@ -49,7 +49,7 @@ def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: 
 
 @pytest.fixture
 def large(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tiles in the interpreter, where one takes as long whatever its size."""
+    """Use large tiles: fewer of them in the interpreter, where one takes as long whatever its size."""
     if kernels.interpreted:
         set_tiles(kernels, monkeypatch, 128, 1)
 
@@ -87,7 +87,7 @@ LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256,
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 @pytest.mark.parametrize("rule", RULES)
 def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, of which the second divides its gradients, and what they add to the resolution's sums."""
+    """Two steps, the second with divided gradients, give the reference's weights and sums of the resolution."""
     number, group = 10 * seed + [*RULES].index(rule), RULES[rule]
     torch.manual_seed(number)
     bounded = (not isinstance(group, SgdGroup) and group.clip) or rule == "decoupled, bounded"  # as FP8 masters need
@@ -96,7 +96,7 @@ def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: 
     updates = []
     for in_fp8 in (False, True) if bounded and rule != "coupled" else (False,):
         kinds = dealt_weights(number, 2, IN_FP8, LARGER) if in_fp8 else dealt_weights(number, 3, MASTERS, ORDINARY)
-        updates += [made(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
+        updates += [update_of_case(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
     if kernels.interpreted and bounded:  # in the interpreter a tile takes as long whatever its size
         set_tiles(kernels, monkeypatch, 64 if number % 4 == 3 else 128, 1)
     elif number % 4 < 2:
@@ -167,14 +167,14 @@ def test_corrections_that_a_step_kept_are_those_of_the_next_one_alone(kernels: T
 
 def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Launches in the rest of the test: whether each only finds amaxes."""
-    launch, found = both.module.launch, []
+    launch, only_amaxes = both.module.launch, []
 
     def recorded(kernel: Any, programs: int, arguments: tuple[Any, ...], num_warps: int) -> None:
-        found.append(arguments[-1].find)
+        only_amaxes.append(arguments[-1].find)
         launch(kernel, programs, arguments, num_warps)
 
     monkeypatch.setattr(both.module, "launch", recorded)
-    return found
+    return only_amaxes
 
 
 @pytest.mark.parametrize("rule", [ADAM, SGD._replace(averages=True, max_update=1.25)], ids=["Adam", "Muon's"])
@@ -202,7 +202,7 @@ def test_a_plan_stays_while_weights_do(kernels: TritonKernels) -> None:
     both.steps(2)
     (plan,) = both.plans.values()
     table, sent = plan.table, dict(plan.sent)
-    both.step()  # with what was there before
+    both.step()  # with the earlier content
     assert all(plan.sent[name] is sent[name] for name in ("gradients", "groups"))
     both.ours = [u._replace(gradient=u.gradient.clone()) for u in both.ours]
     both.step()
@@ -242,7 +242,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
 
 
 def test_nothing_to_update(kernels: TritonKernels) -> None:
-    """Alone, skipped too, or among others."""
+    """Weights without elements are updated alone, skipped too, or among others."""
     for skip in (None, torch.ones(())):
         both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
         both.step(skip)
@@ -250,12 +250,12 @@ def test_nothing_to_update(kernels: TritonKernels) -> None:
     updates = []
     for kind in RESTS:
         update = fp8_update((3, 5), kind)
-        rest = None if update.master.low_bits is None else update.master.low_bits[:0]
-        held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest, torch.zeros(1, 1))
+        low_bits = None if update.master.low_bits is None else update.master.low_bits[:0]
+        held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, low_bits, torch.zeros(1, 1))
         updates += [update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held), update]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(2)
-    assert all(float(found.step) == 2.0 for found in both.ours)
+    assert all(float(weight.step) == 2.0 for weight in both.ours)
 
 
 def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +264,8 @@ def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: p
     monkeypatch.setattr(both.module, "is_capturing", lambda: True)  # as if one were being captured
     both.step()
     other = ADAM._replace(lr=0.02)
-    for groups, plans, what in (([other], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
-        with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{what}"):
+    for groups, plans, message in (([other], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
+        with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{message}"):
             both.module.optimizer_step(both.ours, groups, None, None, plans)
     monkeypatch.setattr(both.module, "is_capturing", lambda: False)
     ((*read,),) = both.plans["captured"]
@@ -285,12 +285,12 @@ def experts(
     apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
     masters = [one.master for one in apart]
     whole = torch.Size((count, *shape))
-    rest = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
+    low_bits = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
     master = Fp8Weight(
         torch.cat([one.weight for one in masters]),
         kind,
         torch.stack([one.scale_inv for one in masters]),
-        rest,
+        low_bits,
         torch.stack([one.amax for one in masters]),  # type: ignore[misc]
     )
     stored = [m.for_kernel(str(i), m.new_state(str(i), whole, "cpu", True), True) for i, m in enumerate(moments)]
@@ -302,7 +302,7 @@ PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
 
 
 def test_experts_in_one_launch(kernels: TritonKernels, large: None) -> None:
-    """Several and one, their gradients in codes."""
+    """One launch updates experts of several weights and of one, with gradients in codes."""
     cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
     updates = [
         experts(count, shape, *cell, PREVIOUS, number)
@@ -329,7 +329,7 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
 
 
 def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, small: None) -> None:
-    """As parts of sharded vectors are."""
+    """A sharded vector's part is seen in rows of one; its codes are as the reference writes them."""
     lengths = [1, 5, 128, 300, 2064, 0]
     masters = itertools.cycle(MASTERS[:4])
     updates = [update_of((n, 1), NAMED["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]

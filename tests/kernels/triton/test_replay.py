@@ -19,24 +19,24 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Each recording's steps and the replay, if one was made of them."""
-    replay, found = kernels.module("replay"), []
+    """Return each recording's steps and the replay, or None if none was made of them."""
+    replay, recordings = kernels.module("replay"), []
     monkeypatch.setattr(replay, "REPLAYS", {})
-    made = replay.CallRecorder.replay
+    real_replay = replay.CallRecorder.replay
 
     def noted(self: Any, *args: Any) -> Any:
-        found.append((self.steps, made(self, *args)))
-        return found[-1][1]
+        recordings.append((self.steps, real_replay(self, *args)))
+        return recordings[-1][1]
 
     monkeypatch.setattr(replay.CallRecorder, "replay", noted)
-    return found
+    return recordings
 
 
 def only_launches(steps: list[Any]) -> bool:
     """Whether torch computed nothing."""
-    own = [step for step in steps if step.kind in ("op", "launch")]
-    return any(step.kind == "launch" or step.does.__name__ == "launch" for step in own) and all(
-        callable(step.does) and not hasattr(step.does, "_schema") for step in own
+    computing = [step for step in steps if step.kind in ("op", "launch")]
+    return any(step.kind == "launch" or step.does.__name__ == "launch" for step in computing) and all(
+        callable(step.does) and not hasattr(step.does, "_schema") for step in computing
     )
 
 
@@ -70,29 +70,29 @@ def test_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in range(3):
             torch.manual_seed(seed)
             assert cases.wrong(name, (33, 64) if "." not in name else (48, 48, 64)) == ""
-        assert any(callable(made) for made in replay.REPLAYS.values())
+        assert any(callable(replayed) for replayed in replay.REPLAYS.values())
 
 
 def test_one_tensor_twice(kernels: TritonKernels, recorded: list[tuple[Any, Any]]) -> None:
-    """A replay takes for one what was one when it was recorded, and nothing else."""
+    """A replay takes for one tensor what was one when it was recorded, and nothing else."""
     gamma, rows = torch.ones(48), torch.ones(33)
 
     def gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = kernels.norm_backward(dy, x, gamma, rows[:0], rows, "rms_norm", False, False, dy)[0]
-        return found
+        dx: torch.Tensor = kernels.norm_backward(dy, x, gamma, rows[:0], rows, "rms_norm", False, False, dy)[0]
+        return dx
 
     one, two = torch.randn(2, 33, 48)
     expected = [gradient(one, one), gradient(two, one)]
     for _ in range(3):
-        for found, due in zip([gradient(one, one), gradient(two, one)], expected, strict=True):
-            assert torch.equal(found, due)
+        for actual, expected_dx in zip([gradient(one, one), gradient(two, one)], expected, strict=True):
+            assert torch.equal(actual, expected_dx)
     assert len(recorded) == 2
 
 
 def test_a_scale_that_comes_to_be_known_meanwhile(
     kernels: TritonKernels, recorded: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is recorded with it is not replayed without: the amax launch would be missing."""
+    """No replay is made of a call in which the scale came to be known: it would leave out the amax launch."""
     x, scale = torch.randn(33, 48), torch.zeros(3)
     answers = iter([False, False, False, True])  # before each call, and in it
     update = kernels.module("delayed_update")
@@ -100,7 +100,7 @@ def test_a_scale_that_comes_to_be_known_meanwhile(
     monkeypatch.setattr(update, "_exists", lambda entry, role: next(answers))
     for _ in range(2):
         kernels.cast(x, scale, 0, E4M3, ALL, False, 0)
-    assert [made for _, made in recorded] == [None]
+    assert [recording for _, recording in recorded] == [None]
 
 
 def part_of_complex(values: torch.Tensor) -> torch.Tensor:
@@ -138,13 +138,13 @@ OF_FLOATS: dict[str, Any] = {  # a call of tensors in float32, all of which kern
 def test_what_torch_has_not_negated_yet_is_read_with_its_sign(
     kernels: TritonKernels, recorded: list[tuple[Any, Any]], op: str
 ) -> None:
-    """In a first, a recorded and a replayed call, and where a replay was recorded of tensors that are not negated."""
+    """A first, a recorded and a replayed call read signs, also where the replay was recorded of tensors not negated."""
     tensors = torch.randn(16, 24), torch.randn(16, 24), torch.randn(24)
-    given: list[torch.Tensor] = []
+    arguments: list[torch.Tensor] = []
 
     def leaves(how: Any) -> list[torch.Tensor]:
-        given[:] = map(how, tensors)
-        return tree_leaves((OF_FLOATS[op](kernels, *given), given))
+        arguments[:] = map(how, tensors)
+        return tree_leaves((OF_FLOATS[op](kernels, *arguments), arguments))
 
     expected = leaves(torch.clone)
     for how in (negated, part_of_complex, part_of_complex, part_of_complex, negated, negated):
@@ -153,7 +153,7 @@ def test_what_torch_has_not_negated_yet_is_read_with_its_sign(
 
 
 def test_what_a_capture_can_not_ask_is_not_recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes Triton's product, as nobody has asked whether torch's is right; later calls take what is known then."""
+    """A capture takes Triton's product while nobody has asked whether torch's is right; later calls take torch's."""
     library, codes, one = kernels.module("library_matmul"), torch.randn(16, 128).to(E4M3), torch.ones(1, 1)
     call = codes, one, ALL, codes, one, ALL, None, torch.bfloat16, False
     monkeypatch.setattr(library, "_known", {})
@@ -192,8 +192,8 @@ def test_the_emulator_sees_what_a_replay_reads_unwritten(monkeypatch: pytest.Mon
     amax = package.module("cast").amax
 
     def of_unwritten(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = amax(torch.empty_like(x), ALL)
-        return found
+        amaxes: torch.Tensor = amax(torch.empty_like(x), ALL)
+        return amaxes
 
     replayed, x = package.module("replay").replayed(of_unwritten), torch.ones(16, 16)
     with emulating(90, finds_unwritten=False):

@@ -139,7 +139,7 @@ def test_two_streams(kernels: TritonKernels) -> None:
             with torch.cuda.stream(streams[i % 2]):
                 results.append(kernels.cast(x, None, 0, E4M3, ALL, False, 0, True, 1, True))
         torch.cuda.synchronize()
-        for found, right in zip(results, expected, strict=True):
-            assert all(same_bits(a, b) for a, b in zip(found[:-1], right[:-1], strict=True))
-            torch.testing.assert_close(found[-1], right[-1])
+        for actual, right in zip(results, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(actual[:-1], right[:-1], strict=True))
+            torch.testing.assert_close(actual[-1], right[-1])
     assert_counters_are_zero(kernels)

@@ -1,4 +1,4 @@
-"""What kernels share, by way of a cast and an amax, around each of its boundaries; test_codes.py has the codes."""
+"""Kernels' shared helpers, by a cast and an amax, around each of their boundaries; test_codes.py has the codes."""
 
 import math
 
@@ -21,8 +21,8 @@ def amaxes(limit: float) -> Tensor:
     mantissa = limit / 2.0 ** math.floor(math.log2(limit))
     near = neighbours(torch.cat([powers, mantissa * powers[:-1]]))
     anything = torch.randint(0, 0x7F800000, (20000,), dtype=torch.int32).view(torch.float32)
-    found = torch.cat([near, anything, torch.tensor([0.0, FLOAT32_MAX])])
-    return found[: len(found) // 64 * 64].view(-1, 64)
+    numbers = torch.cat([near, anything, torch.tensor([0.0, FLOAT32_MAX])])
+    return numbers[: len(numbers) // 64 * 64].view(-1, 64)
 
 
 @pytest.mark.covering(1)
@@ -31,9 +31,9 @@ def amaxes(limit: float) -> Tensor:
 @pytest.mark.parametrize("margin", [0, 1, 7, 40, 64])
 def test_scales(kernels: TritonKernels, margin: int, power_of_two: bool, fmt: torch.dtype) -> None:
     amax = amaxes(MAX[fmt])
-    _, _, scale_inv, found, _ = kernels.cast(amax, None, 0, fmt, (1, 1), power_of_two, margin)
+    _, _, scale_inv, amax_of_cast, _ = kernels.cast(amax, None, 0, fmt, (1, 1), power_of_two, margin)
     expected = numerics.scale_from_amax(amax, MAX[fmt], power_of_two, margin)
-    assert same_bits(scale_inv, numerics.scale_inv_from_scale(expected)) and same_bits(found, amax)
+    assert same_bits(scale_inv, numerics.scale_inv_from_scale(expected)) and same_bits(amax_of_cast, amax)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -44,7 +44,7 @@ def test_narrow(kernels: TritonKernels, dtype: torch.dtype) -> None:
     special = torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25])
     scales = torch.cat([scales, special])
     scales = scales[: len(scales) // 64 * 64].view(-1, 64)
-    given = torch.ones(scales.shape).to(FORMATS[0]), scales, (1, 1), dtype
-    expected = REFERENCE["dequantize"](*given)
-    assert same_bits(kernels.dequantize(*given), expected)
+    arguments = torch.ones(scales.shape).to(FORMATS[0]), scales, (1, 1), dtype
+    expected = REFERENCE["dequantize"](*arguments)
+    assert same_bits(kernels.dequantize(*arguments), expected)
     assert same_bits(expected, scales.to(dtype))

@@ -1,4 +1,4 @@
-"""Situations of one process: how it trains; what is made of a model, what fails, and what is written by hand."""
+"""Situations of one process: training loops, conversions and copies of a model, faults, and writes by hand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from octavo.errors import UnsupportedOpError
 from tests.support.freed import Zero3
 from tests.support.helpers import every_layer, thread_pool
 from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, KnownPart
-from tests.support.seams.made import Made, evaluating, nothing, values_of
 from tests.support.seams.situations import Documented, Refused, Sound, situation
+from tests.support.seams.training_run import TrainingRun, evaluating, nothing, values_of
 from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
@@ -33,9 +33,9 @@ DELAYED = ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1
 ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
 KNOWN_LATE = Refused(RuntimeError, "bf16", "whether to step is known only when all gradients are")
 
-situation("as it is", LOOP)(Made.train)
-situation("accumulation", LOOP)(functools.partial(Made.train, micro=3))
-situation("zero_grad(set_to_none=False)", LOOP)(functools.partial(Made.train, zero_to_none=False))
+situation("as it is", LOOP)(TrainingRun.train)
+situation("accumulation", LOOP)(functools.partial(TrainingRun.train, micro=3))
+situation("zero_grad(set_to_none=False)", LOOP)(functools.partial(TrainingRun.train, zero_to_none=False))
 situation(
     "clipping",
     LOOP,
@@ -43,14 +43,14 @@ situation(
         "FP8 gradients": Sound(10, "the factor goes to the scales, the norm is summed in another order"),
         "updates in backward": ALL_AT_ONCE,
     },
-)(Made.train_clipped)
+)(TrainingRun.train_clipped)
 
 
-def _evaluated(made: Made, mode: Callable[[], Any]) -> None:
+def _evaluated(run: TrainingRun, mode: Callable[[], Any]) -> None:
     for step in range(3):
-        made.train(1)
-        with evaluating(made), mode():
-            made.note(f"evaluation {step}", made.call(4 * made.data(step, 5)))
+        run.train(1)
+        with evaluating(run), mode():
+            run.note(f"evaluation {step}", run.call(4 * run.data(step, 5)))
 
 
 LARGER = ("evaluation",)  # inputs of 4 times the size, which the history shall not see
@@ -59,24 +59,24 @@ situation("inference mode between steps", LOOP, grows=LARGER)(functools.partial(
 
 
 @situation("a forward before the optimizer is made", LOOP)
-def looks_first(made: Made) -> None:
-    """Without gradients, in training and in evaluation; a twin does not look."""
-    if made.is_library:
+def looks_first(run: TrainingRun) -> None:
+    """Call the library's model before its optimizer exists, without gradients, in training and in evaluation."""
+    if run.is_library:
         with torch.no_grad():
-            made.call(made.data(7))
-            with evaluating(made):
-                made.call(made.data(7))
-    made.train()
+            run.call(run.data(7))
+            with evaluating(run):
+                run.call(run.data(7))
+    run.train()
 
 
 @situation("two optimizers", LOOP)
-def two_optimizers(made: Made) -> None:
-    """One for each part."""
-    made.begin(lambda make: [make(part.parameters()) for part in made.model])
-    made.train()
+def two_optimizers(run: TrainingRun) -> None:
+    """Train with an optimizer for each part."""
+    run.begin(lambda make: [make(part.parameters()) for part in run.model])
+    run.train()
 
 
-def _often(made: Made, module: Any, times: int = 8) -> Callable[[Tensor], Tensor]:
+def _often(run: TrainingRun, module: Any, times: int = 8) -> Callable[[Tensor], Tensor]:
     return lambda x: functools.reduce(lambda y, _: module(y), range(times), x)
 
 
@@ -90,33 +90,33 @@ def _often(made: Made, module: Any, times: int = 8) -> Callable[[Tensor], Tensor
         )
     },
 )
-def called_often(made: Made) -> None:
-    """In one forward, as a recurrent cell is."""
-    made.train(2, call=_often(made, made.model[0]))
+def called_often(run: TrainingRun) -> None:
+    """Call one part 8 times in one forward, as a recurrent cell is."""
+    run.train(2, call=_often(run, run.model[0]))
 
 
 @situation("backward twice", LOOP)
-def backward_twice(made: Made) -> None:
-    """By retain_graph: two losses of one forward."""
+def backward_twice(run: TrainingRun) -> None:
+    """Take gradients of two losses of one forward, by retain_graph."""
 
     def twice(y: Tensor) -> None:
-        with made.accumulating(more=True):
-            made.loss(y).backward(retain_graph=True)
-        made.loss(2 * y).backward()
+        with run.accumulating(more=True):
+            run.loss(y).backward(retain_graph=True)
+        run.loss(2 * y).backward()
 
-    made.train(backward=twice)
+    run.train(backward=twice)
 
 
 @situation("two losses, the second larger", LOOP)
-def two_losses(made: Made) -> None:
+def two_losses(run: TrainingRun) -> None:
     """An auxiliary loss first, over the same graph: gradients of the second are a hundred times larger."""
 
     def both(y: Tensor) -> None:
-        with made.accumulating(more=True):
-            (made.loss(y) / 100).backward(retain_graph=True)
-        made.loss(y).backward()
+        with run.accumulating(more=True):
+            (run.loss(y) / 100).backward(retain_graph=True)
+        run.loss(y).backward()
 
-    made.train(backward=both)
+    run.train(backward=both)
 
 
 @situation(
@@ -129,34 +129,34 @@ def two_losses(made: Made) -> None:
         )
     },
 )
-def plain_weights(made: Made) -> None:
-    """torch.func.functional_call with larger weights of the first part, between steps."""
+def plain_weights(run: TrainingRun) -> None:
+    """Call with larger weights of the first part, by torch.func.functional_call, between steps."""
     for step in range(3):
-        made.train(1)
-        larger = {f"0.{name}": 4 * values_of(weight) for name, weight in made.model[0].named_parameters()}
-        x = made.data(step, 5).requires_grad_()
-        y = torch.func.functional_call(made.model, larger, (x,))
-        made.note(f"output of others {step}", y)
-        made.note(f"input's gradient of others {step}", torch.autograd.grad(made.loss(y), x)[0])
+        run.train(1)
+        larger = {f"0.{name}": 4 * values_of(weight) for name, weight in run.model[0].named_parameters()}
+        x = run.data(step, 5).requires_grad_()
+        y = torch.func.functional_call(run.model, larger, (x,))
+        run.note(f"output of others {step}", y)
+        run.note(f"input's gradient of others {step}", torch.autograd.grad(run.loss(y), x)[0])
 
 
 @situation("an optimizer made before convert", LOOP)
-def optimizer_first(made: Made) -> None:
-    """Of the plain model's parameters."""
+def optimizer_first(run: TrainingRun) -> None:
+    """Give the optimizer the plain model's parameters, then convert the model."""
 
     def begin(make: Any) -> list[Any]:
-        plain = made.plain()
+        plain = run.plain()
         optimizers = [make(plain.parameters())]
-        made.model = made.call = made.converted(plain)
+        run.model = run.call = run.converted(plain)
         return optimizers
 
-    made.begin(begin if made.is_library else None)
-    made.train()
+    run.begin(begin if run.is_library else None)
+    run.train()
 
 
 for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.items():
     add = situation(name, LOOP, exceptions={"updates in backward": KNOWN_LATE})
-    add(functools.partial(Made.train_scaled, overflows=overflows))
+    add(functools.partial(TrainingRun.train_scaled, overflows=overflows))
 
 
 @situation(
@@ -170,40 +170,40 @@ for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.it
         "experts": Sound(20, "in high precision products are a BLAS's, whose sums depend on its number of rows"),
     },
 )
-def recipe_between(made: Made) -> None:
-    """The graph keeps the recipe that it was built with."""
-    changes = iter([None, HIGH, made.feature.recipe, None])
+def recipe_between(run: TrainingRun) -> None:
+    """Set a recipe between forward and backward; the graph keeps the one that it was built with."""
+    changes = iter([None, HIGH, run.feature.recipe, None])
 
     def backward(y: Tensor) -> None:
         if (recipe := next(changes)) is not None:
-            made.set_recipe(recipe)
-        made.loss(y).backward()
+            run.set_recipe(recipe)
+        run.loss(y).backward()
 
-    made.train(4, backward=backward)
+    run.train(4, backward=backward)
 
 
 @situation("another default dtype and device", LOOP)
-def other_defaults(made: Made) -> None:
+def other_defaults(run: TrainingRun) -> None:
     """Lightning's bf16-true sets the dtype in every step; users set the device."""
     usual = torch.get_default_dtype()
-    with torch.device("meta" if made.is_library else "cpu"):
-        torch.set_default_dtype(torch.bfloat16 if made.is_library else usual)
+    with torch.device("meta" if run.is_library else "cpu"):
+        torch.set_default_dtype(torch.bfloat16 if run.is_library else usual)
         try:
-            made.train()
+            run.train()
         finally:
             torch.set_default_dtype(usual)
 
 
 @situation("octavo.using between steps", LOOP, grows=("input's gradient in", "output in"))  # inputs of 4 times the size
-def using(made: Made) -> None:
+def using(run: TrainingRun) -> None:
     """A gradient of the input under the same recipe, and an output in high precision; the history sees neither."""
     for step in range(3):
-        made.train(1)
-        with made.using(made.feature.recipe):
-            x = (4 * made.data(step, 5)).requires_grad_()
-            made.note(f"input's gradient in {step}", torch.autograd.grad(made.loss(made.call(x)), x)[0])
-        with made.using(HIGH), torch.no_grad():
-            made.note(f"output in {step}", made.call(made.data(step, 6)))
+        run.train(1)
+        with run.using(run.feature.recipe):
+            x = (4 * run.data(step, 5)).requires_grad_()
+            run.note(f"input's gradient in {step}", torch.autograd.grad(run.loss(run.call(x)), x)[0])
+        with run.using(HIGH), torch.no_grad():
+            run.note(f"output in {step}", run.call(run.data(step, 6)))
 
 
 READS = "What several layers read, and what is fused in place"
@@ -216,39 +216,39 @@ ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin'
     READS,
     exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, *LLAMA, *LORA): KEPT},
 )
-def written_between(made: Made) -> None:
-    """Both parts read it, the second after a write."""
+def written_between(run: TrainingRun) -> None:
+    """Write a tensor between the reads of both parts."""
 
     def call(x: Tensor) -> Tensor:
         read = x + 0
-        first = made.model[0](read)
+        first = run.model[0](read)
         # torch's own product in float64 reads the tensor in backward
-        return first + made.model[1](3 * read if made.role == "float64" else read.mul_(3))
+        return first + run.model[1](3 * read if run.role == "float64" else read.mul_(3))
 
-    made.train(call=call)
+    run.train(call=call)
 
 
 @situation("views of one storage", READS)
-def views(made: Made) -> None:
+def views(run: TrainingRun) -> None:
     """Halves of a tensor, all of it by another view, and itself."""
 
     def call(x: Tensor) -> Tensor:
         read, half = x + 0, len(x) // 2
-        first, second = made.model
+        first, second = run.model
         return torch.cat([first(read[:half]), second(read[half:])]) + second(read.view_as(read)) - first(read)
 
-    made.train(call=call)
+    run.train(call=call)
 
 
 @situation("autocast", READS, exceptions={("fused modules", "experts", *KNOWN, *LLAMA): ONCE})
-def autocast(made: Made) -> None:
-    """To bfloat16, which each layer does by itself."""
+def autocast(run: TrainingRun) -> None:
+    """Compute under autocast to bfloat16; each layer casts its own input."""
 
     def call(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=made.role != "float64"):
-            return made.model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.role != "float64"):
+            return run.model(x)
 
-    made.train(call=call)
+    run.train(call=call)
 
 
 @situation(
@@ -256,25 +256,25 @@ def autocast(made: Made) -> None:
     READS,
     exceptions={"fused modules": Sound(8, "parts run one after the other, the norm by torch's own kernel")},
 )
-def hooked(made: Made) -> None:
-    """Before every second linear layer."""
-    layers = [one for one in made.model.modules() if isinstance(one, nn.Linear | octavo.nn.Linear | TwinLinear)]
+def hooked(run: TrainingRun) -> None:
+    """Multiply the input by a hook before every second linear layer."""
+    layers = [one for one in run.model.modules() if isinstance(one, nn.Linear | octavo.nn.Linear | TwinLinear)]
     for layer in layers[::2]:
         layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
-    made.train()
+    run.train()
 
 
 @situation("two threads", READS)
-def two_threads(made: Made) -> None:
-    """Each computes a forward of the same tensor; one backward of both."""
+def two_threads(run: TrainingRun) -> None:
+    """Compute a forward of the same tensor in each thread; then one backward of both."""
 
     def call(x: Tensor) -> Tensor:
         read = x.detach() + 0
         with thread_pool(2) as pool:
-            first, second = (pool.map if made.is_library else map)(made.model, [read, read])
+            first, second = (pool.map if run.is_library else map)(run.model, [read, read])
         return first + 2 * second
 
-    made.train(call=call)
+    run.train(call=call)
 
 
 @situation(
@@ -285,13 +285,13 @@ def two_threads(made: Made) -> None:
         LORA: Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
     },
 )
-def fused(made: Made) -> None:
+def fused(run: TrainingRun) -> None:
     """The models of convert(fuse=True) in the place of each feature's."""
     torch.manual_seed(0)
-    model = made.feature.convert(nn.Sequential(KnownPart(), KnownPart()).to(made.feature.dtype))
-    octavo.convert(model, made.feature.recipe, every_layer, fuse=True)
-    made.take(model if made.is_library else twin_of(model, exact=made.role == "float64"))
-    made.train()
+    model = run.feature.convert(nn.Sequential(KnownPart(), KnownPart()).to(run.feature.dtype))
+    octavo.convert(model, run.feature.recipe, every_layer, fuse=True)
+    run.take(model if run.is_library else twin_of(model, exact=run.role == "float64"))
+    run.train()
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------
@@ -301,35 +301,35 @@ def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if "matmul" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _recomputed(made: Made, **options: Any) -> None:
+def _recomputed(run: TrainingRun, **options: Any) -> None:
     def call(x: Tensor) -> Tensor:
-        return functools.reduce(lambda y, part: checkpoint(part, y, **options), made.model, x)
+        return functools.reduce(lambda y, part: checkpoint(part, y, **options), run.model, x)
 
-    made.train(micro=2, call=call if made.is_library else None)
+    run.train(micro=2, call=call if run.is_library else None)
 
 
-def _shared(made: Made, reentrant: bool) -> None:
+def _shared(run: TrainingRun, reentrant: bool) -> None:
     """Recomputed after another call's backward has committed."""
-    part = made.model[0]
-    call = functools.partial(checkpoint, part, use_reentrant=reentrant) if made.is_library else part
-    made.train(3, call=_often(made, call, 3))
+    part = run.model[0]
+    call = functools.partial(checkpoint, part, use_reentrant=reentrant) if run.is_library else part
+    run.train(3, call=_often(run, call, 3))
 
 
-def _two_ahead(made: Made, recompute: bool) -> None:
-    """Two forwards, then two backwards; each forward may be a region."""
-    made.begin()
+def _two_ahead(run: TrainingRun, recompute: bool) -> None:
+    """Compute two forwards, then two backwards; each forward may be a region."""
+    run.begin()
     for step in range(3):
-        call = made.call
-        if recompute and made.is_library:
-            call = functools.partial(checkpoint, made.model, use_reentrant=False)
-        (a, first), (b, second) = (made.forward(f"{step}.{n}", made.data(step, n), call) for n in range(2))
-        with made.accumulating(more=True):
-            made.loss(first).backward()
-        made.loss(second).backward()
-        made.note(f"input's gradient {step}.0", a.grad)
-        made.note(f"input's gradient {step}.1", b.grad)
-        made.round()
-        made.update()
+        call = run.call
+        if recompute and run.is_library:
+            call = functools.partial(checkpoint, run.model, use_reentrant=False)
+        (a, first), (b, second) = (run.forward(f"{step}.{n}", run.data(step, n), call) for n in range(2))
+        with run.accumulating(more=True):
+            run.loss(first).backward()
+        run.loss(second).backward()
+        run.note(f"input's gradient {step}.0", a.grad)
+        run.note(f"input's gradient {step}.1", b.grad)
+        run.round()
+        run.update()
 
 
 ONCE_EACH = Documented(
@@ -363,12 +363,12 @@ for name, program, options, exceptions in (
 # --- compilers --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(made: Made, tokens: tuple[int, ...] = (16, 16, 16), **options: Any) -> None:
+def _compiled(run: TrainingRun, tokens: tuple[int, ...] = (16, 16, 16), **options: Any) -> None:
     torch._dynamo.reset()
-    if made.is_library:
-        made.call = torch.compile(made.model, **options)
-    for made.tokens in tokens:
-        made.train(1)
+    if run.is_library:
+        run.call = torch.compile(run.model, **options)
+    for run.tokens in tokens:
+        run.train(1)
 
 
 ROUNDED = Sound(10, "inductor's fused sums are rounded otherwise")
@@ -379,13 +379,13 @@ situation("torch.compile with inductor", COMPILED, verdict=ROUNDED, slow=True)(_
 
 
 @situation("torch.export", COMPILED)
-def exported(made: Made) -> None:
+def exported(run: TrainingRun) -> None:
     """The model in evaluation, after training."""
-    made.train(2)
-    with evaluating(made), torch.no_grad():
-        x = made.data(7)
-        call = torch.export.export(made.model, (x,)).module() if made.is_library else made.call
-        made.note("output exported", call(x))
+    run.train(2)
+    with evaluating(run), torch.no_grad():
+        x = run.data(7)
+        call = torch.export.export(run.model, (x,)).module() if run.is_library else run.call
+        run.note("output exported", call(x))
 
 
 @situation(
@@ -395,20 +395,20 @@ def exported(made: Made) -> None:
         (*STORED, *LORA): Refused(UnsupportedOpError, "torch.export", "a file of TorchScript holds no weight in FP8")
     },
 )
-def traced(made: Made) -> None:
+def traced(run: TrainingRun) -> None:
     """The model in evaluation, after training, saved and loaded; gradients are on, as users leave them."""
-    made.train(2)
-    x = made.data(7)
-    with evaluating(made), warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
-        call = made.call
-        if made.is_library:
+    run.train(2)
+    x = run.data(7)
+    with evaluating(run), warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
+        call = run.call
+        if run.is_library:
             file = io.BytesIO()
-            torch.jit.save(torch.jit.trace(made.model, x), file)
+            torch.jit.save(torch.jit.trace(run.model, x), file)
             file.seek(0)
             call = torch.jit.load(file)
-        made.note("output traced", call(x))
-        larger = 1 if made.feature.has_history else 4  # than an amax that a trace may hold, or a history knows
-        made.note("output of another batch", call(larger * made.data(8)))
+        run.note("output traced", call(x))
+        larger = 1 if run.feature.has_history else 4  # than an amax that a trace may hold, or a history knows
+        run.note("output of another batch", call(larger * run.data(8)))
 
 
 @situation(
@@ -416,9 +416,9 @@ def traced(made: Made) -> None:
     COMPILED,
     verdict=Refused(UnsupportedOpError, r"torch\.jit\.trace", "TorchScript compiles no autograd function in Python"),
 )
-def scripted(made: Made) -> None:
-    """The model as it is."""
-    made.note("output scripted", torch.jit.script(made.model)(made.data(7)))
+def scripted(run: TrainingRun) -> None:
+    """Script the model as it is."""
+    run.note("output scripted", torch.jit.script(run.model)(run.data(7)))
 
 
 # --- copies and files -------------------------------------------------------------------------------------------------
@@ -428,33 +428,33 @@ FROM_CODES = Sound(15, "a state dict holds codes, so masters begin as these read
 
 
 @situation("deepcopy", COPIES)
-def deep_copy(made: Made) -> None:
+def deep_copy(run: TrainingRun) -> None:
     """Train, and go on with a copy and a new optimizer; a twin has a new optimizer only."""
-    made.train(2)
-    made.take(copy.deepcopy(made.model) if made.is_library else made.model)
-    made.train(2)
+    run.train(2)
+    run.take(copy.deepcopy(run.model) if run.is_library else run.model)
+    run.train(2)
 
 
 @situation("a pickled module", COPIES)
-def pickled(made: Made) -> None:
-    """torch.save of the whole module before training."""
-    if made.is_library:
+def pickled(run: TrainingRun) -> None:
+    """Save the whole module by torch.save, and load it, before training."""
+    if run.is_library:
         file = io.BytesIO()
-        torch.save(made.model, file)
+        torch.save(run.model, file)
         file.seek(0)
-        made.take(torch.load(file, weights_only=False))
-    made.train()
+        run.take(torch.load(file, weights_only=False))
+    run.train()
 
 
-def _load(made: Made, assign: bool) -> None:
-    """Back to what was saved, after a step; a twin takes no such step."""
-    if made.is_library:
-        state = copy.deepcopy(made.model.state_dict())
-        made.train(1, seed=9)
-        made.model.load_state_dict(state, assign=assign)
-        made.step_number, made.trace = 0, {}
-        made.take(made.model)
-    made.train()
+def _load(run: TrainingRun, assign: bool) -> None:
+    """Go back to a saved state after a step; a twin takes no such step."""
+    if run.is_library:
+        state = copy.deepcopy(run.model.state_dict())
+        run.train(1, seed=9)
+        run.model.load_state_dict(state, assign=assign)
+        run.step_number, run.trace = 0, {}
+        run.take(run.model)
+    run.train()
 
 
 for name, assign in {"load_state_dict": False, "load_state_dict(assign=True)": True}.items():
@@ -466,18 +466,18 @@ for name, assign in {"load_state_dict": False, "load_state_dict(assign=True)": T
     COPIES,
     exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales average to no weight")},
 )
-def averaged(made: Made) -> None:
-    """torch's AveragedModel, evaluated at the end."""
-    average = AveragedModel(made.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+def averaged(run: TrainingRun) -> None:
+    """Evaluate torch's AveragedModel at the end."""
+    average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for _ in range(3):
-        made.train(1)
-        average.update_parameters(made.model)
+        run.train(1)
+        average.update_parameters(run.model)
     with torch.no_grad():
-        made.note("output of the average", average.eval()(made.data(7)))
+        run.note("output of the average", average.eval()(run.data(7)))
 
 
 @situation("meta, to_empty, reset_parameters", COPIES)
-def from_meta(made: Made) -> None:
+def from_meta(run: TrainingRun) -> None:
     """A model without memory, then with, then initialised."""
 
     def initialised(model: nn.Module) -> nn.Module:
@@ -487,13 +487,13 @@ def from_meta(made: Made) -> None:
                 module.reset_parameters()
         return model
 
-    if made.is_library:
+    if run.is_library:
         with torch.device("meta"):
-            model = made.converted(made.plain())
-        made.take(initialised(model.to_empty(device="cpu")))
+            model = run.converted(run.plain())
+        run.take(initialised(model.to_empty(device="cpu")))
     else:
-        made.take(made.converted(initialised(made.plain())))
-    made.train()
+        run.take(run.converted(initialised(run.plain())))
+    run.train()
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -504,16 +504,16 @@ def _fail(*_: Any) -> None:
 
 
 @situation("an exception in forward", FAULTS)
-def fails_in_forward(made: Made) -> None:
-    """After the first part; then on with the next batch."""
-    made.train(1)
-    if made.is_library:
-        handle = made.model[0].register_forward_hook(_fail)
+def fails_in_forward(run: TrainingRun) -> None:
+    """Fail after the first part; then go on with the next batch."""
+    run.train(1)
+    if run.is_library:
+        handle = run.model[0].register_forward_hook(_fail)
         with contextlib.suppress(MemoryError):
-            made.call(made.data(9))
+            run.call(run.data(9))
         handle.remove()
-        made.model.zero_grad()
-    made.train(2)
+        run.model.zero_grad()
+    run.train(2)
 
 
 @situation(
@@ -521,21 +521,21 @@ def fails_in_forward(made: Made) -> None:
     FAULTS,
     exceptions={"updates in backward": Sound(10, "weights whose gradients came before the fault have been updated")},
 )
-def fails_in_backward(made: Made) -> None:
-    """After the second part's, whose history rolls; then zero_grad, and on with the next batch."""
-    made.train(1)
+def fails_in_backward(run: TrainingRun) -> None:
+    """Fail after the second part's backward, whose history rolls; then zero_grad, and on with the next batch."""
+    run.train(1)
 
     def between(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         x = args[0].view_as(args[0])
         x.register_hook(_fail)
         return (x,)
 
-    handle = made.model[1].register_forward_pre_hook(between)
+    handle = run.model[1].register_forward_pre_hook(between)
     with contextlib.suppress(MemoryError):
-        made.loss(made.call(made.data(9))).backward()
+        run.loss(run.call(run.data(9))).backward()
     handle.remove()
-    made.model.zero_grad()
-    made.train(2)
+    run.model.zero_grad()
+    run.train(2)
 
 
 @situation(
@@ -545,14 +545,14 @@ def fails_in_backward(made: Made) -> None:
         "updates in backward": Documented("weights.md#updates-during-backward", "its gradients have been used")
     },
 )
-def not_a_number(made: Made) -> None:
-    """In one row; its gradients are dropped, as by a loop that looks at the loss."""
-    made.train(1)
-    x = made.data(9)
+def not_a_number(run: TrainingRun) -> None:
+    """Drop the gradients of a batch that has a NaN in one row, as a loop that looks at the loss does."""
+    run.train(1)
+    x = run.data(9)
     x[3, 5] = torch.nan
-    made.loss(made.call(x)).backward()
-    made.model.zero_grad()
-    made.train(2)
+    run.loss(run.call(x)).backward()
+    run.model.zero_grad()
+    run.train(2)
 
 
 # --- writes by hand ---------------------------------------------------------------------------------------------------
@@ -586,36 +586,36 @@ def _by_foreach(parameter: Any, change: Tensor) -> None:
         torch._foreach_sub_([parameter], [change])
 
 
-def _invalidate(made: Made) -> None:
-    if made.is_library:
-        octavo.nn.invalidate(made.model)
-    made.wrote()
+def _invalidate(run: TrainingRun) -> None:
+    if run.is_library:
+        octavo.nn.invalidate(run.model)
+    run.wrote()
 
 
-def _descend(made: Made, write: Any, seen: Callable[[Made], None] = lambda made: None) -> None:
+def _descend(run: TrainingRun, write: Any, seen: Callable[[TrainingRun], None] = lambda run: None) -> None:
     """Plain descent by hand, without an optimizer; then twice the weights, after one has stepped."""
-    made.train(1)
+    run.train(1)
     for seed in (5, 6):
-        made.gradients(seed=seed)
-        for parameter in made.with_gradients():
+        run.gradients(seed=seed)
+        for parameter in run.with_gradients():
             write(parameter, 0.05 * parameter.grad)
-        made.model.zero_grad()
-        seen(made)
-    made.train(1)
-    for parameter in made.model.parameters():
+        run.model.zero_grad()
+        seen(run)
+    run.train(1)
+    for parameter in run.model.parameters():
         if parameter.requires_grad:
             write(parameter, -parameter.detach())
-    made.model.zero_grad()
-    seen(made)
-    made.train(2)
+    run.model.zero_grad()
+    seen(run)
+    run.train(2)
 
 
 for name, options, exceptions in (
     ("descent through .data", {"write": _by_data}, {"KeptWeights": UNSEEN, DELAYED: SATURATES}),
     ("descent through .data, octavo.nn.invalidate", {"write": _by_data, "seen": _invalidate}, {}),
-    ("descent through torch._foreach_", {"write": _by_foreach, "seen": Made.wrote}, {}),
+    ("descent through torch._foreach_", {"write": _by_foreach, "seen": TrainingRun.wrote}, {}),
 ):
-    # twice the weights make all else larger, at most 30 times, and gradients again when what was clipped is not
+    # twice the weights make all else larger, at most 30 times; gradients grow again once nothing is clipped
     larger = "output 2", "input's gradient 2", "input's gradient 3"
     add = situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions, grows=larger)
     add(functools.partial(_descend, **options))
@@ -629,10 +629,10 @@ for name, options, exceptions in (
         "KeptWeights": Refused(ValueError, "shard can't be kept", "the weight is freed between forward and backward"),
     },
 )
-def zero3(made: Made) -> None:
-    """As tests/support/freed.py says; the optimizer's step and the trace have whole parameters."""
-    parameters = Zero3(made.model) if made.is_library else None
-    made.train(complete=nothing if parameters is None else parameters.gather)
+def zero3(run: TrainingRun) -> None:
+    """Free and gather weights as tests/support/freed.py describes; the step and the trace have whole parameters."""
+    parameters = Zero3(run.model) if run.is_library else None
+    run.train(complete=nothing if parameters is None else parameters.gather)
 
 
 @situation(
@@ -641,10 +641,10 @@ def zero3(made: Made) -> None:
     exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales are cut together")},
     grows=("input's gradient 2",),  # of a mean over fewer elements
 )
-def fewer_rows(made: Made) -> None:
+def fewer_rows(run: TrainingRun) -> None:
     """The last layer loses half its rows, and has a new optimizer."""
-    made.train(2)
-    for parameter, kept in made.feature.half(made.model):
-        parameter.data = parameter.data[kept].clone()
-    made.take(made.model)
-    made.train(2)
+    run.train(2)
+    for parameter, rows in run.feature.half(run.model):
+        parameter.data = parameter.data[rows].clone()
+    run.take(run.model)
+    run.train(2)

@@ -14,15 +14,15 @@ import tests.support.seams.on_ranks  # noqa: F401
 from tests.support.helpers import sqnr
 from tests.support.seams.alone import COMPILED
 from tests.support.seams.features import FEATURES, Feature
-from tests.support.seams.made import Made, Role
 from tests.support.seams.situations import SITUATIONS, Documented, Refused, Situation, Sound, Verdict
+from tests.support.seams.training_run import Role, TrainingRun
 from tests.support.seams.twins import computing_apart
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "combinations.md"
 Cell = tuple[str, str]  # names of a feature and of a situation
 HISTORY_COSTS = 6  # dB at most, where tensors are up to twice as large as in the steps before
-OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with what shows the defect; to be emptied
+OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with the defect's sign; to be emptied
 
 
 def all_cells() -> list[Cell]:
@@ -30,7 +30,7 @@ def all_cells() -> list[Cell]:
 
 
 def verdict_of(cell: Cell) -> Verdict:
-    """What the table says."""
+    """The verdict of a cell of the table."""
     feature, situation = FEATURES[cell[0]], SITUATIONS[cell[1]]
     if feature.name in situation.exceptions:
         return situation.exceptions[feature.name]
@@ -41,22 +41,22 @@ def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[s
     """The trace of the situation's program."""
     sharded = situation.group.startswith("Parts of") or any(name in situation.name for name in ("FSDP", "ZeRO"))
     with computing_apart(sharded or feature.name == "KeptWeights"):
-        made = Made(feature, role, mesh)
+        training = TrainingRun(feature, role, mesh)
         try:
-            situation.program(made)
-            return made.finish()
+            situation.program(training)
+            return training.finish()
         finally:
-            made.closing.close()
+            training.closing.close()
 
 
 def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
-    """What is wrong with a cell, or nothing; on ranks all call this."""
+    """Return what is wrong with a cell, or "" if nothing is; on ranks all call this."""
     verdict = verdict_of((feature_name, situation_name))
     feature, situation = FEATURES[feature_name], SITUATIONS[situation_name]
     if isinstance(verdict, Documented):
         return ""
     try:
-        found = run(feature, situation, "library", mesh)
+        trace = run(feature, situation, "library", mesh)
     except Exception as error:
         if not isinstance(verdict, Refused):
             raise
@@ -66,46 +66,46 @@ def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
     if isinstance(verdict, Refused):
         return f"it shall raise {verdict.error.__name__}"
     if isinstance(verdict, Sound):
-        return noise(found, run(feature, situation, "float64", mesh), verdict)
-    said = differences(found, run(feature, situation, "twin", mesh))
+        return noise(trace, run(feature, situation, "float64", mesh), verdict)
+    said = differences(trace, run(feature, situation, "twin", mesh))
     if said or not feature.has_history:
         return said
     unknown = ("weight", *situation.grows, *feature.by_chance)
-    known = {name: value for name, value in found.items() if not name.startswith(unknown)}
-    return lost(known, *(run(feature, situation, role, mesh) for role in ("twin that forgets", "float64")))
+    comparable = {name: value for name, value in trace.items() if not name.startswith(unknown)}
+    return lost(comparable, *(run(feature, situation, role, mesh) for role in ("twin that forgets", "float64")))
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """Where the library's trace is not its twin's, bit for bit, in the order of the program."""
-    if missing := found.keys() - wanted.keys():
+def differences(trace: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """Return where the library's trace is not its twin's, bit for bit, in the order of the program; or ""."""
+    if missing := trace.keys() - wanted.keys():
         return f"the twin has no {sorted(missing)}"
-    if not any(name.startswith("output") for name in found):
+    if not any(name.startswith("output") for name in trace):
         return "the trace has no output"
-    off = [name for name, value in found.items() if not torch.equal(value.float(), wanted[name].float())]
+    off = [name for name, value in trace.items() if not torch.equal(value.float(), wanted[name].float())]
     if not off:
         return ""
-    ratio = sqnr(found[off[0]], wanted[off[0]])
-    return f"{len(off)} of {len(found)} differ from the twin's, first {off[0]}: {ratio:.1f} dB"
+    ratio = sqnr(trace[off[0]], wanted[off[0]])
+    return f"{len(off)} of {len(trace)} differ from the twin's, first {off[0]}: {ratio:.1f} dB"
 
 
-def lost(found: dict[str, Tensor], anew: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
-    """Which output or input's gradient a history has made worse than casts by each tensor's own amax, by float64's."""
-    for name, value in found.items():
-        ratio, own = sqnr(value, exact[name]), sqnr(anew[name], exact[name])
-        if not ratio > own - HISTORY_COSTS:
-            return f"{name} has {ratio:.1f} dB, and {own:.1f} if each tensor is cast by its own amax"
+def lost(trace: dict[str, Tensor], anew: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
+    """Return which output or input's gradient is worse with a history than with each tensor's own amax; or ""."""
+    for name, value in trace.items():
+        ratio, ratio_anew = sqnr(value, exact[name]), sqnr(anew[name], exact[name])
+        if not ratio > ratio_anew - HISTORY_COSTS:
+            return f"{name} has {ratio:.1f} dB, and {ratio_anew:.1f} if each tensor is cast by its own amax"
     return ""
 
 
-def noise(found: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -> str:
-    """Which output or input's gradient is further from float64's than the verdict says."""
-    ratios = {name: sqnr(value, wanted[name]) for name, value in found.items() if not name.startswith("weight")}
+def noise(trace: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -> str:
+    """Return which output or input's gradient is further from float64's than the verdict allows; or ""."""
+    ratios = {name: sqnr(value, wanted[name]) for name, value in trace.items() if not name.startswith("weight")}
     worst = min(ratios, key=lambda name: ratios[name])
     return "" if ratios[worst] >= verdict.db else f"{worst} has {ratios[worst]:.1f} dB, {verdict.db} are promised"
 
 
 def sample() -> set[Cell]:
-    """Each situation once, each feature at least three times, delayed scaling wherever one process runs eager code.
+    """Return each situation once, each feature thrice or more, delayed scaling wherever one process runs eager code.
 
     And where ranks' delayed states become one.
     """

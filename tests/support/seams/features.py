@@ -30,8 +30,8 @@ from octavo.nn.known_forwards import (
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
 from tests.support.regions import region_by_hand
-from tests.support.seams.made import WIDTH, Made
 from tests.support.seams.situations import Documented, Verdict
+from tests.support.seams.training_run import WIDTH, TrainingRun
 from tests.support.seams.twins import TwinLinear, cross_entropy_by_hand
 from tests.support.trained import by_hand
 
@@ -56,7 +56,7 @@ class Part(nn.Module):
 
 
 class MixturePart(nn.Module):
-    """Four experts, two a token by a rule that leaves one of them without any."""
+    """A mixture of four experts, two a token by a rule that leaves one expert without tokens."""
 
     def __init__(self, recipe: octavo.Recipe) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixturePart(nn.Module):
 
 
 class SharedPart(Part):
-    """Two layers that read one input, as gate and up do, and a third that reads twice that."""
+    """A part with two layers that read one input, as gate and up do, and a third that reads twice that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,16 +113,16 @@ class KnownPart(nn.Module):
 
 
 def targets(x: Tensor) -> Tensor:
-    """A column for each token, of those that a last layer has when it has lost half; the first token has none."""
+    """Return a column for each token, among half of a layer's; the first token has none."""
     token = torch.arange(x.shape[0], device=x.device)
     return torch.where(token > 0, 7 * token % (WIDTH // 2), -100)
 
 
 class LossPart(Part):
-    """A head and its cross entropy, which is added to what the head reads, as every part returns as much."""
+    """A head and its cross entropy, which is added to the head's input, as parts return [T, WIDTH]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         of_twin = isinstance(self.linear, TwinLinear)
         loss = cross_entropy_by_hand if of_twin else octavo.nn.cross_entropy
         return x + loss(self.linear(x), targets(x))
@@ -132,7 +132,7 @@ class HeadPart(LossPart):
     """The same in chunks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         if isinstance(self.linear, TwinLinear):
             return x + self.linear(x, target=targets(x))
         return x + octavo.nn.linear_cross_entropy(x, self.linear, targets(x))
@@ -141,7 +141,9 @@ class HeadPart(LossPart):
 def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls as "sdpa": queries [B, H, S, D] see those before; result [B, S, H, D]."""
+    """The attention that transformers calls "sdpa": queries [B, H, S, D] see the keys up to their own; result [B, S, H,
+    D].
+    """
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2), None
 
@@ -182,7 +184,7 @@ class KnownDecoderLayer(nn.Module):
 
 
 class DecoderPart(nn.Module):
-    """A decoder layer whose forward octavo knows, of tokens that are one sequence."""
+    """A decoder layer whose forward octavo knows; its tokens are one sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ class Feature:
 
     @property
     def has_history(self) -> bool:
-        """Whether it casts by what was seen before."""
+        """Whether the recipe casts by earlier passes' amaxes."""
         return self.recipe.delayed is not None
 
     def plain(self) -> nn.Module:
@@ -258,41 +260,41 @@ class Feature:
         """The model with octavo."""
         return octavo.convert(model, self.recipe, **self.how)
 
-    def optimizer(self, made: Made, parameters: Any) -> Any:
+    def optimizer(self, run: TrainingRun, parameters: Any) -> Any:
         """An optimizer of some parameters; float64's is torch's."""
-        if self.adamw is None or made.role == "float64":
+        if self.adamw is None or run.role == "float64":
             return torch.optim.AdamW(parameters, lr=LR)
         return octavo.optim.AdamW(parameters, lr=LR, **self.adamw)
 
-    def begin(self, made: Made) -> None:
-        """Once the library's optimizers are made."""
+    def begin(self, run: TrainingRun) -> None:
+        """Begin, once the library's optimizers exist."""
 
-    def accumulate(self, made: Made) -> list[Any]:
-        """Those whose ``accumulate()`` is around a backward of the library that others of its step follow."""
+    def accumulate(self, run: TrainingRun) -> list[Any]:
+        """Return objects with an ``accumulate()`` that goes around each of a step's backwards but the last."""
         return []
 
-    def wrapped(self, made: Made) -> None:
-        """Once a program has put the model under DDP or FSDP2, ``made.call``."""
+    def wrapped(self, run: TrainingRun) -> None:
+        """Set up ``run.call``, once a program has put the model under DDP or FSDP2."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        """(a parameter, which of it stay) for a last layer of half as many rows."""
+        """Return (a parameter, the part of it that stays) for a last layer of half as many rows."""
         return [(p, slice(WIDTH // 2)) for p in model[1].get_submodule(self.last).parameters()]
 
-    def rounded(self, made: Made) -> None:
+    def rounded(self, run: TrainingRun) -> None:
         """A twin's gradients are complete."""
 
-    def stepped(self, made: Made) -> None:
-        """After a step of the library's optimizers."""
+    def stepped(self, run: TrainingRun) -> None:
+        """Follow a step of the library's optimizers."""
 
-    def twin_stepped(self, made: Made, steps: int) -> None:
-        """After so many steps of a twin's since it began."""
+    def twin_stepped(self, run: TrainingRun, steps: int) -> None:
+        """Follow so many steps of a twin since it began."""
 
 
 class ByMuon(Feature):
     """Weights that Muon moves, its momentum in FP8 too. One iteration: torch's bf16 products take seconds."""
 
-    def optimizer(self, made: Made, parameters: Any) -> Any:
-        if made.role == "float64":
+    def optimizer(self, run: TrainingRun, parameters: Any) -> Any:
+        if run.role == "float64":
             return torch.optim.Muon(parameters, lr=LR, ns_steps=1)
         return octavo.optim.Muon(parameters, lr=LR, ns_steps=1, adamw={"lr": LR})
 
@@ -300,60 +302,63 @@ class ByMuon(Feature):
 class StoredGradients(Feature):
     """Gradients that wait in FP8; a twin's are rounded by hand."""
 
-    def optimizer(self, made: Made, parameters: Any) -> Any:
-        if made.is_library:
+    def optimizer(self, run: TrainingRun, parameters: Any) -> Any:
+        if run.is_library:
             return octavo.optim.AdamW(parameters, lr=LR, moments="fp32", gradient_storage="fp8")
-        return super().optimizer(made, parameters)
+        return super().optimizer(run, parameters)
 
-    def accumulate(self, made: Made) -> list[Any]:
-        return made.optimizers
+    def accumulate(self, run: TrainingRun) -> list[Any]:
+        return run.optimizers
 
-    def rounded(self, made: Made) -> None:
-        for parameter in made.with_gradients():
+    def rounded(self, run: TrainingRun) -> None:
+        for parameter in run.with_gradients():
             by_hand(parameter)
 
 
 class InBackward(Feature):
     """Updates in backward; a twin steps after it."""
 
-    def begin(self, made: Made) -> None:
-        for handle in made.extra or ():
+    def begin(self, run: TrainingRun) -> None:
+        for handle in run.extra or ():
             handle.remove()
-        made.extra = [octavo.optim.update_in_backward(optimizer, 0) for optimizer in made.optimizers]
+        run.extra = [octavo.optim.update_in_backward(optimizer, 0) for optimizer in run.optimizers]
 
-    def accumulate(self, made: Made) -> list[Any]:
-        return made.extra
+    def accumulate(self, run: TrainingRun) -> list[Any]:
+        return run.extra
 
 
-class Kept(Feature):
+class WithKeptWeights(Feature):
     """KeptWeights, cast after each step; a twin keeps none."""
 
-    def begin(self, made: Made) -> None:
-        made.extra = octavo.nn.KeptWeights(made.model)
-        made.extra.cast()
+    def begin(self, run: TrainingRun) -> None:
+        run.extra = octavo.nn.KeptWeights(run.model)
+        run.extra.cast()
 
-    def stepped(self, made: Made) -> None:
-        made.extra.cast()
+    def stepped(self, run: TrainingRun) -> None:
+        run.extra.cast()
 
 
 class Experts(Feature):
     """Mixtures of experts, of GroupedLinear; a twin is a loop over experts."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        experts, kept = model[1].experts, slice(WIDTH // 4)
-        return [(experts.gate_up.weight, (slice(None), kept)), (experts.down.weight, (slice(None), slice(None), kept))]
+        experts, quarter = model[1].experts, slice(WIDTH // 4)
+        return [
+            (experts.gate_up.weight, (slice(None), quarter)),
+            (experts.down.weight, (slice(None), slice(None), quarter)),
+        ]
 
 
 class Decoder(Feature):
     """A decoder layer: half of its features are a feed-forward's, as the residual has all rows of its last layer."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        mlp, kept = model[1].layer.mlp, slice(WIDTH // 2)
-        return [(mlp.gate_proj.weight, kept), (mlp.up_proj.weight, kept), (mlp.down_proj.weight, (slice(None), kept))]
+        mlp, half = model[1].layer.mlp, slice(WIDTH // 2)
+        return [(mlp.gate_proj.weight, half), (mlp.up_proj.weight, half), (mlp.down_proj.weight, (slice(None), half))]
 
 
 class HeadsLoss(Feature):
-    """A head and its loss; what a part returns is as far from float64's as the loss is."""
+    """A head and its loss; a part's output is as far from float64's as the loss is."""
 
     by_chance = ("output", "evaluation")
 
@@ -363,16 +368,16 @@ class Scheduled(Feature):
 
     has_history = True
 
-    def begin(self, made: Made) -> None:
+    def begin(self, run: TrainingRun) -> None:
         phases = [Phase(self.recipe), Phase(DELAYED, from_step=SWITCHES_AT)]
-        made.extra = PrecisionSchedule(made.model, made.optimizers[0], phases)
+        run.extra = PrecisionSchedule(run.model, run.optimizers[0], phases)
 
-    def stepped(self, made: Made) -> None:
-        made.extra.step()
+    def stepped(self, run: TrainingRun) -> None:
+        run.extra.step()
 
-    def twin_stepped(self, made: Made, steps: int) -> None:
+    def twin_stepped(self, run: TrainingRun, steps: int) -> None:
         if steps in (0, SWITCHES_AT):
-            made.set_recipe(DELAYED if steps else self.recipe)
+            run.set_recipe(DELAYED if steps else self.recipe)
 
 
 class Reduced(Feature):
@@ -380,12 +385,12 @@ class Reduced(Feature):
 
     alone = Documented("communication.md#gradients-in-fp8", "one process has no gradients to average")
 
-    def wrapped(self, made: Made) -> None:
+    def wrapped(self, run: TrainingRun) -> None:
         from octavo.distributed import Fp8Reduction, fp8_reduce_hook
 
-        if isinstance(made.call, nn.parallel.DistributedDataParallel):
-            made.call.register_comm_hook(Fp8Reduction(group=made.mesh.get_group()), fp8_reduce_hook)
-        for module in made.model.modules():
+        if isinstance(run.call, nn.parallel.DistributedDataParallel):
+            run.call.register_comm_hook(Fp8Reduction(group=run.mesh.get_group()), fp8_reduce_hook)
+        for module in run.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(Fp8Reduction())
 
@@ -394,7 +399,7 @@ class RegionPart(Part):
     """Computed again from its input in FP8; a twin's is rounded by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, WIDTH] to the same."""
+        """Return [T, WIDTH]."""
         region = octavo.checkpoint_in_fp8 if isinstance(self.linear, octavo.nn.Linear) else region_by_hand
         return region(super().forward, x)  # type: ignore[no-any-return]
 
@@ -402,14 +407,14 @@ class RegionPart(Part):
 class Recorded(Feature):
     """A recorder that looks at every step, into a folder of its own."""
 
-    def begin(self, made: Made) -> None:
-        path = f"{made.closing.enter_context(tempfile.TemporaryDirectory())}/record"
-        group = made.mesh.get_group() if made.mesh is not None and made.mesh.ndim == 1 else None
-        recorder = octavo.inspect.record(made.model, path, every=1, optimizer=made.optimizers[0], group=group)
-        made.extra = made.closing.enter_context(recorder)
+    def begin(self, run: TrainingRun) -> None:
+        path = f"{run.closing.enter_context(tempfile.TemporaryDirectory())}/record"
+        group = run.mesh.get_group() if run.mesh is not None and run.mesh.ndim == 1 else None
+        recorder = octavo.inspect.record(run.model, path, every=1, optimizer=run.optimizers[0], group=group)
+        run.extra = run.closing.enter_context(recorder)
 
-    def stepped(self, made: Made) -> None:
-        made.extra.step(loss=torch.zeros((), device="cpu"))
+    def stepped(self, run: TrainingRun) -> None:
+        run.extra.step(loss=torch.zeros((), device="cpu"))
 
 
 DYNAMIC, BY_POWERS, DELAYED = recipes.dynamic(), recipes.dynamic(power_of_two=True), recipes.delayed(2)
@@ -438,7 +443,7 @@ FEATURES: dict[str, Feature] = {
         ByMuon("Muon", BLOCKS, **STORED),
         StoredGradients("FP8 gradients", DYNAMIC, **FP32),
         InBackward("updates in backward", DYNAMIC, "in backward", **FP32),
-        Kept("KeptWeights", DYNAMIC, "kept"),
+        WithKeptWeights("KeptWeights", DYNAMIC, "kept"),
         Feature("fused modules", DYNAMIC, "fused", MLP, "fc2"),
         Experts("experts", DYNAMIC, part=functools.partial(MixturePart, DYNAMIC)),
         Feature("shared inputs", BLOCKS, "shared", SharedPart, ""),

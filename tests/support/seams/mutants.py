@@ -1,4 +1,4 @@
-"""Faults in what joins features, one guard, reset or ignore list each, and the cell that finds it: mutants.csv.
+"""Faults where features meet, one guard, reset or ignore list each, and the cell that finds it: mutants.csv.
 
 ``python -m tests.support.seams.mutants [part of a file's name]`` makes each in a copy of octavo and runs its cell,
 which has to fail; it prints what the cell says. A process is forked for each, which imports octavo anew.
@@ -19,7 +19,9 @@ from tests.mutate import ROOT, WARM, in_a_fork
 
 
 class Mutant(NamedTuple):
-    """In ``file`` of octavo/, ``old`` (there once) is replaced by ``new``; (feature, situation) is the cell."""
+    """A fault: in ``file`` of octavo/, ``old`` (there once) is replaced by ``new``; (feature, situation) is the
+    cell.
+    """
 
     file: str
     old: str
@@ -33,7 +35,7 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as fi
 
 
 def finds(mutant: Mutant, root: Path) -> str:
-    """What its cell says in a process that has not imported octavo yet; nothing, if all is well."""
+    """Return what the mutant's cell says in a process that has not imported octavo yet; "" if all is well."""
     sys.path.insert(0, str(root))
     os.chdir(root)  # from where ranks import
     os.environ["PYTHONPATH"] = str(root)
@@ -68,11 +70,11 @@ def in_copy(mutant: Mutant) -> str:
 if __name__ == "__main__":
     for name in WARM:
         importlib.import_module(name)
-    left = 0
+    missed = 0
     for mutant in MUTANTS:
         if all(part in mutant.file for part in sys.argv[1:]):
             said = in_copy(mutant)
-            left += not said
+            missed += not said
             cell = f"{mutant.feature} x {mutant.situation}"
             print(f"{mutant.file}: {mutant.old.strip()!r}, {cell}: {said[:120] or 'NOT FOUND'}", flush=True)
-    sys.exit(f"{left} are not found" if left else 0)
+    sys.exit(f"{missed} are not found" if missed else 0)

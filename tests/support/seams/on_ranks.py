@@ -25,8 +25,8 @@ from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
 from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, DecoderPart, MixturePart
-from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
+from tests.support.seams.training_run import TOKENS, TrainingRun
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
@@ -42,15 +42,15 @@ NOT_KEPT = Refused(ValueError, "convert the model", "what FSDP2 shards is cast f
 OF_FSDP2 = {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT}
 
 
-def ddp(made: Made, **options: Any) -> None:
-    if made.is_library:
-        made.call = nn.parallel.DistributedDataParallel(made.model, process_group=made.mesh.get_group(), **options)
-    made.feature.wrapped(made)
+def ddp(run: TrainingRun, **options: Any) -> None:
+    if run.is_library:
+        run.call = nn.parallel.DistributedDataParallel(run.model, process_group=run.mesh.get_group(), **options)
+    run.feature.wrapped(run)
 
 
-def _train(made: Made, wrap: Any, train: Any = Made.train, **options: Any) -> None:
-    wrap(made, **options)
-    train(made)
+def _train(run: TrainingRun, wrap: Any, train: Any = TrainingRun.train, **options: Any) -> None:
+    wrap(run, **options)
+    train(run)
 
 
 for name, options in {
@@ -62,53 +62,53 @@ for name, options in {
 
 
 @situation("DDP, accumulation", REPLICATED, TWO, exceptions=OF_DDP)
-def ddp_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange of what is accumulated."""
-    ddp(made)
-    made.train(micro=2, after=lambda number: None if number else made.average())
+def ddp_accumulates(run: TrainingRun) -> None:
+    """Train with two micro-batches a step; each exchange has the accumulated gradients."""
+    ddp(run)
+    run.train(micro=2, after=lambda number: None if number else run.average())
 
 
 @situation("DDP, no_sync", REPLICATED, TWO, exceptions=OF_DDP)
-def ddp_without_sync(made: Made) -> None:
-    """Two micro-batches a step, one exchange."""
-    ddp(made)
+def ddp_without_sync(run: TrainingRun) -> None:
+    """Train with two micro-batches a step and one exchange."""
+    ddp(run)
     within = contextlib.ExitStack()
 
     def before(number: int) -> None:
         within.close()
-        if made.is_library and number == 0:
-            within.enter_context(made.call.no_sync())
+        if run.is_library and number == 0:
+            within.enter_context(run.call.no_sync())
 
-    made.train(micro=2, before=before)
+    run.train(micro=2, before=before)
 
 
-def another(made: Made) -> Any:
-    """The same with other, larger values."""
+def another(run: TrainingRun) -> Any:
+    """The same model with other, larger values."""
     torch.manual_seed(1)
-    plain = made.feature.plain()
+    plain = run.feature.plain()
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(2)
-    return made.converted(plain)
+    return run.converted(plain)
 
 
 @situation("DDP, ranks begin differently", REPLICATED, TWO, exceptions=OF_DDP)
-def ddp_begins_differently(made: Made) -> None:
+def ddp_begins_differently(run: TrainingRun) -> None:
     """All get rank 0's values."""
-    if made.is_library and made.rank:
-        made.take(another(made))
-    ddp(made)
-    made.train()
+    if run.is_library and run.rank:
+        run.take(another(run))
+    ddp(run)
+    run.train()
 
 
-def shard(made: Made, mesh: Any = None, **options: Any) -> None:
-    """Under FSDP2, a part a group."""
-    mesh = made.mesh if mesh is None else mesh
-    if made.is_library:
-        for part in made.model:
+def shard(run: TrainingRun, mesh: Any = None, **options: Any) -> None:
+    """Shard the model by FSDP2, a part a group."""
+    mesh = run.mesh if mesh is None else mesh
+    if run.is_library:
+        for part in run.model:
             fully_shard(part, mesh=mesh, **options)
-        fully_shard(made.model, mesh=mesh, **options)
-    made.feature.wrapped(made)
+        fully_shard(run.model, mesh=mesh, **options)
+    run.feature.wrapped(run)
 
 
 for name, ranks, options in (
@@ -135,63 +135,63 @@ OTHER_BLOCKS = Sound(10, "moments or gradients in FP8 are of blocks of FSDP1's v
         "FP8 reduction": Documented("communication.md#gradients-in-fp8", "FSDP1 averages gradients in their dtype"),
     },
 )
-def fsdp1(made: Made) -> None:
+def fsdp1(run: TrainingRun) -> None:
     """A part a group."""
     values: list[Tensor] = []
-    if made.is_library:
-        how: Any = {"process_group": made.mesh.get_group(), "device_id": torch.device("cpu"), "use_orig_params": True}
-        for number, part in enumerate(made.model):
-            made.model[number] = FullyShardedDataParallel(part, **how)
-        made.call = made.model = FullyShardedDataParallel(made.model, **how)
-    made.train()
-    if made.is_library:
-        with FullyShardedDataParallel.summon_full_params(made.model, writeback=False):
-            values = [parameter.detach().clone() for parameter in made.model.parameters()]
-        made.model = made.converted(made.feature.plain())
+    if run.is_library:
+        how: Any = {"process_group": run.mesh.get_group(), "device_id": torch.device("cpu"), "use_orig_params": True}
+        for number, part in enumerate(run.model):
+            run.model[number] = FullyShardedDataParallel(part, **how)
+        run.call = run.model = FullyShardedDataParallel(run.model, **how)
+    run.train()
+    if run.is_library:
+        with FullyShardedDataParallel.summon_full_params(run.model, writeback=False):
+            values = [parameter.detach().clone() for parameter in run.model.parameters()]
+        run.model = run.converted(run.feature.plain())
         with torch.no_grad():
-            for parameter, value in zip(made.model.parameters(), values, strict=True):
+            for parameter, value in zip(run.model.parameters(), values, strict=True):
                 parameter.copy_(value)
 
 
 @situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
-def fsdp2_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange, whose results are added."""
-    shard(made)
+def fsdp2_accumulates(run: TrainingRun) -> None:
+    """Train with two micro-batches a step, each with its exchange, whose results are added."""
+    shard(run)
     first: dict[Any, Any] = {}
 
     def after(number: int) -> None:
-        if number == 0 and not made.is_library:
-            made.average()
-            first.update((p, p.grad) for p in made.with_gradients())
-            made.model.zero_grad()
+        if number == 0 and not run.is_library:
+            run.average()
+            first.update((p, p.grad) for p in run.with_gradients())
+            run.model.zero_grad()
 
     def complete() -> None:
         for parameter, grad in first.items():
             parameter.grad += grad
 
-    made.train(micro=2, after=after, complete=complete)
+    run.train(micro=2, after=after, complete=complete)
 
 
 @situation("FSDP2, accumulation without exchange", SHARDED, TWO, exceptions=OF_FSDP2)
-def fsdp2_without_sync(made: Made) -> None:
-    """Two micro-batches a step, one exchange."""
-    shard(made)
+def fsdp2_without_sync(run: TrainingRun) -> None:
+    """Train with two micro-batches a step and one exchange."""
+    shard(run)
 
     def before(number: int) -> None:
-        if made.is_library:
-            made.model.set_requires_gradient_sync(number == 1)
+        if run.is_library:
+            run.model.set_requires_gradient_sync(number == 1)
 
-    made.train(micro=2, before=before)
+    run.train(micro=2, before=before)
 
 
 @situation("FSDP2, checkpointing", SHARDED, TWO, exceptions=OF_FSDP2)
-def fsdp2_recomputes(made: Made) -> None:
-    """Each part computes its forward again."""
-    if made.is_library:
-        for part in made.model:
+def fsdp2_recomputes(run: TrainingRun) -> None:
+    """Compute each part's forward again in backward."""
+    if run.is_library:
+        for part in run.model:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-    shard(made)
-    made.train()
+    shard(run)
+    run.train()
 
 
 CUT = Refused(UnsupportedOpError, "multiple of 128 rows", "a block lies on one rank")
@@ -204,8 +204,8 @@ ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gra
 KNOWN_LATE = Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only")
 NOT_CLIPPED = OF_FSDP2 | {WITH_NORM: FUSED, SHARED: MULTIPLIED, "updates in backward": ALL_AT_ONCE}
 for name, train, verdict, exceptions in (
-    ("FSDP2, clipping", Made.train_clipped, CLIPPED, NOT_CLIPPED),
-    ("FSDP2, GradScaler", Made.train_scaled, EXACT, OF_FSDP2 | {"updates in backward": KNOWN_LATE}),
+    ("FSDP2, clipping", TrainingRun.train_clipped, CLIPPED, NOT_CLIPPED),
+    ("FSDP2, GradScaler", TrainingRun.train_scaled, EXACT, OF_FSDP2 | {"updates in backward": KNOWN_LATE}),
 ):
     situation(name, SHARDED, TWO, verdict, exceptions)(functools.partial(_train, wrap=shard, train=train))
 
@@ -216,16 +216,16 @@ for name, train, verdict, exceptions in (
     TWO,
     exceptions={**OF_FSDP2, STORED: Sound(12, "a scale that ranks share is that of the larger part's whole weight")},
 )
-def fsdp2_begins_differently(made: Made) -> None:
-    """Each rank's shard is of its own values."""
-    if not made.is_library:
-        for one, other in zip(made.model.parameters(), another(made).parameters(), strict=True):
+def fsdp2_begins_differently(run: TrainingRun) -> None:
+    """Shard on each rank its own values."""
+    if not run.is_library:
+        for one, other in zip(run.model.parameters(), another(run).parameters(), strict=True):
             half = one.shape[0] // 2
             one.data[half:] = other.data[half:]
-    elif made.rank:
-        made.take(another(made))
-    shard(made)
-    made.train()
+    elif run.rank:
+        run.take(another(run))
+    shard(run)
+    run.train()
 
 
 def _margin(recipe: octavo.Recipe) -> octavo.Recipe:
@@ -240,10 +240,10 @@ NOBODY_ASKS = Documented("communication.md#limits-and-workarounds", "each rank c
 SET_AGAIN = Exact("the schedule sets the recipe of its first phase on all ranks")
 
 
-def _recipes_differ(made: Made, wrap: Any) -> None:
-    if made.is_library and made.rank:
-        octavo.set_recipe(made.model, _margin(made.feature.recipe))
-    _train(made, wrap)
+def _recipes_differ(run: TrainingRun, wrap: Any) -> None:
+    if run.is_library and run.rank:
+        octavo.set_recipe(run.model, _margin(run.feature.recipe))
+    _train(run, wrap)
 
 
 for name, group, wrap, verdict, exceptions in (
@@ -258,40 +258,40 @@ FILES = "State of ranks"
 FROM_CODES = Sound(8, "a state dict holds codes, so masters begin as these read")
 
 
-def _merged(made: Made, group: Any) -> None:
+def _merged(run: TrainingRun, group: Any) -> None:
     """A twin's delayed state on another number of ranks: the largest amax, the smallest scale."""
-    for casts in casts_of(made.model):
+    for casts in casts_of(run.model):
         casts.settle()
-        if casts.own is not None:
-            torch.distributed.all_reduce(casts.own.amaxes, torch.distributed.ReduceOp.MAX, group)
-            torch.distributed.all_reduce(casts.own.scale, torch.distributed.ReduceOp.MIN, group)
+        if casts.own_history is not None:
+            torch.distributed.all_reduce(casts.own_history.amaxes, torch.distributed.ReduceOp.MAX, group)
+            torch.distributed.all_reduce(casts.own_history.scale, torch.distributed.ReduceOp.MIN, group)
 
 
-def _moved(made: Made, saving: Any, loading: Any) -> None:
+def _moved(run: TrainingRun, saving: Any, loading: Any) -> None:
     """Train on one mesh's ranks, save, and go on on another's, or on None's: this alone."""
-    everyone = Ranks(made.group)
-    made.divide(saving)
-    shard(made, saving)
-    made.train(2)
-    if made.is_library:
-        with tempfile.TemporaryDirectory() as own:
+    everyone = Ranks(run.group)
+    run.divide(saving)
+    shard(run, saving)
+    run.train(2)
+    if run.is_library:
+        with tempfile.TemporaryDirectory() as folder_of_rank:
             pair = Ranks(saving.get_group())
-            extra = made.extra.state_dict() if isinstance(made.extra, PrecisionSchedule) else None
-            save_checkpoint(pair.first(lambda: own), made.model, made.optimizers[0], extra, ranks=pair)
-            folder = everyone.first(lambda: own)
-            made.take(another(made))
+            extra = run.extra.state_dict() if isinstance(run.extra, PrecisionSchedule) else None
+            save_checkpoint(pair.first(lambda: folder_of_rank), run.model, run.optimizers[0], extra, ranks=pair)
+            folder = everyone.first(lambda: folder_of_rank)
+            run.take(another(run))
             if loading is not None:
-                shard(made, loading)
-            made.begin()
+                shard(run, loading)
+            run.begin()
             ranks = Ranks() if loading is None else everyone
             if extra is not None:
-                made.extra.load_state_dict(load_extra(folder))
-            load_checkpoint(folder, made.model, made.optimizers[0], ranks=ranks)
+                run.extra.load_state_dict(load_extra(folder))
+            load_checkpoint(folder, run.model, run.optimizers[0], ranks=ranks)
             everyone.any(False)  # nobody reads any more
     else:
-        _merged(made, saving.get_group())
-    made.divide(loading)
-    made.train(2)
+        _merged(run, saving.get_group())
+    run.divide(loading)
+    run.train(2)
 
 
 ALONE_AS_ONE = Documented(
@@ -302,48 +302,48 @@ ALONE_AS_ONE = Documented(
 @situation(
     "FSDP2, a checkpoint of two ranks on one", FILES, TWO, exceptions={**OF_FSDP2, (KNOWN[1], *LLAMA): ALONE_AS_ONE}
 )
-def on_one_rank(made: Made) -> None:
+def on_one_rank(run: TrainingRun) -> None:
     """Optimizer and delayed state too."""
-    _moved(made, made.mesh, None)
+    _moved(run, run.mesh, None)
 
 
 @situation("FSDP2, a checkpoint of two ranks on four", FILES, FOUR, exceptions=OF_FSDP2)
-def on_four_ranks(made: Made) -> None:
-    """Two by two train and write alike; what the first two wrote is read by all, as replicas of shards."""
-    _moved(made, made.mesh["shard"], made.mesh)
+def on_four_ranks(run: TrainingRun) -> None:
+    """Train two by two alike; all ranks read the first two's file, as replicas of shards."""
+    _moved(run, run.mesh["shard"], run.mesh)
 
 
 @situation("FSDP2, broadcast_from_rank0", FILES, FOUR, exceptions={**OF_FSDP2, STORED[:3]: FROM_CODES})
-def fsdp2_broadcasts(made: Made) -> None:
-    """Rank 0 has the values, the others get them with torch's functions, which take all ranks of the process."""
-    if made.is_library:
-        values = {name: value.clone() for name, value in made.model.state_dict().items()}
-        made.take(another(made))
-        shard(made)
+def fsdp2_broadcasts(run: TrainingRun) -> None:
+    """Broadcast rank 0's values with torch's functions, which take all ranks of the process."""
+    if run.is_library:
+        values = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.take(another(run))
+        shard(run)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(made.model, values if made.rank == 0 else {}, options=options)
-    made.train()
+        set_model_state_dict(run.model, values if run.rank == 0 else {}, options=options)
+    run.train()
 
 
 GROWS = Documented("concepts/delayed-scaling.md#what-changes-it", "gradients grow by more than a history knows")
 
 
 @situation("FSDP2, from the meta device", FILES, TWO, exceptions={**OF_FSDP2, KNOWN[1]: GROWS})
-def fsdp2_from_meta(made: Made) -> None:
-    """fully_shard, to_empty, and values."""
+def fsdp2_from_meta(run: TrainingRun) -> None:
+    """Shard a model on the meta device, give it memory by to_empty, then values."""
     generator = torch.Generator().manual_seed(3)
-    values = [torch.randn(p.shape, generator=generator) / 16 for p in made.model.parameters()]
-    if made.is_library:
+    values = [torch.randn(p.shape, generator=generator) / 16 for p in run.model.parameters()]
+    if run.is_library:
         with torch.device("meta"):
-            made.take(made.converted(made.feature.plain()))
-        shard(made)
-        made.model.to_empty(device="cpu")
+            run.take(run.converted(run.feature.plain()))
+        shard(run)
+        run.model.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter, value in zip(made.model.parameters(), values, strict=True):
+        for parameter, value in zip(run.model.parameters(), values, strict=True):
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.copy_(value)
-    made.train()
+    run.train()
 
 
 # --- parts of a layer on each rank ------------------------------------------------------------------------------------
@@ -357,22 +357,22 @@ BY_COLUMNS = Refused(ValueError, "share by rows", "Muon takes whole columns of a
 NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
 
 
-def by_tokens(made: Made, mesh: Any) -> Callable[[Tensor], Tensor]:
+def by_tokens(run: TrainingRun, mesh: Any) -> Callable[[Tensor], Tensor]:
     """The model of all ranks, which have some tokens each, as a function of all tokens."""
 
     def call(x: Tensor) -> Tensor:
-        own = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
-        return DTensor.from_local(made.model(own), mesh, [Shard(0)]).full_tensor()
+        x_of_rank = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+        return DTensor.from_local(run.model(x_of_rank), mesh, [Shard(0)]).full_tensor()
 
     return call
 
 
-def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
+def _split(run: TrainingRun, mesh: Any, styles: Any, tokens: Any) -> None:
     """The first layer by rows, the second by columns; between parts ``tokens``. Experts by themselves."""
     plan: dict[str, Any] = {}
-    for name, module in made.model.named_modules():
+    for name, module in run.model.named_modules():
         if isinstance(module, nn.Linear | octavo.nn.Linear):
-            chains = made.feature.name not in LORA
+            chains = run.feature.name not in LORA
             first = name.endswith(("fc1", "gate_proj", "up_proj", "q_proj", "k_proj", "v_proj"))
             second = name.endswith(("fc2", "down_proj", "o_proj"))
             if first or (name.startswith("0.") and not second):
@@ -389,26 +389,26 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
             plan[name] = torch_parallel.PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts=whole
             )
-    torch_parallel.parallelize_module(made.model, mesh, plan)
-    if made.feature.name == "experts":
-        _where_tokens_begin(made, mesh)
-        ours.expert_parallel(made.model, mesh, average=False)
+    torch_parallel.parallelize_module(run.model, mesh, plan)
+    if run.feature.name == "experts":
+        _where_tokens_begin(run, mesh)
+        ours.expert_parallel(run.model, mesh, average=False)
 
 
-def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), shards: bool = False) -> None:  # noqa: B008
-    """Between the layers tokens are divided, or on all ranks; ``shards``: on a mesh of two dimensions, under FSDP2."""
-    mesh, replicas = (made.mesh["shard"], made.mesh["replicate"]) if shards else (made.mesh, None)
-    made.divide(replicas)
-    if made.is_library:
-        in_sequence = isinstance(made.model[0], DecoderPart) and tokens != Replicate()
-        _split(made, mesh, styles, Shard(1) if in_sequence else tokens)
-        for part in made.model if in_sequence else ():
+def _tensor_parallel(run: TrainingRun, styles: Any = ours, tokens: Any = Shard(0), shards: bool = False) -> None:  # noqa: B008
+    """Train with tokens divided between layers, or on all ranks; ``shards``: under FSDP2 too, on a 2-D mesh."""
+    mesh, replicas = (run.mesh["shard"], run.mesh["replicate"]) if shards else (run.mesh, None)
+    run.divide(replicas)
+    if run.is_library:
+        in_sequence = isinstance(run.model[0], DecoderPart) and tokens != Replicate()
+        _split(run, mesh, styles, Shard(1) if in_sequence else tokens)
+        for part in run.model if in_sequence else ():
             part.ranks = mesh.size()
         if shards:
-            shard(made, replicas)
+            shard(run, replicas)
         if tokens == Shard(0):
-            made.call = by_tokens(made, mesh)
-    made.train()
+            run.call = by_tokens(run, mesh)
+    run.train()
 
 
 OF_DIVIDED_COLUMNS = {
@@ -444,8 +444,8 @@ for name, ranks, exceptions, options in (
     situation(name, PARTS, ranks, ORDER, exceptions)(functools.partial(_tensor_parallel, **options))
 
 
-def _where_tokens_begin(made: Made, mesh: Any) -> None:
-    for part in made.model:
+def _where_tokens_begin(run: TrainingRun, mesh: Any) -> None:
+    for part in run.model:
         part.first_token = mesh.get_local_rank() * TOKENS // mesh.size()
 
 
@@ -469,18 +469,18 @@ def _times(x: Tensor, factor: float) -> Tensor:
         "KeptWeights": NONE_KEPT,
     },
 )
-def expert_parallel(made: Made) -> None:
+def expert_parallel(run: TrainingRun) -> None:
     """Experts in the place of each feature's layers; each rank has a loss of its own tokens."""
-    made.divide(None)
+    run.divide(None)
     torch.manual_seed(0)
-    parts = [MixturePart(made.feature.recipe) for _ in range(2)]
-    made.take(made.converted(nn.Sequential(*parts).to(made.feature.dtype)))
-    if made.is_library:
-        _where_tokens_begin(made, made.mesh)
-        ours.expert_parallel(made.model, made.mesh)
-        all_tokens = by_tokens(made, made.mesh)
-        made.call = lambda x: _times(all_tokens(_times(x, 0.5)), 2.0)
-    made.train()
+    parts = [MixturePart(run.feature.recipe) for _ in range(2)]
+    run.take(run.converted(nn.Sequential(*parts).to(run.feature.dtype)))
+    if run.is_library:
+        _where_tokens_begin(run, run.mesh)
+        ours.expert_parallel(run.model, run.mesh)
+        all_tokens = by_tokens(run, run.mesh)
+        run.call = lambda x: _times(all_tokens(_times(x, 0.5)), 2.0)
+    run.train()
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -488,45 +488,43 @@ def expert_parallel(made: Made) -> None:
 MICRO = 4
 
 
-def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int], shards: bool = False) -> None:
+def _piped(run: TrainingRun, of_stages: Callable[..., Any], places: Sequence[int], shards: bool = False) -> None:
     """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin by the same schedule.
 
     ``shards``: each stage is under FSDP2 on the mesh's first dimension, whose ranks have batches of their own.
     """
-    pipe = made.mesh["shard"] if shards else made.mesh
-    made.divide(made.mesh["replicate"] if shards else None)
-    parts = nn.ModuleList(made.model)
+    pipe = run.mesh["shard"] if shards else run.mesh
+    run.divide(run.mesh["replicate"] if shards else None)
+    parts = nn.ModuleList(run.model)
     if len(places) > len(parts):
         torch.manual_seed(0)
-        parts = made.converted(nn.ModuleList([*made.feature.plain(), *made.feature.plain()]).to(made.feature.dtype))
-    own = [number for number, place in enumerate(places) if place == pipe.get_local_rank()]
-    made.take(nn.ModuleDict({str(number): parts[number] for number in own}))
-    for part in made.model.values() if shards and made.is_library else ():
-        fully_shard(part, mesh=made.mesh["replicate"])
+        parts = run.converted(nn.ModuleList([*run.feature.plain(), *run.feature.plain()]).to(run.feature.dtype))
+    stages_of_rank = [number for number, place in enumerate(places) if place == pipe.get_local_rank()]
+    run.take(nn.ModuleDict({str(number): parts[number] for number in stages_of_rank}))
+    for part in run.model.values() if shards and run.is_library else ():
+        fully_shard(part, mesh=run.mesh["replicate"])
     group, cpu = pipe.get_group(), torch.device("cpu")
     stages = []
-    for number, part in zip(own, made.model.values(), strict=True):
-        entering = made.data(0).requires_grad_(number > 0)
-        known = {} if made.is_library else {"input_args": entering, "output_args": made.data(0).requires_grad_()}
-        stages.append(pipelining.PipelineStage(part, number, len(parts), cpu, group=group, **known))
-    schedule = of_stages(
-        stages, n_microbatches=MICRO, loss_fn=lambda y, target: made.loss(y) / MICRO, scale_grads=False
-    )
-    made.feature.wrapped(made)
-    made.begin()
+    for number, part in zip(stages_of_rank, run.model.values(), strict=True):
+        entering = run.data(0).requires_grad_(number > 0)
+        examples = {} if run.is_library else {"input_args": entering, "output_args": run.data(0).requires_grad_()}
+        stages.append(pipelining.PipelineStage(part, number, len(parts), cpu, group=group, **examples))
+    schedule = of_stages(stages, n_microbatches=MICRO, loss_fn=lambda y, target: run.loss(y) / MICRO, scale_grads=False)
+    run.feature.wrapped(run)
+    run.begin()
     for step in range(2):
-        for casts in casts_of(made.model) if shards and made.is_twin else ():
+        for casts in casts_of(run.model) if shards and run.is_twin else ():
             casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
-        batch = torch.cat([made.data(step, number, made.batch) for number in range(MICRO)])
+        batch = torch.cat([run.data(step, number, run.batch) for number in range(MICRO)])
         inputs = [batch] if pipe.get_local_rank() == places[0] else []
         target = {"target": batch} if pipe.get_local_rank() == places[-1] else {}
-        with made.accumulating(more=True):
+        with run.accumulating(more=True):
             y = schedule.step(*inputs, **target)
         y = torch.empty_like(batch) if y is None else y.detach().clone()
         torch.distributed.broadcast(y, group=group, group_src=places[-1])
-        made.note(f"output {step} of rank {made.batch}", y)
-        made.average()
-        made.update()
+        run.note(f"output {step} of rank {run.batch}", y)
+        run.average()
+        run.update()
 
 
 def _single(stages: list[Any], **options: Any) -> Any:

@@ -1,11 +1,13 @@
-"""What a situation is, and what a cell of the table may say; alone.py and on_ranks.py have all situations."""
+"""The kinds of situations and of verdicts that a cell of the table may have; alone.py and on_ranks.py have all
+situations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tests.support.seams.made import Made
+from tests.support.seams.training_run import TrainingRun
 
 
 class Exact(NamedTuple):
@@ -36,7 +38,7 @@ class Refused(NamedTuple):
 
 
 class Documented(NamedTuple):
-    """A link into docs/, and what it says there."""
+    """A link into docs/, and the reason that is given there."""
 
     link: str
     why: str
@@ -45,21 +47,21 @@ class Documented(NamedTuple):
 
 Verdict = Exact | Sound | Refused | Documented
 EXACT: Any = Exact()
-Program = Callable[[Made], None]
+Program = Callable[[TrainingRun], None]
 SITUATIONS: dict[str, Situation] = {}
 
 
 class Situation(NamedTuple):
-    """A program that trains what a feature has made, and what is to be said of it."""
+    """A program that trains a feature's model, and the verdicts on it."""
 
     name: str  # in tests, and the row in the page
-    program: Program  # see made.py; run on the library and on a twin
+    program: Program  # see training_run.py; run on the library and on a twin
     ranks: tuple[int, ...]  # the shape of the mesh, () for one process
     verdict: Verdict  # of every feature but ``exceptions``
     exceptions: Mapping[str, Verdict]  # by features' names
     group: str  # the heading in the page
     slow: bool  # whether no cell of it is in the default sample
-    grows: tuple[str, ...]  # the beginnings of names in the trace of what is larger there than a history can know
+    grows: tuple[str, ...]  # beginnings of names in the trace: tensors that grow by more than a history can know
 
 
 def situation(
@@ -71,10 +73,12 @@ def situation(
     slow: bool = False,
     grows: tuple[str, ...] = (),
 ) -> Callable[[Program], Program]:
-    """Decorates a program, which thereby is a row of the table; ``exceptions``: by a feature's name, or by several."""
+    """Return a decorator that adds a program as a row to the table; ``exceptions``: by a feature's name, or by
+    several.
+    """
     by_feature: dict[str, Verdict] = {}
-    for features, found in (exceptions or {}).items():
-        by_feature |= dict.fromkeys([features] if isinstance(features, str) else features, found)
+    for features, exception in (exceptions or {}).items():
+        by_feature |= dict.fromkeys([features] if isinstance(features, str) else features, exception)
 
     def add(program: Program) -> Program:
         assert name not in SITUATIONS, name

@@ -1,4 +1,4 @@
-"""Modules that compute what octavo's do and keep nothing: every call casts anew, by the definitions of the tests.
+"""Modules with octavo's computations that keep nothing: every call casts anew, by the definitions of the tests.
 
 Casts are those of tests/support/definitions.py (numpy, ml_dtypes, gfloat); only the products of codes are octavo's, so
 that sums round in the same order. Delayed scaling is as the documentation defines it: a history has an entry for each
@@ -40,14 +40,14 @@ class History(NamedTuple):
 
 
 class Casts:
-    """How a layer's tensors are cast, with the state that delayed scaling has by its definition."""
+    """The casts of a layer's tensors, with the state that delayed scaling has by its definition."""
 
     def __init__(self, recipe: octavo.Recipe | None) -> None:
-        self.own: History | None = None
+        self.own_history: History | None = None
         self.forgets = False  # whether there is no history
         self.entered = False  # whether the optimizer step that is under way has an entry
         self.pass_id = -1  # of the last backward pass
-        self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # what it shall roll, its largest amaxes [3]
+        self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # of the last pass; its largest amaxes [3]
         self.gathered: list[float] | None = None  # the weight's scales since its gather, of which the first holds
         self.set(recipe)
 
@@ -55,34 +55,34 @@ class Casts:
         """Follow another recipe from the next call on."""
         self.recipe = None if recipe is None or recipe.is_high_precision else recipe
         if recipe is None or recipe.delayed is None:
-            self.own, self.entered = None, False
+            self.own_history, self.entered = None, False
 
     @contextlib.contextmanager
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
-        """Another recipe, or the same with a history that is thrown away."""
+        """Follow another recipe, or the same with a history that is thrown away."""
         self.settle()
-        kept = self.recipe, self.own, self.entered
-        if self.own is not None:
-            self.own = History(*(part.clone() for part in self.own))
+        state = self.recipe, self.own_history, self.entered
+        if self.own_history is not None:
+            self.own_history = History(*(part.clone() for part in self.own_history))
         self.set(recipe)
         yield
         self.settle()
-        self.recipe, self.own, self.entered = kept
+        self.recipe, self.own_history, self.entered = state
 
     def history(self) -> History | None:
         """The layer's on this rank, if its recipe has any."""
         self.settle()
         if self.recipe.delayed is None or self.forgets:
             return None
-        if self.own is None:
+        if self.own_history is None:
             with torch.inference_mode(False):
-                self.own = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
-        return self.own
+                self.own_history = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
+        return self.own_history
 
     def forget(self, role: int) -> None:
         """Empty the history of a role."""
         self.settle()
-        for part in self.own or ():
+        for part in self.own_history or ():
             part[role] = 0
 
     def cast(self, x: Tensor, cast: octavo.Cast, role: int, history: History | None, transposed: bool = False) -> Pair:
@@ -111,7 +111,7 @@ class Casts:
         self.pending = recipe, history, torch.maximum(seen, torch.stack(amaxes))
 
     def end_step(self) -> None:
-        """An optimizer has stepped: what the next backward pass sees is another entry."""
+        """End an optimizer's step: the next backward pass is another entry."""
         self.settle()
         self.entered = False
 
@@ -127,9 +127,9 @@ class Casts:
                     amaxes[role] = amaxes[role].roll(1)
                     amaxes[role, 0] = 0
                 amaxes[role, 0] = torch.maximum(amaxes[role, 0], seen[role])
-                found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
+                amax = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
                 how = delayed.format.max, delayed.power_of_two, delayed.margin
-                scale[role] = definitions.scale_of(float(found), *how, float(scale[role]))
+                scale[role] = definitions.scale_of(float(amax), *how, float(scale[role]))
         self.entered = True
 
 
@@ -147,12 +147,12 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def product(casts: Any, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of two pairs, with their casts."""
+    """Return the product of two pairs, with their casts."""
     return kernels.matmul(*a, casts[0].tile, *b, casts[1].tile, bias, dtype, False)
 
 
 class _Products(torch.autograd.Function):
-    """x . W^T + b, and its gradients, in the recipe's casts."""
+    """The product x . W^T + b, and its gradients, in the recipe's casts."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ class _Products(torch.autograd.Function):
         casts, history, grad_input, grad_weight = ctx.casts, ctx.history, ctx.recipe.grad_input, ctx.recipe.grad_weight
         if ctx.rolls is not None:
             casts.saw(ctx.recipe, ctx.rolls, [*ctx.amaxes, amax_of(g)])
-            # another pass over a graph that is kept casts as this one, and enters its gradient alone
+            # another pass over the same graph casts as this one, and notes only its gradient's amax
             ctx.history, ctx.amaxes = History(history.scale.clone(), history.amaxes), [torch.zeros(())] * 2
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
@@ -203,14 +203,14 @@ class _Products(torch.autograd.Function):
 
 
 def held(weight: Any, exact: bool) -> Any:
-    """A weight; ``exact``: of one in FP8 the values that it was stored from."""
+    """Return a weight; ``exact``: of one in FP8 the values that it was stored from."""
     if exact and isinstance(weight, StoredWeight):
         return nn.Parameter(weight.before_cast(), weight.requires_grad)
     return weight
 
 
 class TwinLinear(nn.Module):
-    """What octavo.nn.Linear computes of [T, K]."""
+    """The computation of octavo.nn.Linear, of [T, K]."""
 
     def __init__(self, layer: Any, exact: bool) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ UNIT = History(torch.full((3,), 2.0**15), torch.zeros(3, 1))  # of numbers in [-
 
 
 def _loss_and_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the mean cross entropy, the gradient of the sum [T, V] in float32, how many rows have no negative target)."""
+    """Return (the mean cross entropy, the gradient of the sum [T, V] in float32, the rows with a target)."""
     z, counts = logits.float(), target >= 0
     lse, place = z.logsumexp(1), target.clamp(min=0)[:, None]
     losses = torch.where(counts, lse - z.gather(1, place)[:, 0], 0.0)
@@ -259,7 +259,7 @@ class _Loss(torch.autograd.Function):
 
 
 def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean cross entropy of rows whose target is not -100; of float64 torch's."""
+    """Return the mean cross entropy of rows whose target is not -100; of float64 torch's."""
     if logits.dtype is torch.float64:
         return F.cross_entropy(logits, target)
     return _Loss.apply(logits, target)  # type: ignore[no-any-return]
@@ -324,19 +324,19 @@ class _OfExpert(torch.autograd.Function):
 
 
 class TwinExperts(nn.Module):
-    """What octavo.nn.Experts computes, without a gate: a loop over experts."""
+    """The computation of octavo.nn.Experts, without a gate: a loop over experts."""
 
     def __init__(self, experts: Any, exact: bool) -> None:
         super().__init__()
         self.gate_up, self.down = nn.Module(), nn.Module()
         for name in ("gate_up", "down"):
-            ours, own = getattr(experts, name), getattr(self, name)
+            ours, twin = getattr(experts, name), getattr(self, name)
             assert ours.bias is None  # the library adds up its gradient in another order
-            own.weight, own.casts = held(ours.weight, exact), Casts(None if exact else ours.recipe)
+            twin.weight, twin.casts = held(ours.weight, exact), Casts(None if exact else ours.recipe)
         assert experts.activation == "relu"
 
     def linear(self, layer: Any, x: Tensor, expert: int) -> Tensor:
-        """One expert's rows times its matrix."""
+        """Multiply one expert's rows by its matrix."""
         stored = isinstance(layer.weight, StoredWeight)
         weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]
         if layer.casts.recipe is None:
@@ -357,7 +357,7 @@ class TwinExperts(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) * gamma over rows, in the order of the definition in the kernels' documentation."""
+    """The norm x / sqrt(mean(x^2) + eps) * gamma over rows, in the order of the kernels' documentation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -374,21 +374,21 @@ class _Norm(torch.autograd.Function):
 
 
 class TwinNorm(nn.Module):
-    """What an RMS norm that octavo computes does."""
+    """The computation of an RMS norm that octavo computes."""
 
     def __init__(self, norm: Any, exact: bool) -> None:
         super().__init__()
         self.weight, self.exact, self.eps = norm.weight, exact, getattr(norm, "variance_epsilon", norm.eps)
 
     def forward(self, x: Tensor, by_torch: bool = False) -> Tensor:
-        """In torch's own operation if asked for, or exact."""
+        """Return the norm of x, by torch's own operation if asked for, or if it is exact."""
         if self.exact or by_torch:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _Norm.apply(x, self.weight, self.eps)
 
 
 class TwinMLP(nn.Module):
-    """What octavo.nn.RMSNormMLP computes, one part after the other."""
+    """The computation of octavo.nn.RMSNormMLP, one part after the other."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class ReadsAsOne(nn.Module):
     apart = False
 
     def each(self, layers: Sequence[TwinLinear], x: Tensor) -> Sequence[Tensor]:
-        """What each layer computes of x [T, K]."""
+        """Return each layer's output of x [T, K]."""
         first, weights = layers[0], [layer.weight for layer in layers]
         recipe, plain = first.casts.recipe, all(type(weight) is nn.Parameter for weight in weights)
         hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
@@ -425,7 +425,7 @@ class ReadsAsOne(nn.Module):
 
 
 class TwinFeedForward(ReadsAsOne):
-    """What Llama's feed-forward computes: gate and up are one matrix."""
+    """The computation of Llama's feed-forward: gate and up are one matrix."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class TwinFeedForward(ReadsAsOne):
 
 
 class TwinAttention(ReadsAsOne):
-    """What Llama's attention computes of a sequence [T, W]: q, k and v are one matrix; positions turn by hand."""
+    """The computation of Llama's attention of a sequence [T, W]: q, k and v are one matrix; positions turn by hand."""
 
     def __init__(self, attention: Any, exact: bool) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ class TwinAttention(ReadsAsOne):
         self.width = attention.head_dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """cos, sin [T, D] of the angles of positions."""
+        """Return the attention's output; cos, sin [T, D] of the angles of positions."""
         parts = self.each((self.q_proj, self.k_proj, self.v_proj), x)
         q, k, v = (part.unflatten(1, (-1, self.width)).transpose(0, 1) for part in parts)  # [heads, T, D]
         q, k = (_turned(heads, cos, sin) for heads in (q, k))
@@ -463,7 +463,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TwinDecoderLayer(nn.Module):
-    """What Llama's decoder layer computes of one sequence [1, T, W]."""
+    """The computation of Llama's decoder layer of one sequence [1, T, W]."""
 
     def __init__(self, layer: Any, exact: bool) -> None:
         super().__init__()
@@ -503,5 +503,5 @@ def computing_apart(apart: bool) -> Iterator[None]:
 
 
 def casts_of(model: nn.Module) -> list[Casts]:
-    """Those of all twins in a model."""
+    """Return the casts of all twins in a model."""
     return [module.casts for module in model.modules() if isinstance(getattr(module, "casts", None), Casts)]

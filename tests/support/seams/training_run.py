@@ -1,7 +1,7 @@
-"""A feature's model in training, or a twin of it; what happened to it is its trace.
+"""A feature's model in training, or a twin of it, and its trace.
 
 A situation's program is written once, for the library and for the twins: what only the library meets (a wrapper,
-recomputation) it does under ``if made.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:
+recomputation) it does under ``if run.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:
 where each has a batch of its own, with delayed state of its own, gradients are averaged by hand; else each is alone.
 """
 
@@ -30,7 +30,7 @@ def nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-class Made:
+class TrainingRun:
     """A model, its optimizer and their trace.
 
     Attributes:
@@ -62,7 +62,7 @@ class Made:
         return self.feature.plain()
 
     def set_recipe(self, recipe: octavo.Recipe) -> None:
-        """From the next forward on."""
+        """Set another recipe from the next forward on."""
         if self.is_library:
             octavo.set_recipe(self.model, recipe)
         for casts in casts_of(self.model) if self.is_twin else ():
@@ -79,7 +79,7 @@ class Made:
             yield
 
     def converted(self, plain: nn.Module) -> nn.Module:
-        """What the feature makes of its plain model; a twin of that."""
+        """Return the feature's conversion of its plain model, or a twin of it."""
         model = self.feature.convert(plain)
         return model if self.is_library else twin_of(model, exact=self.role == "float64")
 
@@ -92,7 +92,7 @@ class Made:
         self.optimizers: list[Any] = []
 
     def begin(self, optimizers: Callable[[Any], list[Any]] | None = None) -> None:
-        """Make the optimizer and what else the feature has; a program may give several optimizers, of the groups.
+        """Make the optimizer and the feature's other objects; a program may give several optimizers, of the groups.
 
         ``optimizers`` is called with a function that makes the feature's optimizer of parameters.
         """
@@ -114,7 +114,7 @@ class Made:
         return 0 if self.mesh is None else torch.distributed.get_rank()
 
     def divide(self, mesh: Any) -> None:
-        """Each rank of this mesh has a batch of its own; None: all have the same."""
+        """Give each rank of this mesh a batch of its own; None: all have the same."""
         self.data_mesh, self.group = mesh, None
         if mesh is not None:
             self.group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
@@ -152,7 +152,7 @@ class Made:
             self.trace[name] = tensor.detach().clone()
 
     def forward(self, name: str, x: Tensor, call: Any = None) -> tuple[Tensor, Tensor]:
-        """(the input as a leaf, the output), noted under ``name``."""
+        """Return (the input as a leaf, the output), noted under ``name``."""
         x = x.clone().requires_grad_()
         y = (self.call if call is None else call)(x)
         self.note(f"output {name}", y)
@@ -160,7 +160,7 @@ class Made:
 
     @contextlib.contextmanager
     def accumulating(self, more: bool) -> Iterator[None]:
-        """Around a backward; ``more``: others of its step follow."""
+        """Accumulate around a backward; ``more``: others of its step follow."""
         with contextlib.ExitStack() as stack:
             for one in self.feature.accumulate(self) if more and self.is_library else ():
                 stack.enter_context(one.accumulate())
@@ -204,7 +204,7 @@ class Made:
             self.feature.rounded(self)
 
     def update(self, zero_to_none: bool = True, by: Any = None) -> None:
-        """The optimizers' step, ``by`` a GradScaler's or their own; what the feature does after it, and zero_grad."""
+        """Step the optimizers, ``by`` a GradScaler or themselves; then let the feature follow, and zero_grad."""
         for optimizer in self.optimizers:
             optimizer.step() if by is None else by(optimizer)
         self.step_number += 1
@@ -218,7 +218,7 @@ class Made:
             optimizer.zero_grad(set_to_none=zero_to_none)
 
     def train(self, steps: int = STEPS, zero_to_none: bool = True, by: Any = None, **how: Any) -> None:
-        """Some steps, the optimizer made before the first; ``how``: see ``gradients``."""
+        """Train some steps, with the optimizer made before the first; ``how``: see ``gradients``."""
         if not self.optimizers:
             self.begin()
         for _ in range(steps):
@@ -226,7 +226,9 @@ class Made:
             self.update(zero_to_none, by)
 
     def train_scaled(self, overflows: bool = False) -> None:
-        """By a GradScaler; a twin's gradients are divided by hand. ``overflows``: a first step, which is skipped."""
+        """Train by a GradScaler; a twin's gradients are divided by hand. ``overflows``: a first step, which is
+        skipped.
+        """
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         self.scale = scaler.scale(torch.ones(()))
 
@@ -248,7 +250,7 @@ class Made:
         self.train(by=step if self.is_library else None, complete=divide)
 
     def train_clipped(self) -> None:
-        """By the global norm."""
+        """Train with gradients clipped by their global norm."""
         self.train(complete=lambda: nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3))
 
     def wrote(self) -> None:
@@ -283,13 +285,13 @@ def whole(parameter: Any) -> Tensor:
 
 
 def values_of(weight: Any) -> Tensor:
-    """A weight's values as a plain tensor, of one in FP8 what its codes read."""
+    """Return a weight's values as a plain tensor: of one in FP8, its codes' values."""
     return weight.dequantize().detach() if isinstance(weight, StoredWeight) else weight.detach()
 
 
 @contextlib.contextmanager
-def evaluating(made: Made) -> Iterator[None]:
+def evaluating(run: TrainingRun) -> Iterator[None]:
     """The model in evaluation."""
-    made.call.eval()
+    run.call.eval()
     yield
-    made.call.train()
+    run.call.train()
