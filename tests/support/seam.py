@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 140
+MOST = 138
 SEAM = {
     "autograd.casts": "cast_role",
     "autograd.linear_cross_entropy": "ROWS",
@@ -30,7 +30,7 @@ SEAM = {
     "distributed.files": "PARTIAL reason_of replacing",
     "distributed.ranks": "CheckpointError RankError Ranks lost_ranks",
     "errors": "first_line require",
-    "formats": "HIGH_PRECISION format_of",
+    "formats": "HIGH_PRECISION",
     "granularity": "ALL CONTRACTION",
     "kernels": "amax matmul",
     "kernels.arguments": (
@@ -67,7 +67,6 @@ SEAM = {
     "optim.conversion": "bytes_kept change_in_model check_change put_blanks",
     "optim.gradients": "refuse_ddp",
     "optim.masters": "MasterForm master_of",
-    "optim.resolution": "Resolution",
     "optim.state": "Settings largest matrix_of new_update",
     "private": "OpOverload TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
     "reading": "file_inside parse_json read_json",
