@@ -86,7 +86,7 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
 def described_on(device: torch.device) -> dict[str, tuple[str, str]]:
     """Return ``described`` of each named recipe on a device, by its name."""
     capability = compute_capability(device)
-    return {name: described(recipes.as_recipe(name), capability) for name in recipes.NAMED[1:]}
+    return {name: described(getattr(recipes, name)(), capability) for name in recipes.NAMED[1:]}
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:

@@ -34,8 +34,7 @@ SEAM = {
     "granularity": "ALL CONTRACTION",
     "kernels": "amax matmul",
     "kernels.arguments": (
-        "CastSource EXPONENTS EXTREMES FOUND LOWEST NormSource Output ProductArguments SUMS Scaling no_codes "
-        "unpacking"
+        "CastSource EXPONENTS EXTREMES FOUND LOWEST NormSource Output ProductArguments SUMS Scaling no_codes unpacking"
     ),
     "kernels.capability": "fast_dtype runs_natively",
     "kernels.devices": "triton_kernels",
