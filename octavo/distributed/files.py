@@ -1,17 +1,14 @@
-"""Files that are replaced as a whole or not at all, a folder locked for one process, and why a file was not written."""
+"""Files that are replaced as a whole or not at all, and why a file was not written."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-import socket
 import stat
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from octavo.errors import first_line
 
@@ -55,52 +52,6 @@ def _straight(path: Path) -> BinaryIO | None:
             if os.path.samestat(os.fstat(stream), status):
                 return open(os.dup(stream), "wb")
     return None if stat.S_ISREG(status.st_mode) else open(path, "wb")
-
-
-def require_place(path: Path) -> None:
-    """Raise OSError if a path can't become a file; to be called before minutes of work for that file."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that a process loses however it ends: a file that names the process, and is removed at the end.
-
-    BlockingIOError if another process has it, which ``strerror`` names.
-    """
-    with _locked(path) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _locked(path: Path) -> IO[str]:
-    while True:
-        file = open(path, "a+")
-        try:
-            import fcntl  # not on Windows
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read()
-            file.close()
-            raise BlockingIOError(error.errno, holder, str(path)) from error
-        except (ImportError, OSError) as error:  # a system, or a file system, without locks
-            warnings.warn(f"{path}: {reason_of(error)}: make sure that nothing else writes to its folder", stacklevel=2)
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # the process that had it has removed it meanwhile: try again
 
 
 def reason_of(error: BaseException) -> str:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.onnx import ops as onnx_ops
 
 from octavo.errors import ExportError
-from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, NormSource, Output, ProductArguments, Scaling, no_codes, unpacking
 from octavo.nn.fused import activate
@@ -48,7 +47,7 @@ def _cast(
     dtype, tile, power_of_two, margin, delayed_scale, role, _ = scaling
     amax = _amax(y, tile)
     if delayed_scale is None:
-        scale = scale_from_amax(amax, format_of(dtype).max, False, margin)
+        scale = scale_from_amax(amax, torch.finfo(dtype).max, False, margin)
         scale = floor_power_of_two_by_comparison(scale) if power_of_two else scale
     else:
         scale = delayed_scale[role].reshape(1, 1)

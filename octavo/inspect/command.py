@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.cost.command import columns
 from octavo.cost.rates import rates_of
-from octavo.distributed.files import replacing, require_place
+from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
@@ -104,6 +106,14 @@ def inspect_command(options: argparse.Namespace) -> int:
                 print(_CLEAR * sys.stdout.isatty() + _report(options), flush=True)
             time.sleep(EVERY)
     return 0
+
+
+def require_place(path: Path) -> None:
+    """Raise OSError if a path can't become a file; to be called before minutes of work for that file."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
 
 
 def write(path: Path, text: str) -> str:

@@ -86,8 +86,7 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
 def described_on(device: torch.device) -> dict[str, tuple[str, str]]:
     """Return ``described`` of each named recipe on a device, by its name."""
     capability = compute_capability(device)
-    named = {name: recipes.as_recipe(name) for name in recipes.NAMED[1:]}
-    return {name: described(recipe, capability) for name, recipe in named.items() if isinstance(recipe, Recipe)}
+    return {name: described(getattr(recipes, name)(), capability) for name in recipes.NAMED[1:]}
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:

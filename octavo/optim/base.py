@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -169,9 +169,9 @@ class CompactOptimizer(Optimizer):
         self.forget_kept()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
 
-    def measure(self, resolution: Resolution | None) -> None:
-        """Have steps add to this Resolution from now on; with None they add to none."""
-        self.resolution = resolution
+    def measure(self, weights: Iterable[nn.Parameter] | None) -> None:
+        """Have steps measure their updates of these weights from now on, in a Resolution; with None of none."""
+        self.resolution = None if weights is None else Resolution(weights)
         self.forget_kept()
 
     def forget_kept(self) -> None:

@@ -276,8 +276,9 @@ def new_update(
     grad: torch.dtype,
     scale_inv: Tensor | None = None,
 ) -> WeightUpdate:
-    """Return the update of an empty weight, with a new state, as step kernels take it; ``scale_inv``: of codes."""
-    weight = torch.empty(tuple(shape), dtype=dtype)
+    """Return the update of an empty weight on the default device, with a new state; ``scale_inv``: of codes."""
+    device = torch.get_default_device()
+    weight = torch.empty(tuple(shape), dtype=dtype, device=device)
     form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
     state = form.new_state(weight)
     if scale_inv is not None:
@@ -287,8 +288,8 @@ def new_update(
         state |= moment.new_state(str(number), weight.shape, weight.device)
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(chosen))
     kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
-    step = torch.zeros((), dtype=torch.float32)
-    return WeightUpdate(kernel_master, stored, torch.empty(tuple(shape), dtype=grad), step, BitNumbers(1), 0)
+    step, gradient = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(weight, dtype=grad)
+    return WeightUpdate(kernel_master, stored, gradient, step, BitNumbers(1), 0)
 
 
 # --- a loaded state: whether it fits, its tensors that are copied or converted, and the warning about conversions -----

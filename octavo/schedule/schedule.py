@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from octavo.distributed.ranks import Ranks
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest
 from octavo.schedule.phase import Phase, Target, fp8_weights, refuse_moves, switch, targets_of
 from octavo.schedule.plan import Plan, plan_of
@@ -356,7 +355,7 @@ class PrecisionSchedule:
         """Measure updates against the weights' resolution for as long as a later phase waits for it."""
         waits = self._awaits("when_update_below_resolution")
         if isinstance(self.optimizer, CompactOptimizer) and waits != (self.optimizer.resolution is not None):
-            self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
+            self.optimizer.measure(fp8_weights(self.model) if waits else None)
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
         """Return the bytes of each phase: of weights, masters, moments, gradients and tensors that forward saves.

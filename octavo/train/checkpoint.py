@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import socket
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
+from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import first_line
 from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, options_text
@@ -208,3 +211,41 @@ class RunFolder:
             reason = error if isinstance(error, CheckpointError) else full
             last_checkpoint = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
             raise RunCheckpointError(f"{reason} ({last_checkpoint}); add --resume to go on") from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that a process loses however it ends: a file that names the process, and is removed at the end.
+
+    BlockingIOError if another process has it, which ``strerror`` names.
+    """
+    with _locked(path) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _locked(path: Path) -> IO[str]:
+    while True:
+        file = open(path, "a+")
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read()
+            file.close()
+            raise BlockingIOError(error.errno, holder, str(path)) from error
+        except (ImportError, OSError) as error:  # a system, or a file system, without locks
+            warnings.warn(f"{path}: {reason_of(error)}: make sure that nothing else writes to its folder", stacklevel=2)
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # the process that had it has removed it meanwhile: try again

@@ -1,13 +1,10 @@
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from octavo.distributed.files import locked, reason_of, replacing, require_place
+from octavo.distributed.files import reason_of, replacing
 
 
 def write(path, data):
@@ -57,30 +54,11 @@ def test_two_writers_of_a_file_do_not_meet(tmp_path):
     assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_is_one_process_s_until_it_ends_however(tmp_path):
-    path = tmp_path / "lock"
-    code = "import fcntl, os, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
-    code += "file.write(f'process {os.getpid()} on a host'); file.flush(); print(flush=True); input()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert holder.stdout.readline() == b"\n"
-    with pytest.raises(BlockingIOError, match=f"process {holder.pid} on a host"), locked(path):
-        pass
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    with locked(path):
-        assert path.read_text().startswith(f"process {os.getpid()} on ")
-    assert not path.exists()
-
-
 def test_a_place_without_a_folder_is_named_as_it_was_given(tmp_path):
-    for refuse in (require_place, lambda path: write(path, b"")):
-        for path, named in ((tmp_path, tmp_path), (tmp_path / "no" / "file", tmp_path / "no")):
-            with pytest.raises(OSError) as fault:
-                refuse(path)
-            assert fault.value.filename in (str(named), str(path))
-    require_place(tmp_path / "file")
+    for path, named in ((tmp_path, tmp_path), (tmp_path / "no" / "file", tmp_path / "no")):
+        with pytest.raises(OSError) as fault:
+            write(path, b"")
+        assert fault.value.filename in (str(named), str(path))
 
 
 def test_the_reason_is_the_one_below():

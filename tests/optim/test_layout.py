@@ -17,7 +17,6 @@ from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, place_of
-from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest, local
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
@@ -260,7 +259,7 @@ def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
             params.append(nn.Parameter(laid))
             params[-1].grad = grad
         optimizer = AdamW(params, lr=0.01, moments="fp32")
-        optimizer.measure(Resolution(params))
+        optimizer.measure(params)
         optimizer.step()
         sums.append(optimizer.resolution.take().sums().tolist())
     return sums[0], sums[1]

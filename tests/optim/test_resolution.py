@@ -19,7 +19,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def test_only_the_weights_that_count_are_summed_and_taking_begins_anew():
     one, two = (nn.Parameter(torch.full((3, 40), 1.5)) for _ in range(2))
     optimizer = AdamW([one, two], lr=0.25, weight_decay=0.0, moments="fp32")
-    optimizer.measure(Resolution([one]))
+    optimizer.measure([one])
     step(optimizer)
     moved, grid = optimizer.resolution.take().sums().tolist()
     assert moved == pytest.approx(120 * 0.25**2, rel=1e-5) and grid == 120 * 0.125**2
@@ -38,7 +38,7 @@ def test_the_ratio_is_of_root_mean_squares():
 def test_a_skipped_step_and_other_optimizers():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = SGD([weight], lr=0.5)
-    optimizer.measure(Resolution([weight]))
+    optimizer.measure([weight])
     optimizer.skip = torch.ones(())
     step(optimizer)
     assert optimizer.resolution.take().sums().tolist() == [0.0, 0.0] and (weight == 1).all()
@@ -50,7 +50,7 @@ def test_a_skipped_step_and_other_optimizers():
 def test_torchs_step_of_nothing_before_a_state_is_loaded_does_not_count():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = AdamW([weight], moments="fp32")
-    optimizer.measure(Resolution([weight]))
+    optimizer.measure([weight])
     optimizer.resolution.load({"sums": torch.tensor([3.0, 36.0], dtype=torch.float64), "reading": None})
     saved = copy.deepcopy(optimizer.state_dict())
     step(optimizer)

@@ -20,17 +20,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 141
+MOST = 138
 SEAM = {
     "autograd.casts": "CastRequest cast_role",
     "autograd.linear_cross_entropy": "ROWS",
     "autograd.observer": "LayerCounts Notes Observer count_weight",
     "cache": "cache_folder make_cache_folder",
     "distributed.checkpoint": "checkpoints_in gather_delayed load_delayed plain_name unwrapped",
-    "distributed.files": "PARTIAL locked reason_of replacing require_place",
+    "distributed.files": "PARTIAL reason_of replacing",
     "distributed.ranks": "CheckpointError RankError Ranks lost_ranks",
     "errors": "first_line require",
-    "formats": "HIGH_PRECISION format_of",
+    "formats": "HIGH_PRECISION",
     "granularity": "ALL CONTRACTION",
     "kernels": "amax matmul",
     "kernels.arguments": (
@@ -46,6 +46,7 @@ SEAM = {
     "kernels.triton.launch": "Config SHIPPED config table tuned_file using_rows",
     "kernels.triton.library_matmul": "library_kinds library_matmul",
     "kernels.triton.matmul": "triton_matmul",
+    "kernels.triton.optimizer_step": "optimizer_step",
     "nn.candidates": (
         "MIN_FEATURES Select experts_class features fp8_class large_enough of_subclass why_not_convertible"
     ),
@@ -63,7 +64,6 @@ SEAM = {
     "optim.conversion": "bytes_kept change_in_model check_change put_blanks",
     "optim.gradients": "refuse_ddp",
     "optim.masters": "MasterForm master_of",
-    "optim.resolution": "Resolution",
     "optim.state": "Settings largest matrix_of new_update",
     "private": "OpOverload TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
     "reading": "file_inside parse_json read_json",
@@ -113,10 +113,11 @@ def imported(module: str) -> dict[str, Name]:
 
 def definition(module: str, name: str) -> Name:
     """Return where a name that a module has is defined."""
-    if not name or tree(f"{module}.{name}") is not None:
-        return f"{module}.{name}".rstrip("."), ""
-    source = imported(module).get(name)
-    return (module, name) if source is None or source == (module, name) else definition(*source)
+    source = imported(module).get(name)  # a function may hide the module of its name
+    if source is not None and source != (module, name):
+        return definition(*source)
+    is_module = not name or tree(f"{module}.{name}") is not None
+    return (f"{module}.{name}".rstrip("."), "") if is_module else (module, name)
 
 
 @cache

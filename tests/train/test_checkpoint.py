@@ -1,6 +1,9 @@
 import errno
 import math
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import astuple
 
 import pytest
@@ -11,7 +14,7 @@ import octavo
 from octavo.distributed import checkpoint
 from octavo.distributed.ranks import Ranks
 from octavo.train import RunCheckpointError
-from octavo.train.checkpoint import HEADER, RunFolder, StepRow
+from octavo.train.checkpoint import HEADER, RunFolder, StepRow, locked
 
 ROWS = [StepRow(1, 5.5, 1e-3, 1000.0), StepRow(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}
@@ -172,3 +175,20 @@ def test_what_fails_in_the_background_is_said_by_the_next_save_or_at_the_end(fol
         folder.finish()  # nothing is left to say
         assert folder.saved_step == folder.load(IDENTITY)["step"] == 2
         assert len(list(folder.checkpoint.iterdir())) == 1
+
+
+def test_a_lock_is_one_process_s_until_it_ends_however(tmp_path):
+    path = tmp_path / "lock"
+    code = "import fcntl, os, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+    code += "file.write(f'process {os.getpid()} on a host'); file.flush(); print(flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert holder.stdout.readline() == b"\n"
+    with pytest.raises(BlockingIOError, match=f"process {holder.pid} on a host"), locked(path):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with locked(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert not path.exists()
