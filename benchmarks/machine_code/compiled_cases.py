@@ -29,7 +29,8 @@ from octavo.kernels.triton.matmul import triton_matmul
 from octavo.numerics import E8M0, scale_inv_dtype
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment
-from octavo.tune.cases import ADAM, stored_update, update
+from octavo.optim.state import new_update as update
+from octavo.tune.cases import ADAM, stored_update
 from octavo.tune.cases import second as second_scaling
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -270,7 +270,7 @@ def for_kernel(
 
 def new_update(
     shape: Sequence[int],
-    moments: str,
+    moments: str | tuple[Moment, ...],
     master: str | None,
     dtype: torch.dtype,
     grad: torch.dtype,
@@ -283,7 +283,7 @@ def new_update(
     state = form.new_state(weight)
     if scale_inv is not None:
         state["master_amax"] = torch.empty_like(scale_inv)
-    chosen = moments_of(moments)
+    chosen = moments_of(moments) if isinstance(moments, str) else moments
     for number, moment in enumerate(chosen):
         state |= moment.new_state(str(number), weight.shape, weight.device)
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(chosen))

@@ -75,6 +75,7 @@ class Plan:
         phases: a PhasePlan of each phase, in order.
 
     Example:
+        >>> import torch
         >>> from octavo import nn, optim, recipes, schedule
         >>> model = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
         >>> optimizer = optim.AdamW(model.parameters(), master="split24")

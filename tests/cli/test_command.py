@@ -54,7 +54,7 @@ def test_flags_have_the_kinds_names_and_defaults_of_fields(parser):
     assert vars(parser.parse_args([])) == {}
     shown = " ".join(parser.format_help().split())
     for line in (
-        "One of each kind:",
+        "An option of each kind:",
         "--how-many N a number, 100 % of it (default: 3)",
         "--every N none (default: 0)",
         "--share SHARE another (default: 0.5)",
