@@ -277,20 +277,19 @@ def _cast(
 ) -> tuple[Any, ...]:
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
-    of_heads = any(tensor is not None for tensor in heads.values())
+    of_heads = bool(heads) and any(tensor is not None for tensor in heads.values())
     if second_dtype is not None:
         scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
         second = Scaling(*scaling, swizzles=swizzle)
-    for where, applies, refused in (
-        ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": is_norm, "offsets": in_groups}),
-        ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": in_groups}),
-        ("no gamma is given", not is_norm, {"kind": kind, "keep": keep}),
-        ("there are two scalings", second, {"delayed_scale": delayed_scale is not None, "offsets": in_groups}),
-        ("rows are in groups", in_groups, {"column_sum": column_sum}),
-        ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
-    ):
-        if applies and (names := [name for name, is_given in refused.items() if is_given]):
-            raise ValueError(f"{names[0]} is not taken where {where}")
+    if of_heads or is_norm or in_groups or second or kind or keep or not as_is:  # a plain cast takes all else
+        _refuse(
+            ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
+            ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": offsets}),
+            ("no gamma is given", not is_norm, {"kind": kind, "keep": keep}),
+            ("there are two scalings", second, {"delayed_scale": delayed_scale, "offsets": offsets}),
+            ("rows are in groups", in_groups, {"column_sum": column_sum}),
+            ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
+        )
     if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
     output = Output(transpose, pad, column_sum, keep, as_is)
@@ -302,6 +301,14 @@ def _cast(
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
     return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
+
+
+def _refuse(*refusals: tuple[str, Any, dict[str, Any]]) -> None:
+    """Raise ValueError for an argument where it is not taken; each of ``refusals``: where, if that is so, arguments."""
+    for where, is_so, arguments in refusals:
+        for name, value in arguments.items():
+            if is_so and (isinstance(value, Tensor) or value):
+                raise ValueError(f"{name} is not taken where {where}")
 
 
 def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
@@ -565,7 +572,7 @@ def new_cast(
         read = activation, None if h is None else h.shape, h_scale_inv is not None
     # sizes of a tensor that is traced may be symbols, which have no hash
     results_of = _results_of if type(x) in (Tensor, Parameter) else _results_of.__wrapped__
-    scalings = [None if one is None else (*one[:3], one.swizzles) for one in (first, second)]
+    scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
     shape, groups = (
         source.shape if isinstance(source, RotaryHeads) else x.shape,
         None if offsets is None else len(offsets),
@@ -588,7 +595,8 @@ def _results_of(
 ) -> tuple[NewTensor, ...]:
     """Return the results of ``octavo::cast``.
 
-    ``read``: (a norm's kind,), or what cast_shape takes beside the shape of x. ``groups``: of rows in groups, how many.
+    ``x_shape``: of heads, that of their matrix. ``read``: (a norm's kind,), or what cast_shape takes beside the shape.
+    ``groups``: of rows in groups, how many.
     """
     is_norm = len(read) == 1
     rows, cols = x_shape if is_norm else cast_shape(x_shape, *read)
