@@ -120,7 +120,7 @@ def test_splits_find_scales_together_with_the_weights_that_were_converted_with_t
     """Under FSDP2 they are gathered in FP8."""
     model = torch.nn.Sequential(octavo.nn.Linear(64, {"a": 32, "b": 32}), torch.nn.Linear(64, 64))
     octavo.nn.separate_splits(octavo.convert(model, octavo.recipes.dynamic(), every_layer))
-    groups = [layer.gather.group for layer in (model[0].a, model[0].b, model[1])]
+    groups = [layer.fp8.gather.group for layer in (model[0].a, model[0].b, model[1])]
     assert groups[0] is not None and groups[0] is groups[1] is groups[2]
 
 
