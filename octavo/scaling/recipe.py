@@ -191,6 +191,11 @@ class RoleCasts(NamedTuple):
     transposed: Cast | None
     once: bool
 
+    @property
+    def block(self) -> Tile | None:
+        """The tile, of the tensor as it lies, of the cast that serves both layouts; None if they need two."""
+        return self.as_is.tile if self.once and self.as_is is not None else None
+
 
 @dataclass(frozen=True)
 class Recipe:

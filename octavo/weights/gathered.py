@@ -283,7 +283,7 @@ class Gather:
             return Way(why)
         casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
         ranks, rank = mesh.size(self.at), mesh.get_local_rank(self.at)
-        together = _cast_in_one_launch(casts, self.shape, ranks)
+        together = _cast_in_one_launch(casts.block, self.shape, ranks)
         if why := self._why_cast_after(casts, ranks, together):
             # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
             return Way(why) if self.at + 1 < mesh.ndim else CastAfter(why)
@@ -312,7 +312,7 @@ class Gather:
             return f"it is not sharded by {'experts' if experts else 'rows'}"
         if together:
             return None
-        if experts and rows % ranks and _in_square_blocks(casts):
+        if experts and rows % ranks and _is_square(casts.block):
             return f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it"
         if experts:
             return f"experts are cast one matrix at a time by {casts.as_is} and {casts.transposed}"
@@ -368,20 +368,17 @@ class Gather:
         return Gather, (self.group, self.shared, self.name)
 
 
-def _in_square_blocks(casts: RoleCasts) -> bool:
-    """Whether one cast, in small blocks of as many rows as columns, serves both layouts of a weight."""
-    assert casts.as_is is not None
-    block = casts.as_is.tile
-    return casts.once and block[0] == block[1] and is_small_block(block)
+def _is_square(block: Tile | None) -> bool:
+    """Whether a cast that serves both layouts of a weight has small blocks of as many rows as columns."""
+    return block is not None and block[0] == block[1] and is_small_block(block)
 
 
-def _cast_in_one_launch(casts: RoleCasts, shape: torch.Size, ranks: int) -> bool:
+def _cast_in_one_launch(block: Tile | None, shape: torch.Size, ranks: int) -> bool:
     """Whether shards are cast with other weights: by one cast, per tensor or in blocks that lie on one rank each."""
-    assert casts.as_is is not None
-    block, rows = casts.as_is.tile, shape[0]
-    if casts.once and block == (ALL, ALL):
-        return True
-    return _in_square_blocks(casts) and rows % ranks == 0 and (len(shape) == 3 or rows // ranks % block[0] == 0)
+    if block is None or block == (ALL, ALL):
+        return block is not None
+    whole_blocks = shape[0] % ranks == 0 and (len(shape) == 3 or shape[0] // ranks % block[0] == 0)
+    return whole_blocks and _is_square(block)
 
 
 def _reading(

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
-from octavo import E4M3, Cast, PerBlock, PerRow, recipes
+from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
 from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.granularity import CONTRACTION
 from octavo.tensor import pair as pair_module
@@ -70,6 +70,24 @@ def test_what_can_not_be_gathered_in_fp8(mesh):
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
     assert model[1].fp8.gather.way(model[1]).why == "another module shares it"
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape", "together"),
+    [
+        (PerTensor(), (3, 96), True),
+        (PerBlock(128, 128), (512, 96), True),
+        (PerBlock(128, 128), (500, 96), False),  # a block would lie on two ranks
+        (PerBlock(1, 128), (512, 96), False),  # it serves both layouts, but a launch with others has square blocks
+        (PerRow(), (512, 96), False),
+        (PerBlock(32, 32), (8, 48, 96), True),
+        (PerBlock(32, 32), (6, 64, 96), False),  # experts, of which ranks have different numbers
+    ],
+)
+def test_which_shards_are_cast_with_other_weights(granularity, shape, together):
+    transposed = granularity if granularity == PerRow() else granularity.transposed()
+    recipe = octavo.Recipe(*[(Cast(E4M3, PerRow()), Cast(E4M3, of_weight)) for of_weight in (granularity, transposed)])
+    assert gather._cast_in_one_launch(recipe.weight_casts.block, torch.Size(shape), 4) is together
 
 
 def test_summary_says_how(mesh):
