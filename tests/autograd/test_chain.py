@@ -140,6 +140,22 @@ def test_two_layers_are_the_same_in_three_ways(name, activation):
         assert all(sqnr(a, b) > 30 for a, b in zip(way, chain, strict=True))
 
 
+def test_a_second_pass_over_a_graph_is_cast_as_if_the_first_had_not_been():
+    """By retain_graph; gradients of the second are a hundred times larger than the history that the first began."""
+    (parameters_of_layer,) = weights((N, F))
+    h, grad = torch.randn(T, F, requires_grad=True), torch.randn(T, N)
+    read, of_second_pass = (h, *parameters_of_layer), []
+    for as_one in (True, False):
+        described = layer(parameters_of_layer[0], recipes.delayed())
+        if as_one:
+            y = activated_linear(h, None, *parameters_of_layer, described, "gelu")
+        else:
+            y = linear(activate(h, "gelu"), *parameters_of_layer, described)
+        torch.autograd.grad(y, read, grad, retain_graph=True)
+        of_second_pass.append(torch.autograd.grad(y, read, 100 * grad))
+    assert all(sqnr(a, b) > 30 for a, b in zip(*of_second_pass, strict=True))
+
+
 def test_what_is_activated_may_be_saved_in_fp8_and_read_in_high_precision():
     for changed in ({"saved": SAVED}, {"grad_weight": None}, {"saved": SAVED, "grad_weight": None}):
         chain, halves, _ = in_three_ways(dataclasses.replace(recipes.blockwise(), **changed), "swiglu")
