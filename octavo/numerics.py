@@ -1,4 +1,4 @@
-"""The arithmetic of a scale. Nothing else in Octavo computes one.
+"""The arithmetic of a scale. Nothing else in Python computes one; kernels in C++ and Triton have the same arithmetic.
 
     scale     = clamp(round_down_to_power_of_two?((format.max / 2^margin) / amax), 2^-126, 2^126)
     scale_inv = 1 / scale
@@ -8,7 +8,7 @@ which GPUs flush in fused code. An amax of 0 has no scale of its own: Dynamic ta
 
 Twice the same: ``scale_from_amax`` for tensors, ``scale_of`` for one number, where a call of torch costs more than all
 the arithmetic. A quotient of float32 numbers taken in float64 and rounded to float32 is the correctly rounded one
-(53 >= 2 x 24 + 2 bits; Figueroa 1995). A CPU's casts in C++ compute the same.
+(53 >= 2 x 24 + 2 bits; Figueroa 1995).
 """
 
 from __future__ import annotations

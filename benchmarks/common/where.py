@@ -10,7 +10,8 @@ from octavo.nn.where import ARCHITECTURES, described
 def where_table() -> str:
     """Return the table of docs/guides/which-recipe.md: architectures with the same products share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for name in recipes.NAMED[1:-1]:  # default is one of the others, and high_precision has no product in FP8
+    in_fp8 = [name for name in recipes.NAMED if name not in ("default", "high_precision")]  # default is another of them
+    for name in in_fp8:
         for architecture, capability in ARCHITECTURES.items():
             description = described(getattr(recipes, name)(), capability)
             rows.setdefault((f"`{name}()`", *description), []).append(architecture)

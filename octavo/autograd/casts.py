@@ -56,7 +56,7 @@ class CastRequest(NamedTuple):
         recipe: it says how the role is cast; products in high precision need no cast.
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
-        column_sum: whether columns are added up in the same read, if a cast reads the source as it lies; not of groups.
+        column_sum: add up columns in the same read, where the layout as it lies is cast; never of rows in groups.
         keep: whether a norm's result y is returned too, in high precision.
         only_products: only products read the result: scales may be in the device's swizzled order.
     """

@@ -7,8 +7,8 @@
     db     = the sum of G's rows                  in float32, in forward
 
 The factor that backward brings (1 / the number of rows, a loss scale) multiplies dx, dW and db, not G. So G has a scale
-before it is computed, 2^15 in E5M2, and no pass looks for its amax: one launch reads logits and writes codes. E5M2
-reaches 2^-31 of the largest there; E4M3 would reach 2^-17, which is what each of 131,072 columns has at the beginning.
+before it is computed, 2^15 in E5M2, and no pass looks for its amax: one launch reads logits and writes codes. With
+131,072 columns a logit's first gradient is about 2^-17 of the largest: E5M2 reaches 2^-31 of it, E4M3 only 2^-17.
 That is so where a scale spans the contraction, by tensor and by row. Blocks along it are cast by the recipe's own cast
 of grad_output: a chunk holds whole blocks.
 

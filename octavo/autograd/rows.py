@@ -22,7 +22,7 @@ class Parts(NamedTuple):
 class Wire(NamedTuple):
     """The process group that gathers and scatters tokens, and how; ``group`` is its name, ``ranks`` its size.
 
-    ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
+    ``runs``: the number of ranges of consecutive tokens on a rank, one for each sequence where sequences are sharded.
     ``reduce``: (addends, group) -> this rank's part of their sum, whose parts are along dimension 0; None: torch's
     reduce-scatter, in the tensor's dtype.
     """

@@ -100,13 +100,15 @@ def written_pairs(
 class Layout(NamedTuple):
     """A form in which pairs are written.
 
-    ``scale_key``: the scale's name, beside "weight". ``tiles``: those of the weight casts that the layout can hold.
+    ``scale_ending``: what the name of a weight's scales adds to the weight's. ``tiles``: those of the weight casts
+    that the layout can hold.
     ``recipe``: the named recipe that fits. ``config``: returns config.json's entry for the layers and the names of the
     matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
-    which load_fp8 reads. ``matches_ends``: whether transformers' reader applies those names to all names that end so.
+    which load_fp8 reads. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
+    those names.
     """
 
-    scale_key: str
+    scale_ending: str
     tiles: tuple[tuple[int, int], ...]
     recipe: str
     config: Callable[[Layers, list[str]], dict[str, Any]] | None = None
@@ -299,7 +301,7 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
 
 def scale_name(name: str, layout: Layout) -> str:
     """Return the name of a weight's scales."""
-    return name.removesuffix("weight") + layout.scale_key if name.endswith("weight") else name + layout.scale_key[6:]
+    return name + layout.scale_ending
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
@@ -360,10 +362,8 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
 
 
 LAYOUTS: dict[AnyLayout, Layout] = {
-    "fine-grained": Layout("weight_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
-    "mxfp8": Layout("weight_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
-    "compressed-tensors": Layout(
-        "weight_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, "compressed-tensors"
-    ),
-    "per-tensor": Layout("weight_scale", ((ALL, ALL),), "dynamic"),
+    "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
+    "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
+    "compressed-tensors": Layout("_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, "compressed-tensors"),
+    "per-tensor": Layout("_scale", ((ALL, ALL),), "dynamic"),
 }

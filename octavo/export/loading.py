@@ -32,7 +32,7 @@ from octavo.weights.files import SCALE_INV, check_scales
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, granularity_of_scales, local_stored, put_into
 
-SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
+SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 OpenFile = Callable[[Path], CheckedFile]
 

@@ -13,13 +13,13 @@ Arguments that mean the same everywhere:
                    None for Dynamic; the op reads element ``role``. With one, tile is (-1, -1); with none or 0, the
                    scale is that of this tensor's own amax
     qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
-                   up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: a product contracts over
-                   the last dimension, and some want it so. Where pad > 1, that dimension's tile is -1 or a multiple
+                   up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: torch's FP8 product needs
+                   a multiple of 16. Where pad > 1, that dimension's tile is -1 or a multiple of pad
     sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
                    without ``column_sum``
     scale_inv      fp32, or E8M0 as numerics.scale_inv_dtype says; what is read may be either. Of the shape that
                    granularity.scale_shape of what is cast is, always written; contiguous, but where its tile, as the
-                   codes are laid, is a part of a row: then its transpose is
+                   codes lie, is a part of a row: there its transpose is contiguous
     amax           fp32, shape and strides of scale_inv: largest absolute finite value of what is cast, unscaled
     activation     "" where x itself is cast. Else a name of activations.py: activation(x) is cast, computed in float32
                    and not rounded before; [R, C] of the above is its shape

@@ -141,8 +141,8 @@ class GradientNorms:
     def estimate(self) -> Tensor:
         """Return an estimate of this step's global norm: exact once all gradients have come.
 
-        Gradients still to come count with the last step's squares, times a power of the growth since then of those that
-        have come. Its exponent is the root of the share that these had in the last step: a small share says little.
+        Gradients still to come count with their squares of the last step, times growth ** sqrt(share): growth is the
+        ratio of the squares of those that have come to the same of the last step, share their part of that step's sum.
         """
         has_come = self._now != _TO_COME
         now, last_of_come, last_to_come = (

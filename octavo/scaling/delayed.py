@@ -2,11 +2,11 @@
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
-    delayed_before        [3, 3]  int32, for each role: the number of the backward pass that committed it last, the bits
-                                  of the scale in force before that, the number of the pass that rolled it last
+    delayed_before        [3, 3]  int32, for each role: the number of the last backward pass that committed it, the bits
+                                  of the scale before that pass, the number of the last pass that began a new entry
 
-Forward only reads it. Backward's cast of grad_output commits: the first after an optimizer's step rolls the histories,
-those of other micro-batches, losses and calls raise the amax that it has entered; each writes the next scales. Casts in
+Forward only reads it. Backward's cast of grad_output commits: the first pass after an optimizer's step begins an entry
+of the histories, later passes of the same step raise that entry; each writes the next scales. Casts in
 a pass read the scales from before the pass. So a recomputed forward (activation checkpointing) reads the first one's
 scales, and the history is as long whether a step has one backward pass or many. kernels/backward_pass.py tells steps
 and passes.

@@ -268,7 +268,7 @@ class Recipe:
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
-            # whether padding the contraction to a multiple of CONTRACTION adds no tile
+            # whether padding the contraction to a multiple of CONTRACTION leaves the number of scales as it is
             pads=all(c is None or c.tile[1] == ALL or c.tile[1] % CONTRACTION == 0 for pair in casts for c in pair[:2]),
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
             delayed=rule,

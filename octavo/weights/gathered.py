@@ -16,8 +16,8 @@ same codes again. A gathered weight's codes and scales are always written togeth
 Under Delayed a weight that anything but its optimizer wrote takes the scale of its own amax.
 
 Weights whose two layouts are scaled differently, and weights with blocks that reach over several ranks' rows, are cast
-one by one (ShardCast). Ranks first take the maximum of each such block's amax. Each rank casts its rows with a row of
-these amaxes beside them, which makes a block's scale that of the whole block; that row's codes are not sent. Other
+one by one (ShardCast). Ranks first take the maximum of each such block's amax. Each rank appends to its rows one row of
+these amaxes, so that its cast finds the scale of the whole block; the codes of the appended row are not sent. Other
 scales are sent beside the codes, unless ranks have different numbers of rows: FSDP2 then takes tensors of the shard's
 shape alone, and ranks take the maximum for all scales.
 """

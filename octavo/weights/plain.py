@@ -5,8 +5,8 @@
                     by its optimizer, by copy_ and torch.nn.init
     gathered        at FSDP2's unshard (weights/gathered.py)           at its reshard
     kept            by KeptWeights.cast() (weights/kept.py)            at the next write, see KeptOperands
-    freed           in every forward by FSDP1, ZeRO-3 or FSDP2         after forward's product
-                    (as it is), and again in backward
+    freed           in every forward, and again in backward, where     after forward's product
+                    FSDP1, ZeRO-3 or FSDP2 frees the wide weight
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 

@@ -35,7 +35,7 @@ def test_in_the_operations_of_torch_too(name: str) -> None:
 
 def test_tables_and_pages_name_each() -> None:
     functions = {each.function for each in ACTIVATIONS.values()}
-    assert functions == {*REFERENCE} == {*FUNCTIONS} == {*FUNCTIONS_OF_CLASSES.values()}
+    assert functions == {*REFERENCE} == {*FUNCTIONS} >= {*FUNCTIONS_OF_CLASSES.values()}
     page = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
     assert [name for name in ACTIVATIONS if f"`{name}`" not in page] == []
     assert [name for name in ACTIVATIONS if f'"{name}"' not in (LayerNormMLP.__doc__ or "")] == []

@@ -125,7 +125,7 @@ def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> T
 
 
 def _produced(source: CastSource, rows: slice) -> Tensor:
-    """Return some rows of the matrix that is cast; they are whole tiles of a preactivation in codes."""
+    """Return some rows of the matrix that is cast; of a preactivation in codes they are whole tiles of its scales."""
     unit = source.h_tile[0]
     of_scale = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
     return reference_produced(*source.part(rows, of_scale), decode, _gated)

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
-from octavo.granularity import ALL
+from octavo.granularity import ALL, CONTRACTION
 from octavo.kernels.triton.replay import REPLAYS, recorder, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
@@ -55,19 +55,24 @@ def table(path: Path | None) -> dict[str, Any]:
     try:
         tuned = {} if path is None else read_json(path)
         merged = {**shipped, **tuned, "configs": {**shipped["configs"], **tuned.get("configs", {})}}
-        merged["configs"] = {kind: _checked(merged["configs"][kind]) for kind in shipped["configs"]}
+        merged["configs"] = {kind: checked(kind, merged["configs"][kind]) for kind in shipped["configs"]}
         _library(merged)
     except (OSError, ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
         return shipped
     return merged
 
 
-def _checked(rows: list[list[int]]) -> list[list[int]]:
-    """Return a kind's rows. Raise ValueError or TypeError if they are none."""
+def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
+    """Return a kind's rows. Raise ValueError or TypeError if they are none.
+
+    A program writes the padding of the transposed rows that it writes, so its tile has no fewer rows than they are
+    padded to.
+    """
+    least = CONTRACTION if "transpose" in kind else 1
     for row in rows:
         largest, config = row[0], Config(*row[1:])
-        if not all(type(number) is int and number > 0 for number in (largest, *config)):
-            raise ValueError(f"{row} is no row of a table of configurations")
+        if not all(type(number) is int and number > 0 for number in (largest, *config)) or config.block_r < least:
+            raise ValueError(f"{row} is no row of a table of configurations of {kind}")
     if not rows:
         raise ValueError("a kind has no row")
     return rows

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.granularity import CONTRACTION
 from tests.support.casts import ALL, E4M3
 from tests.support.damage import damaged_json
 from tests.support.triton_cases import assert_counters_are_zero
@@ -154,6 +155,15 @@ def test_a_damaged_one_is_not_or_has_rows(table_file: Path) -> None:
         for rows in table["configs"].values():
             assert rows and all(type(number) is int and number > 0 for row in rows for number in row)
             assert {len(row) for row in rows} == {5}
+
+
+def test_a_tile_holds_the_padding_of_the_transposed_rows_that_it_writes(table_file: Path) -> None:
+    """With fewer rows than those are padded to, codes would be left unwritten."""
+    table = shipped()
+    assert {kind: tuned.checked(kind, rows) for kind, rows in table["configs"].items()} == table["configs"]
+    table["configs"]["norm_cast_transpose"][0][1] = CONTRACTION // 2
+    table_file.write_text(json.dumps(table))
+    assert tuned.table(tuned.tuned_file()) == shipped()
 
 
 def test_other_kernels_have_another(table_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
