@@ -83,7 +83,8 @@ def cast_strip(
     SUMS: tl.constexpr,
     tiling: tl.constexpr,
     value=None,  # (a scale, Codes) of the activation whose gradient is cast
-    of_value: tl.constexpr = None,  # (its Function, whether its codes are E5M2)
+    of_value: tl.constexpr = None,  # its Function
+    VALUE_E5M2: tl.constexpr = False,
 ):
     """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
@@ -98,8 +99,8 @@ def cast_strip(
             if tiling.halves:
                 second_sums += second
         if of_value is not None:
-            y, _ = produce(x, h, rows, cols, of_value[0], tiling.even)  # before any store: what is read is read once
-            store_codes(encode(y, tl.load(value[0]), of_value[1]), value[1], rows, cols, x, tiling.even)
+            y, _ = produce(x, h, rows, cols, of_value, tiling.even)  # before any store, so h is loaded once
+            store_codes(encode(y, tl.load(value[0]), VALUE_E5M2), value[1], rows, cols, x, tiling.even)
         store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
@@ -160,7 +161,8 @@ def cast_tensor_kernel(
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
-    of_value: tl.constexpr,  # (Function of that activation, whether its codes are E5M2), or None
+    of_value: tl.constexpr,  # Function of that activation, or None
+    VALUE_E5M2: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
@@ -179,7 +181,19 @@ def cast_tensor_kernel(
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     amax, parts, second_parts = cast_strip(
-        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, of_value
+        x,
+        h,
+        out.codes,
+        scale,
+        first_row,
+        cols,
+        function,
+        rounding.e5m2,
+        sums is not None,
+        tiling,
+        value,
+        of_value,
+        VALUE_E5M2,
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -221,7 +235,7 @@ def cast_by_tensor(
     """Cast with one scale for all."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
-    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose")
+    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", value is not None)
     strips, groups, tiling = inputs.tiling(*chosen[:3])
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not knows_amax:
@@ -236,8 +250,9 @@ def cast_by_tensor(
         workspace(inputs.x, 2 + strips),
         groups,
     )
-    of_value = None if value is None else (inputs.function._replace(gradient=False), rounding_of(value[0]).e5m2)
-    constants = role, rounding_of(scaling), update, of_value, tiling
+    of_value = None if value is None else inputs.function._replace(gradient=False)
+    value_e5m2 = value is not None and rounding_of(value[0]).e5m2
+    constants = role, rounding_of(scaling), update, of_value, value_e5m2, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 
