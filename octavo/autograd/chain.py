@@ -219,7 +219,8 @@ class _ChainFunction(torch.autograd.Function):
             grad, grads_of_norm = gradient_of_heads(grads, ctx.counts, *saved[layer_end:]), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
-        value, g = None, list[GradOutput]()
+        value, g2 = None, None
+        g: list[GradOutput] = []
         if grad is not None and len(plans) == 2:
             activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
             second = second_saved, plans[1]
