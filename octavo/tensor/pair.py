@@ -46,8 +46,9 @@ class Operands(NamedTuple):
 
     ``amax`` [1, 1] fp32 is that of a Delayed cast; None where nothing was cast that way. ``column_sum`` [C] of the
     tensor's dtype, where it was asked for and the cast could compute it. ``besides``: of a norm that was cast its mean,
-    rstd and, if it is to be kept, y; of another source its kept scale, or the value's codes, contraction last. ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that
-    backward reads are saved as they are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
+    rstd and, if it is to be kept, y; of an activation its kept scale, or, of its gradient, the activation's transposed
+    codes. ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that backward reads are saved as
+    they are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
