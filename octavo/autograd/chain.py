@@ -219,13 +219,13 @@ class _ChainFunction(torch.autograd.Function):
             grad, grads_of_norm = gradient_of_heads(grads, ctx.counts, *saved[layer_end:]), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
-        value, g2 = None, None
+        value = None
         g: list[GradOutput] = []
         if grad is not None and len(plans) == 2:
             activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
             second = second_saved, plans[1]
             value = _value_to_cast(*second) if needs[5] else None
-            g2 = cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))
+            g2: GradOutput = cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))
             grad, dw2, db2 = gradients(g2, *second, (needs_dh, needs[5] and value is None, needs[6]))
             ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
         if grad is not None and needs_dh:

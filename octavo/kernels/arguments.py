@@ -276,35 +276,28 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
-    value_scale: Tensor | None = None,
-    value_dtype: torch.dtype | None = None,
-    value_transposed: bool = False,
-    **heads: Tensor | None,
+    **heads_or_value: Any,
 ) -> tuple[Any, ...]:
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
     one_scale = first.tile == (ALL, ALL) and not in_groups and second_dtype is None
-    of_heads = any(tensor is not None for tensor in heads.values())
+    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    value, heads = _value_to_cast(activated, heads_or_value)
+    output, of_heads = Output(transpose, pad, column_sum, keep, as_is, *value), bool(heads)
     if second_dtype is not None:
         scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
         second = Scaling(*scaling, swizzles=swizzle)
-    for where, applies, refused in (
+    _refuse(
         ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": is_norm, "offsets": in_groups}),
         ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": in_groups}),
         ("no gamma is given", not is_norm, {"kind": kind}),
-        ("no gamma is given, and not one scale", not (is_norm or one_scale), {"keep": keep}),
-        ("there is not one scale", not one_scale, {"value_scale": value_scale is not None}),
+        ("there is not one scale", not one_scale, {"keep": keep and not is_norm, "value_scale": output.value}),
         ("there are two scalings", second, {"delayed_scale": delayed_scale is not None, "offsets": in_groups}),
         ("rows are in groups", in_groups, {"column_sum": column_sum}),
         ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
-    ):
-        if applies and (names := [name for name, is_given in refused.items() if is_given]):
-            raise ValueError(f"{names[0]} is not taken where {where}")
+    )
     if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
-    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    value = _value_to_cast(activated, value_scale, value_dtype)
-    output = Output(transpose, pad, column_sum, keep, as_is, value, value_transposed)
     if of_heads:
         return _heads_to_cast(x, **heads), first, second, output, None
     if gamma is not None:
@@ -315,13 +308,25 @@ def _cast(
     return activated, first, second, output, offsets
 
 
-def _value_to_cast(source: CastSource, scale: Tensor | None, dtype: torch.dtype | None) -> Scaling | None:
-    """Return the scaling by which an activation's gradient casts the activation itself too."""
+def _refuse(*rows: tuple[str, Any, dict[str, Any]]) -> None:
+    """Raise ValueError for an argument that is given where it is not taken.
+
+    ``rows``: (where, whether that applies, {argument that is not taken there: whether it is given}).
+    """
+    for where, applies, refused in rows:
+        if applies and (names := [name for name, is_given in refused.items() if is_given]):
+            raise ValueError(f"{names[0]} is not taken where {where}")
+
+
+def _value_to_cast(source: CastSource, named: dict[str, Any]) -> tuple[tuple[Scaling | None, bool], dict[str, Tensor]]:
+    """Return (Output's value and value_transposed, the tensors of heads) by the arguments' names."""
+    scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
+    heads = {name: tensor for name, tensor in named.items() if tensor is not None}
     if scale is None:
-        return None
+        return (None, False), heads
     if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
         raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
-    return Scaling(dtype, (ALL, ALL), False, 0, scale)
+    return (Scaling(dtype, (ALL, ALL), False, 0, scale), bool(transposed)), heads
 
 
 def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
@@ -353,22 +358,19 @@ def _cast_and_commit(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
-    *,
-    value_scale: Tensor | None = None,
-    value_dtype: torch.dtype | None = None,
-    value_transposed: bool = False,
-    **heads: Tensor | None,
+    **heads_or_value: Any,
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    value = _value_to_cast(source, value_scale, value_dtype)
-    if any(tensor is not None for tensor in heads.values()):
+    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    value, heads = _value_to_cast(activated, heads_or_value)
+    source: CastSource | RotaryHeads = activated
+    if heads:
         source = _heads_to_cast(x, **heads)
         if activation:
             raise ValueError("activation is not taken where gradients of heads are cast")
-    return source, scaling, commit, Output(transpose, pad, column_sum, value=value, value_transposed=value_transposed)
+    return source, scaling, commit, Output(transpose, pad, column_sum, False, True, *value)
 
 
 def _heads_to_cast(

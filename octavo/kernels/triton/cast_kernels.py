@@ -84,7 +84,6 @@ def cast_strip(
     tiling: tl.constexpr,
     value=None,  # (a scale, Codes) of the activation whose gradient is cast
     of_value: tl.constexpr = None,  # its Function
-    VALUE_E5M2: tl.constexpr = False,
 ):
     """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
@@ -100,7 +99,7 @@ def cast_strip(
                 second_sums += second
         if of_value is not None:
             y, _ = produce(x, h, rows, cols, of_value, tiling.even)  # before any store, so h is loaded once
-            store_codes(encode(y, tl.load(value[0]), VALUE_E5M2), value[1], rows, cols, x, tiling.even)
+            store_codes(encode(y, tl.load(value[0]), of_value.e5m2), value[1], rows, cols, x, tiling.even)
         store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
@@ -162,7 +161,6 @@ def cast_tensor_kernel(
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
     of_value: tl.constexpr,  # Function of that activation, or None
-    VALUE_E5M2: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
@@ -181,19 +179,7 @@ def cast_tensor_kernel(
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     amax, parts, second_parts = cast_strip(
-        x,
-        h,
-        out.codes,
-        scale,
-        first_row,
-        cols,
-        function,
-        rounding.e5m2,
-        sums is not None,
-        tiling,
-        value,
-        of_value,
-        VALUE_E5M2,
+        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, of_value
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -246,13 +232,12 @@ def cast_by_tensor(
         delayed,
         tuple(rolled),
         inputs.with_parts(sums, groups),
-        None if value is None else (value[0].delayed_scale, value[1]),
+        value and (value[0].delayed_scale, value[1]),
         workspace(inputs.x, 2 + strips),
         groups,
     )
-    of_value = None if value is None else inputs.function._replace(gradient=False)
-    value_e5m2 = value is not None and rounding_of(value[0]).e5m2
-    constants = role, rounding_of(scaling), update, of_value, value_e5m2, tiling
+    of_value = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
+    constants = role, rounding_of(scaling), update, of_value, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 
