@@ -45,7 +45,6 @@ from octavo.autograd.casts import (
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
-    GradOutput,
     Layer,
     Saved,
     cast_gradient,
@@ -220,24 +219,23 @@ class _ChainFunction(torch.autograd.Function):
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
         value = None
-        g: list[GradOutput] = []
         if grad is not None and len(plans) == 2:
             activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
             second = second_saved, plans[1]
             value = _value_to_cast(*second) if needs[5] else None
-            g2: GradOutput = cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))
-            grad, dw2, db2 = gradients(g2, *second, (needs_dh, needs[5] and value is None, needs[6]))
+            g2 = [cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))]
+            of_now = needs_dh, needs[5] and value is None, needs[6]
+            grad, dw2, db2 = gradients(g2.pop() if value is None else g2[0], *second, of_now)
             ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
-        if grad is not None and needs_dh:
-            layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
-            g.append(cast_gradient(grad, *layer, activation, value))
+        layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
+        g = [cast_gradient(grad, *layer, activation, value)] if grad is not None and needs_dh else []
         del grad  # it is large, and read no more
         if value is not None:
             name, h, *_ = activation
             codes = g[0][0].besides if g else ()
             x_q = codes[0] if codes else cast_by_scale(CastSource(h, name), *value, plans[1].layer.recipe.pads)
-            dw2 = gradients(g2, second_saved._replace(x_q=x_q), plans[1], (False, True, False))[1]
-            del g2, codes, x_q
+            dw2 = gradients(g2.pop(), second_saved._replace(x_q=x_q), plans[1], (False, True, False))[1]
+            del codes, x_q
         if g:
             dx, dw, db = gradients(g.pop(), *layer)
             ctx.plans = [plan_for_next_pass(plans[0]), *ctx.plans[1:]]
