@@ -301,7 +301,8 @@ def activations() -> Iterator[Case]:
             yield activated_twice("gelu", gradient, first, second)
         for h_tile in (TENSOR, VECTOR):
             yield activated("swiglu", gradient, h_tile=h_tile)
-    yield from (committed(name, shape) for name, shape in itertools.product(("swiglu", "gelu"), SIZES))
+    for again in (False, True):
+        yield from (committed(name, shape, again) for name, shape in itertools.product(("swiglu", "gelu"), SIZES))
 
 
 def _activation(
@@ -351,12 +352,15 @@ def activated_twice(name: str, gradient: bool, first: Tile, second: Tile) -> Cas
     return cast("cast_two_scalings", x, first, *words, **named)
 
 
-def committed(name: str, shape: tuple[int, int]) -> Case:
+def committed(name: str, shape: tuple[int, int], again: bool) -> Case:
+    """Return the cast of an activation's gradient that rolls a state; ``again``: it casts the activation too."""
     x, activation = _activation(name, True, shape)
     one = torch.ones(1, 1)
     arguments = x, *delayed_state(), one, one, E5M2, False, 0, *UPDATE, True, PAD, True, *activation.values()
-    call = functools.partial(KERNELS["cast_and_commit"], *arguments)
-    what = describe(TENSOR, E5M2, x, "transposed column sum", _words(name, True))
+    value = {"value_scale": torch.ones(1), "value_dtype": E4M3, "value_transposed": True} if again else {}
+    call = functools.partial(KERNELS["cast_and_commit"], *arguments, **value)
+    words = "transposed column sum", _words(name, True), f"and {name}" * again
+    what = describe(TENSOR, E5M2, x, *words)
     return Case("cast_and_commit", what, call, 64 if ACTIVATIONS[name].gated else 128)
 
 

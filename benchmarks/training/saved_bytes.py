@@ -109,8 +109,9 @@ def floor(kind: str, fuse: bool) -> int:
     """Return the least bytes of a kind that Llama's forward saves: read in backward by operations of this kind."""
     wide, norm, joined = _DECODER["intermediate_size"], (2 if fuse else 6) * WIDTH + 4, WIDTH if fuse else 0
     a_layer = {
-        # codes of what q, k and v read, what o does, gate and up, down; fused, the first and third are their modules'
-        "inputs of layers": 3 * WIDTH + wide - 2 * joined,
+        # codes of what q, k and v read, what o does, gate and up, down; fused, the first and third are their modules',
+        # and the last are cast again
+        "inputs of layers": 3 * WIDTH - 2 * joined + (0 if fuse else wide),
         "attention": 4 * 2 * WIDTH + 4 * HEADS + joined,  # q, k, v and the output in bf16, a number a head
         "norms": 2 * norm,  # the input in bf16, or what torch's operations keep: 6 bytes an element
         "activations": (2 if fuse else 3) * 2 * wide + joined,  # what gate and up return, and the activation of gate

@@ -57,8 +57,10 @@ class CastRequest(NamedTuple):
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
         column_sum: add up columns in the same read, where the layout as it lies is cast; never of rows in groups.
-        keep: whether a norm's result y is returned too, in high precision.
+        keep: whether a norm's result y is returned too, in high precision; of another source the scale of its one cast.
         only_products: only products read the result: scales may be in the device's swizzled order.
+        value: (scale [1], dtype): the activation whose gradient is cast by one scale is cast too, by this one, and
+            returned transposed.
     """
 
     recipe: Recipe
@@ -68,6 +70,7 @@ class CastRequest(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     only_products: bool = False
+    value: tuple[Tensor, torch.dtype] | None = None
 
 
 def cast_role(source: AnySource, request: CastRequest, state: State | None, rows: Rows = DENSE) -> Operands:
@@ -88,7 +91,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     cast = first or second
     if cast is None:
         return Operands()
-    read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request.keep)
+    read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
     if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
         if _swizzles(source.shape, read[0], first, second):
             read[2]["swizzle"] = True
@@ -108,12 +111,12 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
         )
         pair = (q2, scale_inv2) if writes_transposed else (q2.t(), scale_inv2.t())
         column_sum = sums_or_norm[0] if request.column_sum else None
-        return Operands((q_RC, scale_inv), pair, None, column_sum, of_norm=sums_or_norm if is_norm else ())
+        return Operands((q_RC, scale_inv), pair, None, column_sum, besides=sums_or_norm if is_norm else ())
     if isinstance(source, NormSource):
-        read = _read(source, keep=True)
+        read = _read(source, request._replace(keep=True))
     a = _cast(read, first, scale, request, (True, False), offsets)
     if is_norm:
-        read = a.of_norm[2], (), {}
+        read = a.besides[2], (), {}
     b = _cast(read, second, scale2, request._replace(column_sum=False), (False, True), offsets)
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
@@ -129,15 +132,19 @@ def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
 _Read = tuple[Tensor, Sequence[Any], dict[str, Any]]  # x, and the op's arguments, by place and by name, of what is cast
 
 
-def _read(source: Castable, keep: bool = False) -> _Read:
-    """Return (x, the op's arguments that say what of x is cast); ``keep``: a norm's y is returned too."""
+def _read(source: Castable, request: CastRequest) -> _Read:
+    """Return (x, the op's arguments that say what of x is cast, and what is returned beside the pairs)."""
     if isinstance(source, CastSource):
         x, *activation = source
-        return x, activation, {}
+        named: dict[str, Any] = {"keep": True} if request.keep else {}
+        if request.value is not None:
+            named["value_scale"], named["value_dtype"] = request.value
+            named["value_transposed"] = needs_transposed_codes(x.device)
+        return x, activation, named
     if isinstance(source, RotaryHeads):
         q, k, v, cos, sin, _ = source
         return q, (), {"k": k, "v": v, "cos": cos, "sin": sin}
-    of_norm = source._asdict() | {"keep": keep}
+    of_norm = source._asdict() | {"keep": request.keep}
     return of_norm.pop("x"), (), of_norm
 
 
@@ -186,14 +193,27 @@ def _cast(
             amax = amax.amax(0, keepdim=True)  # groups share one history
     if transposed_alone:
         return Operands(None, (q_RC, scale_inv), amax)
+    besides = sums_or_norm
+    if not is_norm:
+        besides = besides[1:] if request.keep else ()
+        if request.value is not None:
+            besides = (sums_or_norm[-1] if named["value_transposed"] else sums_or_norm[-1].t(),)
     whole = offsets is None and cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
         (q_RC, scale_inv) if as_is else None,
         (q_CR if writes_transposed else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
         amax,
         sums_or_norm[0] if column_sum else None,
-        of_norm=sums_or_norm if is_norm else (),
+        besides=besides,
     )
+
+
+def cast_by_scale(source: CastSource, scale: Tensor, dtype: torch.dtype, pads: bool) -> Tensor:
+    """Return the codes of a source by one scale [1], contraction last in the transposed layout that products read."""
+    x, activation, *_ = source
+    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device) if pads else 1
+    codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
+    return transposed if transposes else codes.t()
 
 
 def operands_of_codes(
@@ -231,7 +251,7 @@ def cast_grad_output(
         return cast_role(source, request, state, rows)
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
     if cast is not None and once and cast.is_delayed and any(layouts) and rows.offsets is None and rows.parts is None:
-        read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source)
+        read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
         return _cast(read, cast, None, request, layouts, None, (*state, *forward_amax, request.recipe.delayed_update))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
@@ -262,5 +282,5 @@ def cast_norm(
         the pairs, the norm's output y in high precision if ``keep``, else None, and its rows' mean and rstd.
     """
     operands = cast_role(source, CastRequest(recipe, INPUT, True, transposed, False, keep, True), state)
-    mean, rstd, y = operands.of_norm
-    return operands._replace(of_norm=()), y if keep else None, mean, rstd
+    mean, rstd, y = operands.besides
+    return operands._replace(besides=()), y if keep else None, mean, rstd

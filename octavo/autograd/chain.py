@@ -31,7 +31,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, WEIGHT, CastRequest, Norm, as_rows, cast_norm, cast_role
+from octavo.autograd.casts import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    CastRequest,
+    Norm,
+    as_rows,
+    cast_by_scale,
+    cast_norm,
+    cast_role,
+)
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
@@ -111,23 +121,49 @@ def _forward(
         return h, y, (*saved_norm, *saved)
     (second,) = later_layers
     assert second_weight is not None
-    needs_second = needs_dh, needs[5]
-    result, saved_second = _behind_activation(h, chain.activation, second, second_weight, second_bias, needs_second)
+    needs_second, casts_again = (needs_dh, needs[5]), needs_dh and needs[5] and _can_cast_again(first, second)
+    second_tensors = second, second_weight, second_bias, needs_second
+    result, saved_second = _behind_activation(h, chain.activation, *second_tensors, casts_again)
     return result, y, (*saved_norm, *saved, *saved_second)
 
 
+def _can_cast_again(first: Layer, second: Layer) -> bool:
+    """Whether the cast of an activation's gradient can write the codes that the second layer's grad_weight reads too.
+
+    Each of both casts has one scale, and h is saved as it is; what an observer reads is saved.
+    """
+    (of_y, _, y_once), (of_dh, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
+    if not (y_once and dh_once) or second.recipe.saved is not None or second.observer is not None:
+        return False
+    assert of_y is not None and of_dh is not None
+    one_scale = of_y.tile == of_dh.tile == (ALL, ALL) and first.recipe.pads == second.recipe.pads
+    return one_scale and first.rows.offsets is None
+
+
 def _behind_activation(
-    h: Tensor, activation: str, layer: Layer, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+    h: Tensor,
+    activation: str,
+    layer: Layer,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: tuple[bool, bool],
+    casts_again: bool = False,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight))."""
+    """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
+
+    ``casts_again``: backward casts the activation of h again, by the scale that is saved in place of its codes.
+    """
     needs_dh, needs_dw = needs
-    request = CastRequest(layer.recipe, INPUT, True, needs_dw, only_products=True)
+    request = CastRequest(layer.recipe, INPUT, True, needs_dw and not casts_again, keep=casts_again, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     if layer.observer is not None:
         produced = functools.partial(kernels.produced, h, activation, None)
         layer.observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
+    if casts_again:
+        assert a.as_is is not None
+        saved = saved._replace(x_scale_inv=a.as_is[1], x_scale=a.besides[0])
     cast = layer.recipe.saved
     saved_h: tuple[Tensor | None, Tensor | None] = None, None  # the tensor or codes, scale_inv
     if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
@@ -182,15 +218,25 @@ class _ChainFunction(torch.autograd.Function):
             grad, grads_of_norm = gradient_of_heads(grads, ctx.counts, *saved[layer_end:]), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
+        value = None
         if grad is not None and len(plans) == 2:
             activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
-            layer = second_saved, plans[1], (needs_dh, needs[5], needs[6])
-            grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
+            second = second_saved, plans[1]
+            value = _value_to_cast(*second) if needs[5] else None
+            g2 = [cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))]
+            of_now = needs_dh, needs[5] and value is None, needs[6]
+            grad, dw2, db2 = gradients(g2.pop() if value is None else g2[0], *second, of_now)
             ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
-        if grad is not None and needs_dh:
-            layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
-            g = [cast_gradient(grad, *layer, activation)]
-            del grad  # it is large, and read no more
+        layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
+        g = [cast_gradient(grad, *layer, activation, value)] if grad is not None and needs_dh else []
+        del grad  # it is large, and read no more
+        if value is not None:
+            name, h, *_ = activation
+            codes = g[0][0].besides if g else ()
+            x_q = codes[0] if codes else cast_by_scale(CastSource(h, name), *value, plans[1].layer.recipe.pads)
+            dw2 = gradients(g2.pop(), second_saved._replace(x_q=x_q), plans[1], (False, True, False))[1]
+            del codes, x_q
+        if g:
             dx, dw, db = gradients(g.pop(), *layer)
             ctx.plans = [plan_for_next_pass(plans[0]), *ctx.plans[1:]]
             dx = _whole(dx, plans[0])
@@ -208,6 +254,12 @@ def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
     if dx_TK is None or parts is None or not parts.roles[WEIGHT]:  # experts on other ranks are whole there
         return dx_TK
     return summed(dx_TK, parts.group) if wire is None else scattered(dx_TK, wire)
+
+
+def _value_to_cast(saved: Saved, plan: BackwardPlan) -> tuple[Tensor, torch.dtype] | None:
+    """Return (scale, dtype) by which the second layer's input is cast again; None: its codes are saved."""
+    cast = plan.layer.recipe.casts[INPUT].as_is
+    return None if saved.x_scale is None or cast is None else (saved.x_scale, cast.arguments[0])
 
 
 def _activation_of(

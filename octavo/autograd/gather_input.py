@@ -139,7 +139,7 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     else:
         message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
         q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
-    return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(of_norm=norm_results)
+    return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(besides=norm_results)
 
 
 def gather_norm(
@@ -147,8 +147,8 @@ def gather_norm(
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
     """Return ``cast_norm`` of this rank's rows, with all ranks' pairs."""
     operands = _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
-    mean, rstd, y = operands.of_norm
-    return operands._replace(of_norm=()), y if keep else None, mean, rstd
+    mean, rstd, y = operands.besides
+    return operands._replace(besides=()), y if keep else None, mean, rstd
 
 
 class _Carrier(torch.autograd.Function):

@@ -130,6 +130,7 @@ class Saved(NamedTuple):
     x_amax: Tensor | None
     weight_amax: Tensor | None
     delayed_scale: Tensor | None  # by which the weight is cast again, see WeightSource
+    x_scale: Tensor | None = None  # by which backward casts the input again, whose x_q it is to be
 
 
 def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
@@ -199,18 +200,19 @@ def cast_gradient(
     plan: BackwardPlan,
     needs: tuple[bool, bool, bool],
     activation: Sequence[Any] = (),
+    value: tuple[Tensor, torch.dtype] | None = None,
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
     ``saved`` comes from ``to_save``. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
     output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource; or gradients of
-    heads that rotary positions turned.
+    heads that rotary positions turned. ``value``: as CastRequest's, by which the activation itself is cast too.
     """
     _, recipe, state, commits, observer, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
     source: Any = CastSource(grad_TN, *activation) if activation else grad_TN  # type: ignore[arg-type]
-    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True)
+    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, value=value)
     amax = (saved.x_amax, saved.weight_amax) if commits else None
     rows = rows if offsets is None else Rows(offsets, rows.parts, rows.wire)
     if state is not None and plan.first_state is not None:
@@ -258,7 +260,7 @@ def gradients(
     g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
-    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale = saved
+    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale, _ = saved
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
     layer, (dtype, weight_dtype, *of_bias) = plan.layer, plan.dtypes

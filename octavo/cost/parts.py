@@ -35,7 +35,8 @@ class Part(NamedTuple):
 # and of the logits. Launches that fewer casts need are below 0.
 PARTS = {
     "norm": Part(Moved(36, 96, 8, 16), Moved(4, 6, 1, 1)),
-    # the casts of their product and of its gradient read gate and up
+    # the casts of their product and of its gradient read gate and up; the codes that the former leaves to the latter
+    # are written once all the same
     "gated feed-forward": Part(Moved(10, 18, 2, 3), Moved(2, 2, 0, 0)),
     # where gate and up are computed each by itself they are put side by side
     "gated feed-forward, apart": Part(Moved(10, 18, 2, 3), Moved(10, 22, 1, 4)),

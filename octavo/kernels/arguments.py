@@ -124,7 +124,8 @@ class Scaling(NamedTuple):
 class Output(NamedTuple):
     """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.
 
-    ``as_is``: whether codes of rows in groups are written as they lie.
+    ``keep``: of what is no norm its one scale. ``as_is``: whether codes of rows in groups are written as they lie.
+    ``value``: the scaling by which an activation's gradient casts the activation itself too, into one layout.
     """
 
     transpose: bool = False
@@ -132,6 +133,8 @@ class Output(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     as_is: bool = True
+    value: Scaling | None = None
+    value_transposed: bool = False
 
 
 class CastTarget(NamedTuple):
@@ -273,26 +276,31 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
-    **heads: Tensor | None,
+    **heads_or_value: Any,
 ) -> tuple[Any, ...]:
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
-    of_heads = bool(heads) and any(tensor is not None for tensor in heads.values())
+    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    value, heads = _value_to_cast(activated, heads_or_value) if heads_or_value else ((None, False), {})
+    output, of_heads = Output(transpose, pad, column_sum, keep, as_is, *value), bool(heads)
     if second_dtype is not None:
         scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
         second = Scaling(*scaling, swizzles=swizzle)
-    if of_heads or is_norm or in_groups or second or kind or keep or not as_is:  # a plain cast takes all else
+    has_value = output.value is not None
+    # a plain cast takes the rest
+    if of_heads or is_norm or in_groups or second or kind or keep or has_value or not as_is:
+        one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
         _refuse(
             ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
             ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": offsets}),
-            ("no gamma is given", not is_norm, {"kind": kind, "keep": keep}),
+            ("no gamma is given", not is_norm, {"kind": kind}),
+            ("there is not one scale", not one_scale, {"keep": keep and not is_norm, "value_scale": has_value}),
             ("there are two scalings", second, {"delayed_scale": delayed_scale, "offsets": offsets}),
             ("rows are in groups", in_groups, {"column_sum": column_sum}),
             ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
         )
     if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
-    output = Output(transpose, pad, column_sum, keep, as_is)
     if of_heads:
         return _heads_to_cast(x, **heads), first, second, output, None
     if gamma is not None:
@@ -300,7 +308,18 @@ def _cast(
         return NormSource(x, gamma, beta, kind, eps, zero_centered), first, second, output, None
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
-    return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
+    return activated, first, second, output, offsets
+
+
+def _value_to_cast(source: CastSource, named: dict[str, Any]) -> tuple[tuple[Scaling | None, bool], dict[str, Tensor]]:
+    """Return (Output's value and value_transposed, the tensors of heads) by the arguments' names."""
+    scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
+    heads = {name: tensor for name, tensor in named.items() if tensor is not None}
+    if scale is None:
+        return (None, False), heads
+    if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
+        raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
+    return (Scaling(dtype, (ALL, ALL), False, 0, scale), bool(transposed)), heads
 
 
 def _refuse(*refusals: tuple[str, Any, dict[str, Any]]) -> None:
@@ -340,17 +359,19 @@ def _cast_and_commit(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
-    **heads: Tensor | None,
+    **heads_or_value: Any,
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    if any(tensor is not None for tensor in heads.values()):
+    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    value, heads = _value_to_cast(activated, heads_or_value)
+    source: CastSource | RotaryHeads = activated
+    if heads:
         source = _heads_to_cast(x, **heads)
         if activation:
             raise ValueError("activation is not taken where gradients of heads are cast")
-    return source, scaling, commit, Output(transpose, pad, column_sum)
+    return source, scaling, commit, Output(transpose, pad, column_sum, False, True, *value)
 
 
 def _heads_to_cast(
@@ -577,7 +598,13 @@ def new_cast(
         source.shape if isinstance(source, RotaryHeads) else x.shape,
         None if offsets is None else len(offsets),
     )
-    return allocated(x, results_of(shape, x.dtype, read, *scalings, output, groups))
+    value, output = output.value, output._replace(value=None) if output.value is not None else output
+    results = results_of(shape, x.dtype, read, *scalings, output, groups)
+    if value is not None:  # of x's shape, as x is the gradient of it
+        (rows, cols), pad = x.shape, output.pad
+        laid = (cols, padded(rows, pad)) if output.value_transposed else (rows, padded(cols, pad))
+        results = *results, NewTensor(laid, value.dtype)
+    return allocated(x, results)
 
 
 _Written = tuple[torch.dtype, Tile, bool, bool]  # dtype, tile, power_of_two and swizzles of a Scaling
@@ -618,7 +645,8 @@ def _results_of(
         pairs = codes, transposed, _written_scales(shape, first), _scales(scale_shape(shape, tile), tile)
     if is_norm:
         return *pairs, *_statistics(rows, read[0]), NewTensor(shape if output.keep else (0, 0), x_dtype)
-    return *pairs, NewTensor((cols if output.column_sum else 0,), sums_dtype(x_dtype))
+    scale = (NewTensor((1,), torch.float32),) if output.keep else ()
+    return *pairs, NewTensor((cols if output.column_sum else 0,), sums_dtype(x_dtype)), *scale
 
 
 def _written_scales(shape: tuple[int, int], scaling: _Written, transpose: bool = False) -> NewTensor:

@@ -30,7 +30,11 @@ Arguments that mean the same everywhere:
     kind           "layer_norm" or "rms_norm", computed in float32 over rows of x; reference/norm.py has the formulas.
                    gamma and beta are [C]
     mean, rstd     [R] fp32, a norm's row statistics; mean is [0] for rms_norm
-    keep           a norm returns y too, rounded to x's dtype; else [0, 0]
+    keep           a norm returns y too, rounded to x's dtype; else [0, 0]. Another cast with one scale, whose tile is
+                   (-1, -1), returns that too after the sums, fp32 [1]
+    value_scale    [1] fp32: where an activation's gradient is cast by one scale, the activation, computed again from
+                   preactivation, is cast by this one too: its codes of value_dtype, as they lie or, with
+                   value_transposed, transposed, are the last result
     offsets        [G] int32: x's rows are in groups, which are matrices of their own (groups.py says where their codes
                    and scales lie). Offsets that descend or go beyond the rows raise ValueError where the reference
                    runs; Triton's kernels, whose host does not wait for their values, then take all groups to have no
@@ -61,6 +65,7 @@ from octavo.kernels.arguments import (
     new_norm,
     new_rotary,
     new_scales,
+    no_codes,
     unpacking,
 )
 from octavo.kernels.cpu import KERNELS
@@ -76,6 +81,7 @@ _EXTRAS = (
     "int[2] h_tile=[-1, -1]"
 )
 _HEADS = "Tensor? k=None, Tensor? v=None, Tensor? cos=None, Tensor? sin=None"
+_VALUE = "Tensor? value_scale=None, ScalarType? value_dtype=None, bool value_transposed=False"
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
 _LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
@@ -98,12 +104,12 @@ SCHEMAS = {
     # an operand's, contraction last. matmul, dequantize and cast_statistics read either
     "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
     f"bool transpose=False, {_EXTRAS}, *, {_HEADS}, {_NORM}, "
-    f"Tensor? offsets=None, bool as_is=True, {_SECOND}) -> Tensor[]",
+    f"Tensor? offsets=None, bool as_is=True, {_SECOND}, {_VALUE}) -> Tensor[]",
     # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,
-    # transposed qdata or [0, 0], scale_inv, sums)
+    # transposed qdata or [0, 0], scale_inv, sums, the value's codes or [0, 0])
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
-    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}, *, {_HEADS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}, *, {_HEADS}, {_VALUE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # of logits [T, V] of any strides and target [T] int64, the number of the column that is right: (each row's loss,
     # the logarithm of the sum of its exponentials), float32, as reference/cross_entropy.py says; softcap 0: none
     "cross_entropy": f"({_LOSS}) -> (Tensor, Tensor)",
@@ -166,8 +172,8 @@ SCHEMAS = {
 
 
 def _fake_cast_and_commit(source: Castable, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
-    q, t, scale_inv, _, sums = new_cast(source, scaling, None, output)
-    return q, t, scale_inv, sums
+    q, t, scale_inv, _, sums, *value = new_cast(source, scaling, None, output)
+    return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
 
 
 def _fake_matmul(operands: ProductArguments | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:

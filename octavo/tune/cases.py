@@ -132,8 +132,9 @@ def _cast(
 
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
         named_arguments = named | dict(zip(names, others, strict=False))
-        if make is _commit:  # its arguments go by position
-            return x, *make(), *(named_arguments[name] for name in OF_COMMIT if name in named_arguments)
+        if make is _commit:  # its first arguments go by position
+            by_position = [named_arguments.pop(name) for name in OF_COMMIT if name in named_arguments]
+            return x, *make(), *by_position, Named(named_arguments)
         return x, *make(), Named(named_arguments)
 
     return Case("cast_and_commit" if make is _commit else "cast", arguments, reads, inputs, exact)
@@ -160,18 +161,33 @@ def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Cas
     return _cast(make, reads, inputs, exact=False, activation=activation, transpose=True, **named)
 
 
-def _gradient(activation: str, make: Make, reads: int = 1, saved: Sequence[int] | None = None, **named: Any) -> Case:
-    """Return the cast of an activation's gradient; ``saved``: the tile of codes that hold the activation's input."""
+def _gradient(
+    activation: str,
+    make: Make,
+    reads: int = 1,
+    saved: Sequence[int] | None = None,
+    and_value: bool = False,
+    **named: Any,
+) -> Case:
+    """Return the cast of an activation's gradient.
+
+    ``saved``: the tile of codes that hold the activation's input; ``and_value``: whether the activation is cast too.
+    """
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         rows, cols = shape
         h = normal(shape)
         dy = normal((rows, cols // 2 if activation in GATED else cols), 1)
+        if and_value:
+            return dy, h, torch.full((1,), FUSED_SCALE, device=DEVICE, dtype=torch.float32)
         return (dy, h) if saved is None else (dy, *REFERENCE["cast"](h, None, 0, E4M3, saved, False, 0)[:3:2])
 
     tile = {} if saved is None else {"h_tile": saved}
     named = {"transpose": True, "pad": 1, "column_sum": True, "activation": activation, **tile, **named}
-    return _cast(make, reads, inputs, ("preactivation", "h_scale_inv"), False, **named)
+    if and_value:
+        named |= {"value_dtype": E4M3, "value_transposed": True}
+    names = "preactivation", "value_scale" if and_value else "h_scale_inv"
+    return _cast(make, reads, inputs, names, False, **named)
 
 
 def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
@@ -277,6 +293,7 @@ FUSED = {
 # cases of configurations that no other case uses
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", _delayed(role=2, dtype=E5M2), transpose=False),
+    "swiglu gradient and swiglu + cast+transpose+sum+commit": _gradient("swiglu", _commit, and_value=True),
     "swiglu gradient + rows": _gradient("swiglu", _dynamic(ROWS), transpose=False, column_sum=False),
     "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _commit, saved=MX),
     "rmsnorm + cast delayed": _normed("rmsnorm", _delayed(), transpose=False),

@@ -43,6 +43,7 @@ KINDS = {
     "amax_gated_gradient": ("swiglu gradient + cast+transpose+sum dynamic",),
     "cast_gated_gradient": ("swiglu gradient + cast+sum delayed",),
     "cast_transpose_gated_gradient": ("swiglu gradient + cast+transpose+sum+commit",),
+    "cast_transpose_gated_gradient_and_value": ("swiglu gradient and swiglu + cast+transpose+sum+commit",),
     "cast_transpose_gated_gradient_of_codes": ("swiglu gradient of codes + cast+transpose+sum+commit",),
     "cast_rows_gated_gradient": ("swiglu gradient + rows",),
     "norm_cast": ("rmsnorm + cast delayed", "rmsnorm + rows"),

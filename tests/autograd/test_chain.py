@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import octavo
 from octavo import recipes
@@ -11,6 +12,7 @@ from octavo.autograd import chain as module
 from octavo.autograd.casts import WEIGHT, CastRequest, Norm, cast_norm, cast_role
 from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.products import Layer, linear
+from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate
 from tests.support.fused_cases import SAVED
@@ -141,7 +143,7 @@ def test_two_layers_are_the_same_in_three_ways(name, activation):
 
 
 def test_a_second_pass_over_a_graph_is_cast_as_if_the_first_had_not_been():
-    """By retain_graph; gradients of the second are a hundred times larger than the history that the first began."""
+    """Gradients of the second, by retain_graph, are a hundred times larger than the history that the first began."""
     (parameters_of_layer,) = weights((N, F))
     h, grad = torch.randn(T, F, requires_grad=True), torch.randn(T, N)
     read, of_second_pass = (h, *parameters_of_layer), []
@@ -161,6 +163,27 @@ def test_what_is_activated_may_be_saved_in_fp8_and_read_in_high_precision():
         chain, halves, _ = in_three_ways(dataclasses.replace(recipes.blockwise(), **changed), "swiglu")
         assert torch.equal(halves[0], chain[0]) and torch.equal(halves[4], chain[4])
         assert all(sqnr(a, b) > 30 for a, b in zip(halves[1:4], chain[1:4], strict=True))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_backward_casts_the_second_layers_input_again_as_forward_did(name, activation):
+    """An observed layer saves those codes. Both forwards come before a backward, which writes the next scales."""
+    recipe, results, sizes = FP8_RECIPES[name](), [], []
+    first, second = weights((2 * F if activation == "swiglu" else F, K), (N, F))
+    xs, dy = [torch.randn(T, K).mul_(size).requires_grad_() for size in (1, 3)], torch.randn(T, N)
+    for observer in (None, Observer()):
+        layers = layer(first[0], recipe), layer(second[0], recipe)._replace(observer=observer)
+        chain, saved = Chain(None, layers, activation, torch.float32, False), {}
+        with saved_tensors_hooks(lambda t, saved=saved: saved.setdefault(t.untyped_storage(), t), lambda t: t):
+            ys = [run_chain(x, (None, None), [first, second], chain) for x in xs]
+        sizes.append(sum(storage.nbytes() for storage in saved))
+        for x, y in zip(xs, ys, strict=True):
+            for wanted in ([second[0]], [first[1], second[0]], [x, *first, *second]):
+                results += torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    half = len(results) // 2
+    assert all(torch.equal(one, other) for one, other in zip(results[:half], results[half:], strict=True))
+    assert sizes[0] == sizes[1] - 2 * (T * F - 4)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -83,6 +83,12 @@ def test_any_cast(ops: Ops, seed: int) -> None:
     check_casts(ops, 7 if ops.kernels else 30, seed)
 
 
+def test_the_cast_of_an_activations_gradient_casts_the_activation_too(ops: Ops) -> None:
+    """The activation is cast as by a cast of its own by that scale, in one layout."""
+    options = {"source": ["gradient"], "how": ["commit", "delayed"], "h_tile": [None], "again": [True]}
+    check_casts(ops, 3 if ops.kernels else 24, 5, **options)
+
+
 def test_one_element_is_the_largest_wherever_it_lies(ops: Ops) -> None:
     for at in (0, 1, 127, 128, 2047, 4095, 5000, 130 * 77 - 1):
         x = torch.zeros(130, 77, dtype=torch.bfloat16)

@@ -1,3 +1,6 @@
+import copy
+import importlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,30 @@ def test_each_kind_is_counted_where_it_is_saved_first():
     assert bytes_by_kind["activations"] == 4 * T * N
     assert bytes_by_kind["logits and loss"] == pytest.approx(4 * T * 32, rel=0.01)
     assert bytes_by_kind["other"] == bytes_by_kind["weights"] == 0
+
+
+class InChunks(nn.Module):
+    """A causal language model whose loss is computed with its head, in chunks of rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        return octavo.nn.linear_cross_entropy(hidden[:, :-1], self.model.lm_head, labels[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed"])
+def test_a_fused_llama_saves_little_more_than_half_of_bf16s(name):
+    pytest.importorskip("transformers")
+    model, batch = importlib.import_module("benchmarks.training.saved_bytes").build("Llama")
+    converted = octavo.convert(copy.deepcopy(model), getattr(recipes, name)(), every_layer, fuse=True)
+    bf16, fused, in_chunks = (
+        sum(size for kind, size in predicted_by_kind(one, (), batch).items() if kind != "weights")
+        for one in (model, converted, InChunks(converted))
+    )
+    assert fused <= 0.56 * bf16 and in_chunks <= 0.53 * bf16
 
 
 def test_codes_are_told_from_weights_codes():

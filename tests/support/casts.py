@@ -57,7 +57,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "h_tile": [None, None, ALL, (1, -1), (1, 32), (128, 128), (48, 1), (3, 5)],
     "h_format": FORMATS,
     "kind": ["layer_norm", "rms_norm"],
-    **{name: [False, True] for name in ("beta", "zero_centered", "keep", "transpose", "column_sum", "small")},
+    **{name: [False, True] for name in ("beta", "zero_centered", "keep", "transpose", "column_sum", "small", "again")},
     "eps": [1e-5, 1e-3],
     "scaling": [*itertools.product(FORMATS, [False, True], [0, 3])],
     "second": [*itertools.product(FORMATS, [False, True], [0, 2])],
@@ -214,7 +214,8 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
         update = update_args(case["reduce"], (False, True, power_of_two), (0, 1, margin))
         args = (*history, *amaxes, dtype, power_of_two, margin, *update, case["transpose"])
         flat = tuple(named.get(name, default) for name, default in FLAT)
-        return Call("cast_and_commit", (x, *to(device, args), case["pad"], case["column_sum"], *flat))
+        again = value_of(case, named, device)
+        return Call("cast_and_commit", (x, *to(device, args), case["pad"], case["column_sum"], *flat), again)
     if how == "groups":
         named["as_is"], transpose = case["written"]
         named["offsets"] = offsets_of(sizes).to(device)
@@ -232,8 +233,18 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
         tile, other = case["pair"] or (tile, case["second_tile"])
         named |= second(case["second"][0], other, *case["second"][1:])
     tile = ALL if how == "delayed" else tile
+    if tile == ALL and how in ("cast", "delayed") and "gamma" not in named:
+        named |= {"keep": case["keep"]} | value_of(case, named, device)
     args = (state if delayed else None, role, dtype, tile, power_of_two, margin, transpose, case["pad"])
     return Call("cast", (x, *to(device, args)), named)
+
+
+def value_of(case: dict[str, Any], named: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return the arguments by which the cast of an activation's gradient casts the activation too; or none."""
+    if not case["again"] or "preactivation" not in named or "h_scale_inv" in named:
+        return {}
+    scale = torch.full((1,), case["scale"] or 3.0).to(device)
+    return {"value_scale": scale, "value_dtype": case["second"][0], "value_transposed": case["zero_centered"]}
 
 
 FLAT = [("activation", ""), ("preactivation", None), ("h_scale_inv", None), ("h_tile", ALL)]
@@ -379,7 +390,10 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
     if call.op == "cast_and_commit":
         names.remove("amax")
     grouped = arguments.get("offsets") is not None
-    names += ["mean", "rstd", "y"] if arguments.get("gamma") is not None else [] if grouped else ["sums"]
+    is_norm = arguments.get("gamma") is not None
+    names += ["mean", "rstd", "y"] if is_norm else [] if grouped else ["sums"]
+    names += ["scale"] if arguments.get("keep") and not is_norm else []
+    names += ["value"] if arguments["value_scale"] is not None or call.op == "cast_and_commit" else []
     actual = dict(zip(names, results, strict=True))
     for name, one in actual.items():
         assert one.is_contiguous() or ((name.endswith("scale_inv") or name == "amax") and one.t().is_contiguous()), name
@@ -388,6 +402,8 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
         assert_same(actual, due_by_group(arguments))
     else:
         values = values_due(arguments)
+        check_value(actual.pop("value", None), arguments, is_exact)
+        check_scale(actual.pop("scale", None), actual, arguments)
         expected = due(arguments, values)
         if arguments.get("swizzle"):
             actual = unswizzled(actual, arguments, values.y.shape)
@@ -403,6 +419,31 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
         not isinstance(a, Tensor) or name in written or same_bits(a, left[name]) for name, a in arguments.items()
     )
     return actual
+
+
+def check_value(codes: Tensor | None, arguments: dict[str, Any], is_exact: bool) -> None:
+    """Check the codes of an activation whose gradient is cast."""
+    if codes is None or arguments["value_scale"] is None:
+        assert codes is None or codes.shape == (0, 0)
+        return
+    h, activation, dtype = arguments["preactivation"], arguments["activation"], arguments["value_dtype"]
+    values = Values(produced(h, activation), magnitude(h, activation, None, None, ALL))
+    values = values.t() if arguments["value_transposed"] else values
+    expected, scale_inv, _ = definitions.cast(values.y, dtype, ALL, scale=float(arguments["value_scale"]))
+    expected = padded(expected, dtype, arguments["pad"])
+    if is_exact:
+        assert same_bits(codes, expected)
+    else:
+        assert_codes_close(codes, expected, scale_inv, values, ALL)
+
+
+def check_scale(scale: Tensor | None, actual: dict[str, Tensor], arguments: dict[str, Any]) -> None:
+    """Check the one scale of a cast, which gave its scale_inv."""
+    if scale is not None:
+        dtype, _, power_of_two, margin, known = scaling_of(arguments)
+        of_amax = scale_from_amax(actual["amax"].view(1), format_of(dtype).max, power_of_two, margin)
+        assert same_bits(scale, torch.tensor([known]) if known else of_amax)
+        assert same_bits(scale_inv_from_scale(scale), actual["scale_inv"].view(1))
 
 
 def unswizzled(actual: dict[str, Tensor], arguments: dict[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:

@@ -65,16 +65,21 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
         if out.numel():
             out.copy_(result)
     for scaling, codes, transposed, scale_inv, amax in targets:
-        amax.copy_(amax_of(values, scaling.tile))
-        scale = scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin)
-        if scaling.delayed_scale is not None:  # 0 where there is no history yet
-            delayed = scaling.delayed_scale[scaling.role]
-            scale = torch.where(delayed == 0.0, scale, delayed)
+        scale = _scale(scaling, amax.copy_(amax_of(values, scaling.tile)))
         scale_inv.copy_(scale_inv_from_scale(scale))
         code_bytes = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
         for out, raw in ((codes, code_bytes), (transposed, code_bytes.t())):
             if out.numel():  # where its rows are longer, they end with zero codes
                 out.view(torch.uint8).copy_(F.pad(raw, (0, out.shape[1] - raw.shape[1])))
+
+
+def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
+    """Return the delayed scale; else, or where that is 0 as there is no history yet, the scales of ``amax``."""
+    scale = scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin)
+    if scaling.delayed_scale is None:
+        return scale
+    delayed = scaling.delayed_scale[scaling.role]
+    return torch.where(delayed == 0.0, scale, delayed)
 
 
 _ONE = Output()
@@ -93,11 +98,17 @@ def cast(
         plain = first._replace(swizzles=False), None if second is None else second._replace(swizzles=False)
         return _with_swizzled_scales(cast(source, *plain, output, write=write), first, second, output)
     results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output, offsets)
+    if not isinstance(source, NormSource):
+        besides, more = besides[:1], besides[1:]
     if offsets is not None:
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
         write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides)
+        if output.keep and not isinstance(source, NormSource):
+            more[0].copy_(_scale(first, amax_or_scale).view(1))
+        if output.value is not None:
+            _write_value(source, output, more[-1], write)
     else:
         none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
         both = (none, other) if output.transpose else (other, none)
@@ -107,6 +118,15 @@ def cast(
         ]
         write(source, targets, besides)
     return results
+
+
+def _write_value(source: Castable, output: Output, codes: Tensor, write: Write) -> None:
+    """Cast the activation whose gradient ``source`` is, by the scale that is given."""
+    assert isinstance(source, CastSource) and source.preactivation is not None and output.value is not None
+    none, scale_and_amax = no_codes(codes, codes.dtype), codes.new_empty((2, 1, 1), dtype=torch.float32)
+    both = (none, codes) if output.value_transposed else (codes, none)
+    activated = CastSource(source.preactivation, source.activation)
+    write(activated, [CastTarget(output.value, *both, *scale_and_amax)], ())
 
 
 def _with_swizzled_scales(
@@ -144,9 +164,9 @@ def cast_and_commit(
     """``octavo::cast_and_commit``."""
     in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)
     in_pass = scaling._replace(delayed_scale=in_force)
-    q, t, scale_inv, amax, sums = cast(source, in_pass, None, output, write=write)
+    q, t, scale_inv, amax, sums, *value = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
-    return q, t, scale_inv, sums
+    return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
 
 
 def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int], power_of_two: bool) -> None:

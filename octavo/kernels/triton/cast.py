@@ -41,6 +41,7 @@ from octavo.kernels.arguments import (
     new_cast,
     new_norm,
     new_scales,
+    no_codes,
     sums_dtype,
 )
 from octavo.kernels.layouts import is_small_block
@@ -88,7 +89,12 @@ def cast(
         return _by_torch(source, first, second, output)
     inputs.clear_padding(codes)
     if second is None:
-        casts[0](inputs, first, outputs_to(codes_to(codes, other), scale_inv, amax_or_scale), sums)
+        out = outputs_to(codes_to(codes, other), scale_inv, amax_or_scale)
+        if output.value is not None or (output.keep and not isinstance(source, NormSource)):
+            out = out._replace(scale=besides[1] if output.keep else None)
+            cast_by_tensor(inputs, first, out, sums, value=_value_to(output, besides[-1]))
+        else:
+            casts[0](inputs, first, out, sums)
     else:
         if not output.transpose:
             inputs.clear_padding(other)
@@ -108,8 +114,16 @@ def _by_torch(source: Castable, first: Scaling, second: Scaling | None, output: 
     """Cast what no kernel casts: of an activation torch computes that first; all else is the reference's."""
     if not isinstance(source, CastSource) or not source.activation:
         return reference_cast(source, first, second, output)
-    *results, sums = cast(CastSource(produced(*source)), first, second, output, None)
-    return *results, sums.to(sums_dtype(source.x.dtype))
+    results = list(cast(CastSource(produced(*source)), first, second, output, None))
+    results[4] = results[4].to(sums_dtype(source.x.dtype))
+    return tuple(results)
+
+
+def _value_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
+    """Return the scaling of the activation whose gradient is cast, and where its codes go."""
+    if output.value is None:
+        return None
+    return output.value, codes_to(None, codes) if output.value_transposed else codes_to(codes)
 
 
 def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
@@ -129,18 +143,20 @@ def cast_and_commit(
         source = CastSource(source.x.new_empty(source.shape))
     inputs = cast_input(source)
     if isinstance(source, CastSource) and not inputs.fits(scaling.tile):
-        *results, sums = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
-        return *results, sums.to(sums_dtype(source.x.dtype))
-    q, t, scale_inv, amax, sums = new_cast(source, scaling, None, output)
+        *results, sums, value = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
+        return *results, sums.to(sums_dtype(source.x.dtype)), value
+    q, t, scale_inv, amax, sums, *values = new_cast(source, scaling, None, output)
+    value = values[0] if values else no_codes(q, q.dtype)
     inputs.clear_padding(q)
     tensors, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
     length = commit.delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     state, rolled = StateTensors(*tensors, backward_pass(commit.delayed_scale.device)), (amax_input, amax_weight)
-    cast_by_tensor(inputs, scaling, out, sums if output.column_sum else None, state, rolled, update)
+    sums_or_none, to_value = sums if output.column_sum else None, _value_to(output, value)
+    cast_by_tensor(inputs, scaling, out, sums_or_none, state, rolled, update, value=to_value)
     committed(*tensors, (amax_input is not None, amax_weight is not None, True))
-    return q, t, scale_inv, sums
+    return q, t, scale_inv, sums, value
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:

@@ -86,11 +86,15 @@ class CastInput(NamedTuple):
         """x, its size and its strides, as kernels take them."""
         return Source(self.x, self.rows, self.cols, *self.x.stride())
 
-    def config(self, kernel: str) -> Config:
-        """Return the configuration of a kernel that casts this: the row for its ``kind`` where the table has one."""
+    def config(self, kernel: str, and_value: bool = False) -> Config:
+        """Return the configuration of a kernel that casts this: the row for its ``kind`` where the table has one.
+
+        ``and_value``: whether the activation whose gradient is cast is cast too.
+        """
         by_kind = f"{kernel}_{self.kind}" if self.kind else kernel
-        by_codes = f"{by_kind}_of_codes" if isinstance(self.h, Input) and self.h.scale_inv is not None else by_kind
-        name = next((name for name in (by_codes, by_kind) if name in TABLE), kernel)
+        of_codes = isinstance(self.h, Input) and self.h.scale_inv is not None
+        variant = f"{by_kind}_and_value" if and_value else f"{by_kind}_of_codes" if of_codes else by_kind
+        name = next((name for name in (variant, by_kind) if name in TABLE), kernel)
         return config(name, (self.rows * self.cols).bit_length())
 
     @property

@@ -32,6 +32,7 @@ from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, rol
 from octavo.kernels.triton.launch import Config, with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
+    Codes,
     Outputs,
     encode,
     finish_column_sums,
@@ -81,6 +82,8 @@ def cast_strip(
     E5M2: tl.constexpr,
     SUMS: tl.constexpr,
     tiling: tl.constexpr,
+    value=None,  # (a scale, Codes) of the activation whose gradient is cast
+    of_value: tl.constexpr = None,  # its Function
 ):
     """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
@@ -94,6 +97,9 @@ def cast_strip(
             sums += tile
             if tiling.halves:
                 second_sums += second
+        if of_value is not None:
+            y, _ = produce(x, h, rows, cols, of_value, tiling.even)  # before any store, so h is loaded once
+            store_codes(encode(y, tl.load(value[0]), of_value.e5m2), value[1], rows, cols, x, tiling.even)
         store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
@@ -147,12 +153,14 @@ def cast_tensor_kernel(
     delayed,  # with a ROLE, a State; without an update only its scale is read
     rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
+    value,  # with of_value, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
+    of_value: tl.constexpr,  # Function of that activation, or None
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
@@ -163,13 +171,15 @@ def cast_tensor_kernel(
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
         tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
+        if out.scale is not None:
+            tl.store(out.scale, scale)
     strips = programs // groups
     strip = program % strips
     group = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     amax, parts, second_parts = cast_strip(
-        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
+        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, of_value
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -206,11 +216,12 @@ def cast_by_tensor(
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
     knows_amax: bool = False,  # whether out's amax may be written already
+    value: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast
 ) -> None:
     """Cast with one scale for all."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
-    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose")
+    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", value is not None)
     strips, groups, tiling = inputs.tiling(*chosen[:3])
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not knows_amax:
@@ -221,10 +232,12 @@ def cast_by_tensor(
         delayed,
         tuple(rolled),
         inputs.with_parts(sums, groups),
+        value and (value[0].delayed_scale, value[1]),
         workspace(inputs.x, 2 + strips),
         groups,
     )
-    constants = role, rounding_of(scaling), update, tiling
+    of_value = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
+    constants = role, rounding_of(scaling), update, of_value, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 

@@ -28,6 +28,7 @@ class Function(NamedTuple):
     zero_centered: bool = False
     half: int = 0  # of a head's elements
     shift: int = 0  # from the angles of a head's first half to those of its second: half, or 0
+    e5m2: bool = False  # of an activation that is cast beside its gradient: its codes
 
 
 class Input(NamedTuple):

@@ -40,13 +40,17 @@ class Codes(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The places of a scaling's results: codes, scale_inv, and amax or None; the strides of both, an element a tile."""
+    """The places of a scaling's results: codes, scale_inv, and amax or None; the strides of both, an element a tile.
+
+    ``scale``: where one scale for all is written too.
+    """
 
     codes: Any
     scale_inv: Any
     amax: Any
     stride_r: Any
     stride_c: Any
+    scale: Any = None
 
 
 class Rounding(NamedTuple):

@@ -111,7 +111,7 @@ def test_a_compiled_graph_that_commits_twice_in_a_pass(backend: str) -> None:
         for g in gradients:
             in_force = kernels.scales_of_pass(state.scale, state.before)
             cast = torch.float8_e5m2, False, 0, *UPDATE, "max", False
-            q, _, scale_inv, _ = kernels.cast_and_commit(g, *state, g.abs().amax().view(1, 1), None, *cast)
+            q, _, scale_inv, *_ = kernels.cast_and_commit(g, *state, g.abs().amax().view(1, 1), None, *cast)
             tensors += [in_force, q.view(torch.uint8), scale_inv]
         return tensors
 

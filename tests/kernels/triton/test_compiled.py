@@ -140,6 +140,7 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
 WITHOUT_CODES = "norm of a sum", "rotary", "cross entropy"
 ONCE = [
     *("five weights at once", "cast+transpose+sum+commit", "swiglu gradient + 1x128 + 128x1 + sum"),
+    "swiglu gradient and swiglu + cast+transpose+sum+commit",
     *("grouped cast columns, transposed", "grouped cast 1x128", "grouped cast 128x1, transposed"),
     *("grouped cast+transpose delayed", "dequantize 1x128", "rmsnorm + cast+transpose dynamic", "rmsnorm + rows"),
     *("rmsnorm + 1x128", "layernorm gradient + residual", "cast 1x32 + 32x1"),

@@ -158,7 +158,7 @@ def test_a_damaged_one_is_not_or_has_rows(table_file: Path) -> None:
 
 
 def test_a_tile_holds_the_padding_of_the_transposed_rows_that_it_writes(table_file: Path) -> None:
-    """With fewer rows than those are padded to, codes would be left unwritten."""
+    """A tile of fewer rows than those are padded to would leave codes unwritten."""
     table = shipped()
     assert {kind: tuned.checked(kind, rows) for kind, rows in table["configs"].items()} == table["configs"]
     table["configs"]["norm_cast_transpose"][0][1] = CONTRACTION // 2
