@@ -282,7 +282,10 @@ def two_threads(run: TrainingRun) -> None:
     READS,
     exceptions={
         "FP8 moments": ONCE,
-        LORA: Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
+        (*LORA, "dynamic_with_output_hp"): Documented(
+            "modules.md#models-as-they-come",
+            "a last layer that is adapted, or has `output` in high precision, runs by itself",
+        ),
     },
 )
 def fused(run: TrainingRun) -> None:
