@@ -280,44 +280,51 @@ def _cast(
 ) -> tuple[Any, ...]:
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
-    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    value, heads = _value_to_cast(activated, heads_or_value) if heads_or_value else ((None, False), {})
-    output, of_heads = Output(transpose, pad, column_sum, keep, as_is, *value), bool(heads)
+    value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
+    output = Output(transpose, pad, column_sum, keep, as_is, *value)
     if second_dtype is not None:
-        scaling = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
-        second = Scaling(*scaling, swizzles=swizzle)
-    has_value = output.value is not None
-    # a plain cast takes the rest
-    if of_heads or is_norm or in_groups or second or kind or keep or has_value or not as_is:
+        second_tile = second_tile[0], second_tile[1]
+        second = Scaling(second_dtype, second_tile, second_power_of_two, second_margin, swizzles=swizzle)
+    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
         _refuse(
-            ("gradients of heads are cast", of_heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
+            ("gradients of heads are cast", heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
             ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": offsets}),
             ("no gamma is given", not is_norm, {"kind": kind}),
-            ("there is not one scale", not one_scale, {"keep": keep and not is_norm, "value_scale": has_value}),
+            ("there is not one scale", not one_scale, {"keep": keep and not is_norm, "value_scale": output.value}),
             ("there are two scalings", second, {"delayed_scale": delayed_scale, "offsets": offsets}),
             ("rows are in groups", in_groups, {"column_sum": column_sum}),
             ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
         )
-    if swizzle and (in_groups or not have_e8m0_blocks(first, second or first)):
-        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
-    if of_heads:
+    if swizzle:
+        _check_swizzle(first, second, offsets)
+    if heads:
         return _heads_to_cast(x, **heads), first, second, output, None
     if gamma is not None:
         check_norm(x, gamma, beta, kind)
         return NormSource(x, gamma, beta, kind, eps, zero_centered), first, second, output, None
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
-    return activated, first, second, output, offsets
+    return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
 
 
-def _value_to_cast(source: CastSource, named: dict[str, Any]) -> tuple[tuple[Scaling | None, bool], dict[str, Tensor]]:
+def _check_swizzle(first: Scaling, second: Scaling | None, offsets: Tensor | None) -> None:
+    """Raise ValueError for what has no swizzled scales."""
+    if offsets is not None or not have_e8m0_blocks(first, second or first):
+        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
+
+
+def _value_to_cast(
+    preactivation: Tensor | None, h_scale_inv: Tensor | None, named: dict[str, Any]
+) -> tuple[tuple[Scaling | None, bool], dict[str, Tensor]]:
     """Return (Output's value and value_transposed, the tensors of heads) by the arguments' names."""
+    if not named:
+        return (None, False), {}
     scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
     heads = {name: tensor for name, tensor in named.items() if tensor is not None}
     if scale is None:
         return (None, False), heads
-    if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
+    if dtype is None or preactivation is None or h_scale_inv is not None:
         raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
     return (Scaling(dtype, (ALL, ALL), False, 0, scale), bool(transposed)), heads
 
@@ -364,9 +371,8 @@ def _cast_and_commit(
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    activated = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    value, heads = _value_to_cast(activated, heads_or_value)
-    source: CastSource | RotaryHeads = activated
+    value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
+    source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
     if heads:
         source = _heads_to_cast(x, **heads)
         if activation:
