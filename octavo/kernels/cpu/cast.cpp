@@ -30,7 +30,9 @@ struct Scaling {
 
 namespace {
 
-constexpr int64_t HEIGHT = 64, WIDTH = 128;  // of the codes that wait in the first-level cache, whose lines have 64 bytes
+// Codes wait to be transposed: HEIGHT rows, a cache line, of PIECES pieces of WIDTH, whose whole rows a CPU reads ahead.
+constexpr int64_t HEIGHT = 64, WIDTH = 128, PIECES = 32;
+struct alignas(64) Piece { uint8_t codes[HEIGHT * WIDTH]; };
 
 struct Float32 {
     using Bits = uint32_t;
@@ -190,25 +192,30 @@ INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col
 
 // Write the codes of up to HEIGHT rows. ``scales`` [tile rows, tiles]: from the row of tiles ``first`` on.
 template <class X, class F>
-void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty) {
-    alignas(64) uint8_t held[HEIGHT * WIDTH];
-    alignas(64) float held_scales[WIDTH];
-    for (int64_t col = 0; col < s.cols; col += WIDTH) {
-        int64_t width = std::min(s.cols - col, WIDTH), tile_row = -1;
+void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty, std::vector<Piece> &held) {
+    alignas(64) float held_scales[PIECES * WIDTH];
+    for (int64_t block = 0; block < s.cols; block += PIECES * WIDTH) {
+        int64_t end = std::min(s.cols, block + PIECES * WIDTH), tile_row = -1;
         const float *scale = nullptr;
         for (int64_t row = from; row < to; row++) {
             if (row / s.height() != tile_row) {
                 tile_row = row / s.height();
-                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), col, width, held_scales);
+                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, held_scales);
             }
-            const typename X::Bits *x = m.row(row) + col;
-            uint8_t *codes = held + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
-            encode<X, F>(codes, x, scale, width);
-            if (faulty) encode_faults<X, F>(codes, x, width);
-            if (s.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
-            else if (s.codes) std::memcpy(out, codes, width);
+            Piece *piece = held.data();
+            for (int64_t col = block; col < end; col += WIDTH, piece++) {
+                const typename X::Bits *x = m.row(row) + col;
+                uint8_t *codes = piece->codes + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
+                int64_t width = std::min(end - col, WIDTH);
+                encode<X, F>(codes, x, scale + (col - block), width);
+                if (faulty) encode_faults<X, F>(codes, x, width);
+                if (s.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
+                else if (s.codes) std::memcpy(out, codes, width);
+            }
         }
-        if (s.turned) transpose(s.turned + col * s.turned_stride + from, s.turned_stride, held, to - from, width);
+        const Piece *piece = held.data();
+        for (int64_t col = block; s.turned && col < end; col += WIDTH, piece++)
+            transpose(s.turned + col * s.turned_stride + from, s.turned_stride, piece->codes, to - from, std::min(end - col, WIDTH));
     }
 }
 
@@ -237,6 +244,7 @@ void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool f
     in_threads(threads, from, to, unit, [&](int64_t, int64_t begin, int64_t end) {
         std::vector<float> found;
         std::vector<typename X::Bits> held;
+        std::vector<Piece> pieces(std::min((s.cols + WIDTH - 1) / WIDTH, PIECES));
         for (int64_t row = begin; row < end; row += unit) {
             int64_t stop = std::min(row + unit, end), first = s.spans() ? 0 : row / s.height();
             bool is_faulty = faulty;
@@ -247,7 +255,7 @@ void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool f
                 write_scales(s, i / s.height(), numbers);
             }
             const float *scales = s.spans() ? whole.data() : found.data();
-            for (int64_t i = row; i < stop; i += HEIGHT) write(s, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty);
+            for (int64_t i = row; i < stop; i += HEIGHT) write(s, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty, pieces);
         }
     });
 }
@@ -347,14 +355,14 @@ template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m
 
 // Write a row of a gated activation of h = (gate | up) or, given its gradient dy, h's, by one rounding for each operation
 // of reference/activation.py. ``value`` and ``slope``: the gate's; silu: ``value`` is its sigmoid, ``slope`` nothing.
-// Without dy ``out`` may be ``value``.
+// Without dy ``out`` may be ``value``; with it, ``y`` is where the activation goes too, or null.
 template <bool silu, class X, class Y>
-INLINE void multiply_gate(float *out, const float *value, const float *slope, const typename X::Bits *h, const typename Y::Bits *dy, int64_t cols) {
-    if (!dy) {
+INLINE void multiply_gate(float *out, const float *value, const float *slope, const typename X::Bits *h, const typename Y::Bits *dy, float *y, int64_t cols) {
+    if (float *activation = dy ? y : out) {
 #pragma GCC ivdep
-        for (int64_t j = 0; j < cols; j++) out[j] = (silu ? value[j] * X::value(h[j]) : value[j]) * X::value(h[cols + j]);
-        return;
+        for (int64_t j = 0; j < cols; j++) activation[j] = (silu ? value[j] * X::value(h[j]) : value[j]) * X::value(h[cols + j]);
     }
+    if (!dy) return;
 #pragma GCC ivdep
     for (int64_t j = 0; j < cols; j++) {
         float s = value[j], gate = X::value(h[j]), gradient = Y::value(dy[j]);
@@ -397,10 +405,10 @@ extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind
 }
 
 // Write reference/activation.py's ``gated`` to dense rows of float32 from h [rows, 2 cols] and dy [rows, cols], or null;
-// ``value`` and ``slope`` are dense, see multiply_gate.
+// ``value``, ``slope`` and ``y`` are dense, see multiply_gate.
 extern "C" void octavo_gated(
     float *out, const float *value, const float *slope, int silu, void *h, int64_t h_stride, int h_kind,
-    void *dy, int64_t dy_stride, int dy_kind, int64_t rows, int64_t cols, int64_t threads) {
+    void *dy, int64_t dy_stride, int dy_kind, float *y, int64_t rows, int64_t cols, int64_t threads) {
     on_kind(h_kind, h, h_stride, [&](auto hs) {
         on_kind(dy_kind, dy, dy_stride, [&](auto dys) {
             using X = typename decltype(hs)::Kind;
@@ -410,7 +418,7 @@ extern "C" void octavo_gated(
                 for (int64_t i = first; i < last; i++) {
                     const float *slopes = slope ? slope + i * cols : nullptr;
                     const typename Y::Bits *gradient = dy ? dys.row(i) : nullptr;
-                    multiply(out + i * cols * (dy ? 2 : 1), value + i * cols, slopes, hs.row(i), gradient, cols);
+                    multiply(out + i * cols * (dy ? 2 : 1), value + i * cols, slopes, hs.row(i), gradient, y ? y + i * cols : nullptr, cols);
                 }
             });
         });

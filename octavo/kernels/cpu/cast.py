@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels import reference
+from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import (
     Castable,
     CastSource,
@@ -36,12 +37,16 @@ from octavo.kernels.reference.cast import write as reference_write
 from octavo.kernels.reference.norm import normalise
 from octavo.kernels.reference.rotary import rotary
 
-# 16 MiB. Swiglu's gradient 2048x2048 takes 22 ms where a quarter is kept, 18 ms where all is (1 core, Intel Xeon).
+# 16 MiB: all chunks of swiglu's gradient [2048, 2048].
 KEPT = 1 << 22
+ROWS_OF_A_THREAD = 64  # cast.cpp's HEIGHT, by which it divides rows among threads
+_THREADS = 8  # the most threads by which a chunk is made larger
 _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which together are to fit a cache
 
 
-def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
+def write(
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+) -> None:
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
         source = CastSource(rotary(source).view(source.shape))
@@ -49,17 +54,17 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
     functions = compiled(x)
     if functions is None:
-        return reference_write(source, targets, besides)
-    for target in targets:
-        for codes, size in ((target.codes, shape[1]), (target.transposed, shape[0])):
-            if codes.shape[1] > size:
-                codes.view(torch.uint8)[:, size:].zero_()
+        return reference_write(source, targets, besides, value)
+    _clear_padding(targets, shape)
     if isinstance(source, NormSource):
         return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
-        unit = max(source.h_tile[0], 1)
-        return write_chunks(functions, partial(_produced, source), shape, unit, targets, sums)
+        make = partial(_produced, source)
+        if value is not None:
+            _clear_padding([value], x.shape)
+            make = partial(_produced_with_value, source, functions, value, set())
+        return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
     by_columns = x.stride(1) != 1 and x.stride(0) == 1
@@ -67,6 +72,14 @@ def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Ten
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
+
+
+def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
+    """Write zeros where the rows of codes are longer than those of the matrix of this shape."""
+    for target in targets:
+        for codes, size in ((target.codes, shape[1]), (target.transposed, shape[0])):
+            if codes.shape[1] > size:
+                codes.view(torch.uint8)[:, size:].zero_()
 
 
 def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:
@@ -82,11 +95,16 @@ def write_chunks(
     unit: int,
     targets: Sequence[CastTarget],
     sums: Tensor | None = None,
+    cols: int | None = None,
 ) -> None:
-    """Cast the rows that ``make`` returns, float32, in chunks that begin at multiples of ``unit``; write their sums."""
-    tiles = [target.scaling.tile[0] for target in targets]
-    whole_tiles = math.lcm(unit, *(rows for rows in tiles if rows != ALL))
-    slices = row_slices((shape[0], _BUFFERS * shape[1]), whole_tiles, torch.device("cpu"))
+    """Cast the rows that ``make`` returns, float32, in chunks that begin at multiples of ``unit``; write their sums.
+
+    ``cols``: the columns by which the chunks are sized, all unless given: an activation's also where its gradient is
+    cast, so that both have the same chunks, and torch's functions the same bits.
+    """
+    tiles, threads = [target.scaling.tile[0] for target in targets], min(torch.get_num_threads(), _THREADS)
+    whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(rows for rows in tiles if rows != ALL))
+    slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
     described_targets = [described(target, shape) for target in targets]
     spanning = [at for at, rows in enumerate(tiles) if rows == ALL]
     needing_amax = [at for at in spanning if not targets[at].scaling.known_scale]
@@ -131,9 +149,32 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
     return reference_produced(*source.part(rows, of_scale), decode, _gated)
 
 
-def _gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
-    """``reference.activation.gated``: torch computes f and f', or silu's sigmoid alone, and one pass all else."""
+def _produced_with_value(
+    source: CastSource, functions: ctypes.CDLL, value: CastTarget, starts: set[int], rows: slice
+) -> Tensor:
+    """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts."""
+    if rows.start in starts:
+        return _produced(source, rows)
+    starts.add(rows.start)
+    assert source.preactivation is not None
+    h, dy, (function, is_gated) = source.preactivation[rows], source.x[rows], activation_of(source.activation)
+    if is_gated:
+        y = torch.empty(dy.shape, dtype=torch.float32, device=dy.device)
+        gradient = _gated(h, dy, function, y)
+    else:
+        y, gradient = _produced(CastSource(h, source.activation), slice(None)), _produced(source, rows)
+    functions.octavo_cast(described(value, source.x.shape), *_matrix(y, rows), -1)
+    return gradient
+
+
+def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None) -> Tensor:
+    """``reference.activation.gated``: torch computes f and f', or silu's sigmoid alone, and one pass all else.
+
+    ``y``: dense rows where, beside the gradient, the activation itself is written, float32.
+    """
     if (functions := compiled(h)) is None:
+        if y is not None:
+            y.copy_(gated(h, None, function))
         return gated(h, dy, function)
     h, of_slopes = _with_dense_rows(h), 0
     gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
@@ -149,7 +190,8 @@ def _gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
         dy = _with_dense_rows(dy)
         out, of_dy = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
     addresses = out.data_ptr(), values.data_ptr(), of_slopes, function == "silu", h.data_ptr()
-    functions.octavo_gated(*addresses, h.stride(0), KINDS[h.dtype], *of_dy, *values.shape, threads_for(h.numel()))
+    of_y = 0 if y is None else y.data_ptr()
+    functions.octavo_gated(*addresses, h.stride(0), KINDS[h.dtype], *of_dy, of_y, *values.shape, threads_for(h.numel()))
     return out
 
 

@@ -46,7 +46,7 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
         functions.octavo_amax.argtypes = [c_char_p, *matrix]
         functions.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
         rows = [c_void_p, c_int64, c_int]
-        functions.octavo_gated.argtypes = [c_void_p, c_void_p, c_void_p, c_int, *rows, *rows, *[c_int64] * 3]
+        functions.octavo_gated.argtypes = [c_void_p, c_void_p, c_void_p, c_int, *rows, *rows, c_void_p, *[c_int64] * 3]
         functions.octavo_count.argtypes = [c_char_p, c_void_p, c_int64, c_int, c_int64, c_void_p]
     return functions
 

@@ -36,7 +36,7 @@ from octavo.kernels.reference.norm import normalise
 from octavo.kernels.reference.rotary import rotary
 from octavo.numerics import scale_from_amax, scale_inv_dtype, scale_inv_from_scale
 
-Write = Callable[[Castable, Sequence[CastTarget], Sequence[Tensor]], None]
+Write = Callable[[Castable, Sequence[CastTarget], Sequence[Tensor], CastTarget | None], None]
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -53,8 +53,16 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     return new_scales(x, x.shape, (tile[0], tile[1])).copy_(amax_of(x, tile))
 
 
-def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
-    """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y."""
+def write(
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+) -> None:
+    """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y.
+
+    ``value``: of an activation's gradient, where the codes of the activation itself go.
+    """
+    if value is not None:
+        assert isinstance(source, CastSource) and source.preactivation is not None
+        write(CastSource(source.preactivation, source.activation), [value])
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
@@ -104,11 +112,10 @@ def cast(
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides)
+        value = None if output.value is None else _value_target(output, more[-1])
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, value)
         if output.keep and not isinstance(source, NormSource):
             more[0].copy_(_scale(first, amax_or_scale).view(1))
-        if output.value is not None:
-            _write_value(source, output, more[-1], write)
     else:
         none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
         both = (none, other) if output.transpose else (other, none)
@@ -116,17 +123,16 @@ def cast(
             CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
             CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
         ]
-        write(source, targets, besides)
+        write(source, targets, besides, None)
     return results
 
 
-def _write_value(source: Castable, output: Output, codes: Tensor, write: Write) -> None:
-    """Cast the activation whose gradient ``source`` is, by the scale that is given."""
-    assert isinstance(source, CastSource) and source.preactivation is not None and output.value is not None
+def _value_target(output: Output, codes: Tensor) -> CastTarget:
+    """Return where an activation's codes go that are written beside those of its gradient, by a scale that is known."""
+    assert output.value is not None
     none, scale_and_amax = no_codes(codes, codes.dtype), codes.new_empty((2, 1, 1), dtype=torch.float32)
     both = (none, codes) if output.value_transposed else (codes, none)
-    activated = CastSource(source.preactivation, source.activation)
-    write(activated, [CastTarget(output.value, *both, *scale_and_amax)], ())
+    return CastTarget(output.value, *both, *scale_and_amax)
 
 
 def _with_swizzled_scales(
@@ -155,7 +161,7 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
             continue  # the fills above wrote its scale, 1, and its amax, 0
         outputs = codes[place.rows, :cols], transposed[:, place.columns]
         scales = scale_inv[place.scale_rows], amax[place.scale_rows]
-        write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], ())
+        write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], (), None)
 
 
 def cast_and_commit(
@@ -213,6 +219,6 @@ def multi_tensor_cast(
         codes = qdata[index]
         laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], ())
+        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], (), None)
     written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
     torch.autograd.graph.increment_version(written)  # writes by C++ count no version
