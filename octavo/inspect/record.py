@@ -6,7 +6,8 @@ A killed run leaves a readable record, too:
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; for experts also the arrays of recorder.arrays_of
+                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py); for
+                        experts also the arrays of recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -180,7 +181,7 @@ class Record:
         measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
         layers: the layers whose weights were recorded.
-        weights: OF_WEIGHTS by name, each [steps, layers], float64.
+        weights: OF_WEIGHTS and of_twin's by name, each [steps, layers], float64; nan where no twin ran.
         scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
         experts: None if no layer has experts.
@@ -282,7 +283,7 @@ def _record_in(folder: Path) -> Record:
     tokens = {row.layer: np.full((len(files), row.experts), np.nan) for row in places if row.experts}
     of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
     worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
-    moved = np.zeros((len(files), len(layers), len(MOVED)))
+    moved, of_twins = np.zeros((len(files), len(layers), len(MOVED))), np.zeros((len(files), len(layers), 3))
     others: dict[str, Any] = {}
     for at, (step, path) in enumerate(files.items()):
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
@@ -301,6 +302,8 @@ def _record_in(folder: Path) -> Record:
                     tokens[layer][at] = tokens_E
             columns = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
             moved[at, columns, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
+            if "twin" in arrays:
+                of_twins[at, columns] = arrays["twin"]
             for name, sums in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
                 others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = sums
     scalars, events = _steps(folder)
@@ -308,7 +311,7 @@ def _record_in(folder: Path) -> Record:
     if tokens:
         measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
         experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
-    exponents, weights = counts["exponents"], of_weights(moved)
+    exponents, weights = counts["exponents"], of_weights(moved) | of_twin(of_twins)
     of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
     fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
     return Record(*fields, [*others], of_others)
@@ -365,6 +368,21 @@ def of_weights(moved: Any) -> dict[str, Any]:
             ratio = np.where(least > 0, sums[dividend] / sums[divisor], np.nan)
             measures[name] = np.sqrt(ratio) if is_root else ratio
     return measures
+
+
+def of_twin(products: Any) -> dict[str, Any]:
+    """Return how far weights' gradients are from the twin's, [..., layers], from twin.py's products [..., layers, 3].
+
+    One factor for all layers is left out of the error, as clipping and a loss scale are of the step's gradients alone.
+    """
+    between, of_step, twins = np.moveaxis(products, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = between.sum(-1, keepdims=True) / twins.sum(-1, keepdims=True)
+        apart = np.maximum(of_step - 2 * factor * between + factor**2 * twins, 0)
+        return {
+            "twin_cosine": np.where(twins > 0, between / np.sqrt(of_step * twins), np.nan),
+            "twin_error": np.where(twins > 0, np.sqrt(apart / twins) / np.abs(factor), np.nan),
+        }
 
 
 def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list[tuple[int, str, str]]]:

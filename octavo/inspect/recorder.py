@@ -20,12 +20,14 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
+from octavo.inspect.twin import LOSS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
+NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
@@ -56,6 +58,9 @@ class Recorder:
         schedule: an octavo.schedule.PrecisionSchedule whose switches, recoveries and skipped steps are recorded.
         step: in a run that is resumed, how many steps it had done: the record of later steps is deleted.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
+        twin: compute each recorded step once more in high precision, before the optimizer's update, and record how far
+            losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. It leaves
+            no trace in the training; it takes a forward and a backward, and memory for their activations and gradients.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
@@ -89,6 +94,7 @@ class Recorder:
         schedule: Any = None,
         step: int = 0,
         group: Any = None,
+        twin: bool = True,
         on_record: Callable[[int, dict[str, float]], object] | None = None,
     ) -> None:
         if every < 1:
@@ -103,6 +109,7 @@ class Recorder:
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
         self._tied, self._updates = tied_of(model), Updates(optimizer)
+        self._twin = Twin(model, optimizer, self._ranks) if twin else None
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
         self._scalars: list[tuple[int, str, Scalar]] = []
@@ -117,6 +124,7 @@ class Recorder:
             loss, grad_norm: of this step, numbers or tensors on any device.
             scalars: other numbers by name.
         """
+        comparison = None if self._twin is None else self._twin.take()
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
             last_value = self._options.get
@@ -128,6 +136,8 @@ class Recorder:
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
                 skipped = getattr(self.schedule, "left_out", None)
             numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+            if comparison is not None and loss is not None:
+                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale", 1.0))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
@@ -137,7 +147,7 @@ class Recorder:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
         if self._is_recorded:
-            self._read(self._count() if self._table.rows else {})
+            self._read(self._count(comparison) if self._table.rows else {})
         while self._readings and (self._readings[0].event is None or self._readings[0].event.query()):
             self._write(self._readings.pop(0))
         self._step += 1
@@ -158,6 +168,8 @@ class Recorder:
         """Write all numbers on their way to the host, and stop counting in the model."""
         self._table.attach(False)
         self._updates.close()
+        if self._twin is not None:
+            self._twin.close()
         if self._scalars:
             self._read({})
         for reading in self._readings:
@@ -206,12 +218,14 @@ class Recorder:
             self._others = [*others]
             modules = [module for module, _ in self._table.layers]
             self._updates.begin([*modules, *others.values()], is_as_before=self._others == last_others and not is_new)
+            if self._twin is not None:
+                self._twin.begin(self._table.layers)
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
 
     @torch.no_grad()
-    def _count(self) -> dict[str, Tensor]:
+    def _count(self, comparison: Comparison | None) -> dict[str, Tensor]:
         table = self._table
         count_weights(table.layers, self._ranks)
         moved = self._updates.end()
@@ -223,7 +237,11 @@ class Recorder:
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
-        return {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
+        counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
+        if self._twin is not None and self._twin.reason:
+            self.event(NO_TWIN, self._twin.reason)
+            self._twin = None
+        return counts if comparison is None else counts | {"twin": comparison.products}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -264,6 +282,8 @@ class Recorder:
                 counts = arrays_of(reading.table.rows, arrays["sums"], arrays["extremes"]) | {
                     "moved": arrays["moved"][:layers]
                 }
+                if "twin" in arrays:
+                    counts["twin"] = arrays["twin"]
                 others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:
