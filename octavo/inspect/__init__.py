@@ -2,9 +2,10 @@
 
 from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults
 from octavo.inspect.findings import diagnose
-from octavo.inspect.incidents import Finding, verdict
+from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, load
 from octavo.inspect.recorder import Recorder
+from octavo.inspect.verdicts import verdict
 from octavo.inspect.what_if import compare
 
 __all__ = [

@@ -154,27 +154,6 @@ def level_of(severity: float, lost: float = 0.0) -> str:
     return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= 3 else "note"
 
 
-def verdict(record: Record, findings: Sequence[Finding]) -> str:
-    """Return one sentence on a run: its first finding, or that nothing exceeds its limit.
-
-    Args:
-        record, findings: a record, and the findings that ``diagnose`` returned.
-
-    Example:
-        >>> import tempfile, torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with octavo.inspect.record(layer, folder) as recorder:
-        ...         layer(torch.randn(16, 64)).sum().backward()
-        ...         recorder.step()
-        ...     found = octavo.inspect.load(folder)
-        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
-        'Nothing exceeds its limit in 1 recorded step'
-    """
-    nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
-    return findings[0].sentence if findings else nothing
-
-
 def stretch(over: Any, values: Any) -> tuple[int, int]:
     """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())

@@ -239,7 +239,8 @@ class Recorder:
         table.extremes.zero_()
         counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
         if self._twin is not None and self._twin.reason:
-            self.event(NO_TWIN, self._twin.reason)
+            if self.optimizer is not None:
+                self.event(NO_TWIN, self._twin.reason)
             self._twin = None
         return counts if comparison is None else counts | {"twin": comparison.products}
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from octavo.errors import require
 from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
-from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
+from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
+from octavo.inspect.verdicts import verdict
 from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
@@ -79,7 +80,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
     number = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
     lines = [f"{len(record.layers)} layers, {steps}, {number}"]
-    lines += [f"{verdict(record, findings)}."] * bool(findings)
+    lines += [f"{verdict(record, findings)}."]
     lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
     for place, finding in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]

@@ -26,6 +26,7 @@ from octavo.nn.convert import using
 from octavo.private import hooks_of, pytree
 from octavo.weights.fsdp2 import on_this_rank
 
+NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 
 
@@ -50,7 +51,7 @@ class Comparison(NamedTuple):
         return torch.where(changed.isfinite(), changed, self.loss / loss_scale)
 
 
-class _Output:
+class _NotedOutput:
     """A tensor that a forward returned: the gradient that it gets, and their product."""
 
     def __init__(self, y: Tensor) -> None:
@@ -71,11 +72,11 @@ class _Call(NamedTuple):
 
     arguments: Any
     random_states: list[Tensor]
-    autocast: tuple[bool, torch.dtype, bool]
-    outputs: list[_Output]
+    autocast: Any  # a context manager
+    outputs: list[_NotedOutput]
 
 
-_Pair = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
+_StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
 
 
 class Twin:
@@ -93,12 +94,12 @@ class Twin:
         self._model, self._wrapped, self._ranks = unwrapped(model), model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
-        self._of_forward: list[tuple[Any, list[Tensor], tuple[bool, torch.dtype, bool]]] = []
+        self._of_forward: list[tuple[Any, list[Tensor], Any]] = []
         self._hooks: list[Any] = []
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
-            self.reason = "a twin runs before the optimizer's update: give record the optimizer"
+            self.reason = NO_OPTIMIZER
         elif any(hooks_of(p)[1] for p in model.parameters()):
             self.reason = "hooks take gradients as backward makes them, such as an optimizer's update in backward"
         else:
@@ -133,20 +134,18 @@ class Twin:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
             return
         copies = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
-        kind = _device_of(model).type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-        self._of_forward.append((copies, _random_states(model), autocast))
+        self._of_forward.append((copies, _random_states(model), _autocast(_device_of(model).type)))
 
     def _after_forward(self, model: nn.Module, args: Any, result: Any) -> Any:
         if torch.compiler.is_compiling() or not self._of_forward:
             return None
-        outputs: list[_Output] = []
+        outputs: list[_NotedOutput] = []
         self._calls.append(_Call(*self._of_forward.pop(), outputs))
 
         def noted(y: Any) -> Any:
             if not isinstance(y, Tensor) or not y.requires_grad:
                 return y
-            outputs.append(output := _Output(y))
+            outputs.append(output := _NotedOutput(y))
             y = y.view_as(y)  # one output may be computed from another: the view's gradient is of outside alone
             y.register_hook(output.take)
             return y
@@ -175,9 +174,8 @@ class Twin:
     def _run(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""
         _set_random_states(self._model, call.random_states)
-        (args, kwargs), (enabled, dtype, caches) = call.arguments, call.autocast
-        kind = _device_of(self._model).type
-        with torch.enable_grad(), torch.autocast(kind, dtype, enabled, caches):
+        args, kwargs = call.arguments
+        with torch.enable_grad(), call.autocast:
             result = self._model(*args, **kwargs)
         tensors = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
         pairs = [(y, o.grad, o.product) for y, o in zip(tensors, call.outputs, strict=True) if o.grad is not None]
@@ -189,17 +187,18 @@ class Twin:
         are_numbers = all(y.numel() == 1 for y, *_ in pairs)
         return change, sum(losses, zero) if are_numbers else zero + math.nan
 
-    def _replicated(self, pairs: Sequence[_Pair]) -> list[bool]:
+    def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
         """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
+        if self._ranks.size == 1:
+            return [False] * len(pairs)
         if self._are_replicated is None or len(self._are_replicated) != len(pairs):
             zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
             sizes = torch.stack([zero if grad is None else _dot(g := on_this_rank(grad), g) for grad, _ in pairs])
             largest, least = self._ranks.largest(sizes), -self._ranks.largest(-sizes)
-            is_one = (largest == least) & (largest > 0) if self._ranks.size > 1 else largest < 0
-            self._are_replicated = [bool(each) for each in is_one.tolist()]
+            self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
         return self._are_replicated
 
-    def _products(self, pair: _Pair, is_replicated: bool) -> Tensor:
+    def _products(self, pair: _StepAndTwin, is_replicated: bool) -> Tensor:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
         grad, twin = pair
         if grad is None or twin is None:
@@ -234,6 +233,14 @@ def _without_trace(model: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _autocast(kind: str) -> Any:
+    """Return a context manager of autocast as it is now on a kind of device."""
+    if not torch.amp.is_autocast_available(kind):
+        return contextlib.nullcontext()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
 
 
 def _random_states(model: nn.Module) -> list[Tensor]:

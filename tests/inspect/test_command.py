@@ -99,7 +99,7 @@ def test_a_training_is_followed(
     monkeypatch.setattr(command.time, "sleep", sleep)
     assert cli.main(["inspect", str(tmp_path / "run"), "--live"]) == 0
     out = capsys.readouterr().out
-    assert [line[:42] for line in out.splitlines() if "recorded" in line] == [
+    assert [line[:42] for line in out.splitlines() if "of the steps" in line] == [
         "1 layers, 2 of the steps 0 to 1 recorded, ",
         "1 layers, 3 of the steps 0 to 2 recorded, ",
     ]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from octavo.inspect import diagnose, verdict
+from octavo.inspect import diagnose
 from octavo.inspect.incidents import LEVELS, level_of, severity_of
 
 np = pytest.importorskip("numpy")
 
-from tests.inspect.test_findings import healthy, put  # noqa: E402
+from tests.inspect.test_findings import healthy  # noqa: E402
 from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
 
 
@@ -43,13 +43,6 @@ def test_an_inf_or_nan_explains_all_others() -> None:
     (finding,) = diagnose(record)
     assert (finding.layer, finding.level, finding.severity) == (LAYER, "critical", 10)
     assert len(finding.consequences) == 12
-
-
-def test_verdicts_are_sentences() -> None:
-    record = healthy(4, RECORDS)
-    assert verdict(record, diagnose(record)) == f"Nothing exceeds its limit in {RECORDS} recorded steps"
-    put(record, 3, assumed=6.0, clipped=0.53)
-    assert verdict(record, diagnose(record)) == f"{LAYER} clips 53 % of its input since step 50: give it a margin of 3"
 
 
 def test_severities_are_bounded_and_have_words() -> None:

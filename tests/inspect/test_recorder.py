@@ -20,6 +20,7 @@ from octavo.inspect.record import np as lazy_numpy
 from octavo.inspect.recorder import Recorder, arrays_of, severities
 from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
+from octavo.inspect.twin import Comparison
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from tests.support.helpers import observers
@@ -123,9 +124,10 @@ def test_a_recorded_step_does_not_wait_for_the_device(
     """Tensors on the meta device have no values to read: a read that would wait for a GPU fails."""
     read = Recorder._count
 
-    def count(self: Recorder) -> dict[str, Tensor]:
+    def count(self: Recorder, comparison: Comparison | None) -> dict[str, Tensor]:
         WAITS[wait](self._table.sums[0, 0])
-        return read(self)
+        assert comparison is not None  # the twin does not wait either
+        return read(self, comparison)
 
     monkeypatch.setattr(octavo.optim.base, "optimizer_step", lambda *_: None)  # a kernel, on a GPU
     monkeypatch.setattr(Recorder, "_count", count)

@@ -17,7 +17,7 @@ import pytest
 from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
-from octavo.inspect import Finding, Record, diagnose
+from octavo.inspect import Finding, Record, diagnose, verdict
 from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, Against, changes, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf
@@ -129,9 +129,10 @@ def test_as_text() -> None:
     assert text.startswith("3 layers, 6 of the steps 0 to 250 recorded, 2 findings")
     title = "model.layers.1.mlp input of output and grad_weight: stale from step 50"
     assert f" 1  warning ({findings[0].severity:.1f} of 10), {title}" in text
-    assert text.splitlines()[1] == f"{findings[0].sentence}."
+    assert text.splitlines()[1] == f"{verdict(record, findings)}." and findings[0].sentence in text.splitlines()[1]
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
-    assert table(healthy(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
+    nothing = f"3 layers, 6 of the steps 0 to 250 recorded, no findings\n{verdict(healthy(3, 6), [])}."
+    assert table(healthy(3, 6), [], 5) == nothing
     assert table(healthy(3, 0), [], 5) == "no step is recorded yet"
 
 

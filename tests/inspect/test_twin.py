@@ -181,7 +181,9 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
 
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     assert why("runs", sgd) == ""
-    assert "give record the optimizer" in why("none", None)
+    assert why("none", None) == ""
+    none = octavo.inspect.load(tmp_path / "none")
+    assert "give octavo.inspect.record the optimizer" in octavo.inspect.verdict(none, octavo.inspect.diagnose(none))
     handle = model.register_forward_pre_hook(lambda *_: 1 // 0 if model[0].recipe.is_high_precision else None)
     assert "failed in high precision: ZeroDivisionError" in why("fails", sgd)
     handle.remove()
