@@ -24,10 +24,8 @@ from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import Cast, Recipe, RoleCasts
+from octavo.scaling.recipe import INPUT, Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
-
-INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above

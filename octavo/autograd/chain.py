@@ -31,17 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    CastRequest,
-    Norm,
-    as_rows,
-    cast_by_scale,
-    cast_norm,
-    cast_role,
-)
+from octavo.autograd.casts import CastRequest, Norm, as_rows, cast_by_scale, cast_norm, cast_role
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
@@ -63,6 +53,7 @@ from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.private import has_storage
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.tensor.collectives import summed
 
 

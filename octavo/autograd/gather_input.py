@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.casts import State, as_rows, cast_to_send, operands_of_codes
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 from octavo.tensor.collectives import pack, summed, unpack
 from octavo.tensor.pair import ForProducts, Operands
 

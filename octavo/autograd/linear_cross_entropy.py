@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, CodesAndScale, cast_role
+from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
     Layer,
@@ -48,7 +48,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, CONTRACTION
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales, tile_rows
 from octavo.numerics import E8M0, scale_of_unit
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast, Recipe
 from octavo.tensor.pair import Operands
 
 # rows of a chunk: products of as many fill a GPU (32 x 1,002 tiles of a vocabulary of 128,256), and read the weight's

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, CodesAndScale
+from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
 from octavo.granularity import Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group

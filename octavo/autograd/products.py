@@ -24,18 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    CastRequest,
-    CodesAndScale,
-    State,
-    as_rows,
-    cast_grad_output,
-    cast_role,
-    commit,
-)
+from octavo.autograd.casts import CastRequest, CodesAndScale, State, as_rows, cast_grad_output, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.rows import DENSE, Rows
@@ -45,7 +34,7 @@ from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
 

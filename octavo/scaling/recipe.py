@@ -27,6 +27,7 @@ from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock, PerRow, 
 from octavo.numerics import scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of roles in Recipe.casts and in delayed state
 OPERANDS = {  # the roles that each product multiplies
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),

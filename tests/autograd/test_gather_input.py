@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.gather_input import (
     GatheredGradient,
     GatheredInput,
@@ -24,7 +24,7 @@ from octavo.autograd.gather_input import (
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
 from octavo.granularity import CONTRACTION
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast
 from octavo.tensor.pair import Operands
 from tests.support.parallel_tasks import RECIPES, small
 

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
-from octavo.autograd.casts import INPUT, WEIGHT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.products import Layer, cast_gradient, linear, plan_of, to_save
-from octavo.scaling.recipe import PRODUCTS
+from octavo.scaling.recipe import INPUT, PRODUCTS, WEIGHT
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 from tests.support.passes import end_step
 

@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
 from octavo.autograd.gather_input import GatherReader, can_gather
 from octavo.distributed import Fp8Reduction
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
 from octavo.weights.plain import why_not_stored
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER

@@ -18,13 +18,14 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
 from octavo.granularity import CONTRACTION
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
 from octavo.nn.fused import activate
+from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.granularity import CONTRACTION
+from octavo.scaling.recipe import WEIGHT
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
 from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
