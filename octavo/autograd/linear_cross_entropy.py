@@ -45,7 +45,7 @@ from octavo.autograd.products import (
 )
 from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL, CONTRACTION
+from octavo.granularity import ALL, PADDING
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales, tile_rows
 from octavo.numerics import E8M0, scale_of_unit
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast, Recipe
@@ -103,7 +103,7 @@ def _rows_of_chunk(recipe: Recipe) -> int:
     """Return ROWS, rounded to whole blocks of rows."""
     along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
     blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
-    unit = math.lcm(CONTRACTION, *blocks)
+    unit = math.lcm(PADDING, *blocks)
     return max(ROWS // unit, 1) * unit
 
 
@@ -122,7 +122,7 @@ class _Chunks:
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
         self.layer = layer._replace(observer=None)
         self.plan = BackwardPlan(self.layer, (self.dtype, weight_NK.dtype))
-        self.pad = contraction_multiple(x_TK.device) if recipe.pads else 1
+        self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
     def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:

@@ -339,7 +339,7 @@ def _matmul(
     operands, fast_accum = (*a, a_cast.tile, *b, b_cast.tile), product in recipe.fast_accum
     if offsets is None:
         return kernels.matmul(*operands, bias, dtype, fast_accum)
-    pad = contraction_multiple(offsets.device) if recipe.pads else 1
+    pad = contraction_multiple(offsets.device, recipe.pads)
     return kernels.grouped_matmul(*operands, offsets, bias, dtype, fast_accum, pad)
 
 
