@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.granularity import ALL, MX, PADDING, tiles_along
+from octavo.granularity import ALL, BLOCK, MX, PADDING, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
-
-BLOCK = 128  # elements of a row of an optimizer's state that share a scale, at most
 
 
 def needs_transposed_codes(device: torch.device) -> bool:

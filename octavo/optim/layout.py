@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_of
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.weights.stored import local_stored

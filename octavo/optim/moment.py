@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
-from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.granularity import BLOCK, Granularity, PerBlock, PerTensor
+from octavo.kernels.layouts import as_matrix_shape, blocks_of
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import MomentTensors
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock, PerTensor
+from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states

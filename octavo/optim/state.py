@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
-from octavo.granularity import PerTensor
-from octavo.kernels.layouts import BLOCK
+from octavo.granularity import BLOCK, PerTensor
 from octavo.kernels.reference.optimizer_state import Master, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, BitNumbers, WeightUpdate
 from octavo.optim.layout import (

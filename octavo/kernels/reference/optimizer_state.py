@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_of
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from octavo.kernels.step_numbers import root_of, upper_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerBlock, quantize
 from octavo.formats import E4M4
-from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import as_matrix_shape, blocks_of
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import PIECE, MomentTensors, finite_amax, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
