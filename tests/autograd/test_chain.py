@@ -10,10 +10,11 @@ import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, Norm, cast_norm, cast_role
-from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
+from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.nn.fused import activate
 from octavo.scaling.recipe import WEIGHT
 from tests.support.fused_cases import SAVED
