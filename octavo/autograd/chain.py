@@ -36,13 +36,13 @@ from octavo.autograd.products import (
     BackwardPlan,
     Layer,
     Saved,
+    backward_plan,
     cast_gradient,
     gradients,
     gradients_needed_now,
     is_recorded,
     output,
     plan_for_next_pass,
-    plan_of,
     refuse_in_backward,
     to_save,
     unrounded,
@@ -178,7 +178,7 @@ class _ChainFunction(torch.autograd.Function):
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [
-            plan_of(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
+            backward_plan(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
@@ -211,7 +211,7 @@ class _ChainFunction(torch.autograd.Function):
         activation: tuple[Any, ...] = ()
         value = None
         if grad is not None and len(plans) == 2:
-            activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
+            activation, second_saved = _source_of_activation(ctx, *saved[layer_end:], needs_dw=needs[5])
             second = second_saved, plans[1]
             value = _value_to_cast(*second) if needs[5] else None
             g2 = [cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))]
@@ -253,7 +253,7 @@ def _value_to_cast(saved: Saved, plan: BackwardPlan) -> tuple[Tensor, torch.dtyp
     return None if saved.x_scale is None or cast is None else (saved.x_scale, cast.arguments[0])
 
 
-def _activation_of(
+def _source_of_activation(
     ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *tensors_of_layer: Tensor | None, needs_dw: bool
 ) -> tuple[tuple[Any, ...], Saved]:
     """Return (the activation, as casts of its gradient take it; the second layer's Saved, with its input if read)."""
@@ -310,7 +310,7 @@ class _ActivatedLinear(torch.autograd.Function):
         needs_dgate, needs_dup, needs_dw, *_ = ctx.needs_input_grad
         h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
         y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
-        ctx.plan, ctx.activation = plan_of(layer, gate.dtype, weight, bias), activation
+        ctx.plan, ctx.activation = backward_plan(layer, gate.dtype, weight, bias), activation
         ctx.are_tensors = True, up is not None, True, bias is not None
         ctx.save_for_backward(*saved)
         return y

@@ -31,6 +31,7 @@ from octavo.autograd.products import (
     BackwardPlan,
     Layer,
     Saved,
+    backward_plan,
     commit_forward,
     gradients,
     gradients_needed_now,
@@ -38,7 +39,6 @@ from octavo.autograd.products import (
     is_recorded,
     output,
     plan_for_next_pass,
-    plan_of,
     refuse_in_backward,
     to_save,
     weight_cast_again,
@@ -258,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
         if of_sum.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
-        ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(loss.divisor, *of_sum, *saved)
         return result

@@ -71,7 +71,7 @@ class BackwardPlan(NamedTuple):
 _SAVED = Operands()  # stands for the weight's operands, whose tensors autograd keeps
 
 
-def plan_of(
+def backward_plan(
     layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN
 ) -> BackwardPlan:
     """Return the plan of a layer's backward, with results of this dtype.
@@ -378,7 +378,7 @@ class _LinearFunction(torch.autograd.Function):
         x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
             layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
-        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))
         return output(x_to_save, x, weight_NK, bias, layer, x_TK.dtype)

@@ -139,6 +139,6 @@ def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def blocks_of(cols: int) -> int:
+def blocks_in_row(cols: int) -> int:
     """Return how many blocks a row has."""
     return -(-cols // BLOCK)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, Format
 from octavo.granularity import BLOCK
-from octavo.kernels.layouts import blocks_of
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from octavo.kernels.step_numbers import root_of, upper_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
@@ -192,7 +192,7 @@ class MomentTensors(Scaled):
         """Whether one scale is for all codes, so that the amax of all values must be found before the first code."""
         if self.fmt is None or self.scale_inv is None or self.scale_inv.numel() > 1 or self.amax is not None:
             return False
-        return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
+        return self.data.shape[0] * blocks_in_row(self.data.shape[1]) > 1
 
     def scale_for(self, amax: Tensor) -> Tensor:
         """Return the scale for codes of values up to this amax."""
