@@ -219,9 +219,10 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
     chosen = master_of(param, master)
     tensors = chosen.new_state(local(param.detach()))
-    index = MASTER_KINDS.index(chosen.kind)
-    kind = {"master_kind": torch.tensor(index, dtype=torch.uint8, device="cpu")} if tensors else {}
-    return sharded_like(tensors, param) | kind
+    state = sharded_like(tensors, param)
+    if tensors:
+        state["master_kind"] = torch.tensor(MASTER_KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")
+    return state
 
 
 def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
