@@ -211,12 +211,8 @@ def test_every_column_is_described_and_printed():
     row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic())).modules[0]
     saved = SavedBytes({"norms": MIB}, {"norms": MIB}, regions={"": (1, MIB, MIB)})
     whole = Summary((row,), (1, 2), saved, {"mlp": "MLP"}, {"norm": "a hook"})
-    other: dict[type, Any] = {
-        str: "another",
-        Recipe: recipes.mx(),
-        tuple: (5, 6),
-        SavedBytes: SavedBytes({}, {}, "none"),
-    }
+    saved_more = dataclasses.replace(saved, plain={"norms": 3 * MIB})
+    other: dict[type, Any] = {str: "another", Recipe: recipes.mx(), tuple: (5, 6), SavedBytes: saved_more}
     for value, printed in (
         (row, lambda row: str(dataclasses.replace(whole, modules=(row,)))),
         (saved, lambda saved: str(dataclasses.replace(whole, saved=saved))),
@@ -225,7 +221,10 @@ def test_every_column_is_described_and_printed():
         for field in dataclasses.fields(value):
             assert f"        {field.name}: " in (type(value).__doc__ or ""), field
             was = getattr(value, field.name)
-            new = {} if isinstance(was, dict) else () if field.name == "modules" else other[type(was)]
+            if isinstance(was, dict):
+                new: Any = {key: 2 * MIB for key, size in was.items() if isinstance(size, int)}
+            else:
+                new = () if field.name == "modules" else other[type(was)]
             assert printed(dataclasses.replace(value, **{field.name: new})) != printed(value), field
 
 
