@@ -20,7 +20,6 @@ import octavo
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
-from octavo.export.layouts import LAYOUTS
 from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, to_fp8
 from tests.support.memory import peak_bytes
 
@@ -125,9 +124,6 @@ def sharded_peak(mesh: Any) -> tuple[int, int]:
 
     iterate()
     return peak_bytes(iterate), 8 * 1024 * 1024
-
-
-assert set(LAYOUT_OF.values()) == set(LAYOUTS)
 
 
 safetensors = pytest.importorskip("safetensors.torch")
