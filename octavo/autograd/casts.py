@@ -24,7 +24,7 @@ from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import INPUT, Cast, Recipe, RoleCasts
+from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
@@ -267,18 +267,3 @@ class Norm(NamedTuple):
     kind: str
     eps: float
     zero_centered: bool
-
-
-def cast_norm(
-    source: NormSource, recipe: Recipe, transposed: bool, state: State | None, keep: bool
-) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """Cast a norm's result [T, K] as the input of products, without writing it in between.
-
-    The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
-
-    Returns:
-        the pairs, the norm's output y in high precision if ``keep``, else None, and its rows' mean and rstd.
-    """
-    operands = cast_role(source, CastRequest(recipe, INPUT, True, transposed, False, keep, True), state)
-    mean, rstd, y = operands.besides
-    return operands._replace(besides=()), y if keep else None, mean, rstd

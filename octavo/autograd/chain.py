@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, Norm, as_rows, cast_by_scale, cast_norm, cast_role
-from octavo.autograd.gather_input import gather_norm, scattered
+from octavo.autograd.casts import CastRequest, Norm, as_rows, cast_by_scale, cast_role
+from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
     Layer,
@@ -97,8 +97,8 @@ def _forward(
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        norm_args = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
-        operands, y, mean, rstd = cast_norm(*norm_args) if wire is None else gather_norm(*norm_args, wire)
+        source_of_norm = NormSource(x, gamma, beta, *chain.norm)
+        operands, y, mean, rstd = cast_norm(source_of_norm, first.recipe, needs_dw, first.state, keep, wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
     if first.observer is not None and wire is None:
@@ -194,11 +194,8 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs, saved, plans = (
-            gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors),
-            ctx.saved_tensors,
-            ctx.plans,
-        )
+        needs = gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors)
+        saved, plans = ctx.saved_tensors, ctx.plans
         has_beta = ctx.are_tensors[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])

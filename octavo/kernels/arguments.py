@@ -600,10 +600,8 @@ def new_cast(
     # sizes of a tensor that is traced may be symbols, which have no hash
     results_of = _results_of if type(x) in (Tensor, Parameter) else _results_of.__wrapped__
     scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
-    shape, groups = (
-        source.shape if isinstance(source, RotaryHeads) else x.shape,
-        None if offsets is None else len(offsets),
-    )
+    shape = source.shape if isinstance(source, RotaryHeads) else x.shape
+    groups = None if offsets is None else len(offsets)
     value, output = output.value, output._replace(value=None) if output.value is not None else output
     results = results_of(shape, x.dtype, read, *scalings, output, groups)
     if value is not None:  # of x's shape, as x is the gradient of it

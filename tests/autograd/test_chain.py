@@ -9,8 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
-from octavo.autograd.casts import CastRequest, Norm, cast_norm, cast_role
+from octavo.autograd.casts import CastRequest, Norm, cast_role
 from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.products import Layer, linear
 from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
@@ -92,7 +93,7 @@ def test_any_tensors_may_ask_for_gradients(left):
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
     written = []
-    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-1]) or cast_norm(*arguments))
+    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-2]) or cast_norm(*arguments))
     (parameters_of_layer,) = weights((N, K))
     for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
         for returns, needs_dw in itertools.product([False, True], repeat=2):
