@@ -10,6 +10,7 @@ dtype for it, so its codes are bytes; nothing casts to it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,11 @@ class Format:
         if self.has_inf:  # the top exponent is not for numbers
             return (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
         return (2.0 - 2.0 ** (1 - digits)) * 2.0**top  # only the top mantissa is NaN
+
+    @property
+    def overflow(self) -> float:
+        """The number halfway from the largest value to where the next one would be: larger ones are saturated."""
+        return self.max + 2.0 ** (math.frexp(self.max)[1] - 2 - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 Tile = tuple[int, int]
 ALL = -1
-CONTRACTION = 16  # terms: tensor cores multiply so many FP8 terms at a time, so products contract over a multiple
+PADDING = 16  # terms: where a product takes no other number of them than its multiples, casts pad to one
+BLOCK = 128  # elements along a row, or a square's side, that share a scale in weights and in an optimizer's state
 MX: Tile = (1, 32)  # elements that share a scale in the OCP's formats of that name
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from octavo import reading
 from octavo.formats import E4M3, E5M2
-from octavo.granularity import MX, PerBlock, PerRow, PerTensor
+from octavo.granularity import BLOCK, MX, PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
 
 __all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp"]
@@ -160,8 +160,8 @@ def blockwise(power_of_two: bool = True) -> Recipe:
         >>> recipes.blockwise().output[1].granularity
         PerBlock(128, 128)
     """
-    vector = Cast(E4M3, PerBlock(1, 128), Dynamic(), power_of_two)
-    square = Cast(E4M3, PerBlock(128, 128), Dynamic(), power_of_two)
+    vector = Cast(E4M3, PerBlock(1, BLOCK), Dynamic(), power_of_two)
+    square = Cast(E4M3, PerBlock(BLOCK, BLOCK), Dynamic(), power_of_two)
     return _linear("blockwise", vector, square, vector)
 
 

@@ -18,15 +18,13 @@ ADDED = {
 @ octavo/kernels/activations.py <    "relu": Act
     "square": Activation("square", False),
 @ octavo/kernels/reference/activation.py <    "relu": Formulas(
-    "square": Formulas(lambda h: h * h, lambda h: (h * h, 2.0 * h)),
+    "square": Formulas(lambda h: h * h, lambda h: (h * h, 2 * h), torch.square, lambda dy, h: dy * h * 2),
 @ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = tl
     elif NAME == "square":
         result = h * h
 @ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = 2
     elif NAME == "square":
         result = 2 * h
-@ octavo/autograd/chain.py <    "relu": D
-    "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),
 """,
     "a recipe": r"""
 @ octavo/recipes.py <<"dynamic", "dynamic_with_output_hp"
@@ -78,6 +76,22 @@ from octavo.integrations.accelerate import TrainingState, convert_once
 def begin(model, recipe):
     convert_once(model, recipe, lambda module, name: True)
     return TrainingState(model)
+""",
+    "a layout of files": r"""
+@ octavo/export/layouts.py <<"compressed-tensors"]
+"rows",
+@ octavo/export/layouts.py <<"per-tensor"]
+"rows",
+@ octavo/export/layouts.py <    "per-tensor": L
+    "rows": Layout("_scale_rows", ((1, ALL),), "rowwise", _compressed_tensors_config, "rows"),
+""",
+    "a column": r"""
+@ octavo/nn/summary.py <MIB = 1
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+@ octavo/nn/summary.py <            state += f", gathered
+            state += f", {m.elements} elements"
 """,
 }
 
@@ -136,6 +150,23 @@ PROGRAMS = {
         model(torch.randn(16, 64)).sum().backward()
         state.load_state_dict(state.state_dict())
         assert state.state_dict()["recipes"].popitem()[1] == ["0"]
+    """,
+    "a layout of files": """
+        import tempfile, pathlib, safetensors.torch, torch, octavo
+        from octavo.export import iterate_fp8, to_safetensors
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 48))
+        model = octavo.convert(layers, octavo.recipes.rowwise(), lambda module, name: True)
+        folder = pathlib.Path(tempfile.mkdtemp())
+        to_safetensors(model, folder, "rows")
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        (codes, scales), *_ = [(codes, scales) for _, codes, scales in iterate_fp8(model, "rows") if scales is not None]
+        assert torch.equal(tensors["0.weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(tensors["0.weight_scale_rows"], scales)
+    """,
+    "a column": """
+        import torch, octavo
+        summary = octavo.summary(torch.nn.Linear(8, 8))
+        assert summary.modules[0].elements == 64 and "64 elements" in str(summary)
     """,
 }
 ON_TRITON = """

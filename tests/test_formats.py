@@ -10,6 +10,7 @@ import torch
 from gfloat.formats import format_info_ocp_e8m0
 
 from octavo import E4M3, E5M2, numerics
+from octavo.export.lowering import _TYPES
 from octavo.formats import E4M4, FORMATS, Format, format_of
 from tests.support.definitions import (
     FORMAT_INFO,
@@ -23,7 +24,12 @@ from tests.support.definitions import (
 )
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
+def test_tables_know_every_format() -> None:
+    assert {*FORMATS} == {*ML_DTYPES} == {*_TYPES}
+    assert {fmt.name for fmt in FORMATS.values()} == {*FORMAT_INFO} - {"E4M4"}
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), E4M4], ids=str)
 def test_limits_are_gfloats(fmt: Format) -> None:
     info = FORMAT_INFO[fmt.name]
     assert (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal) == (
@@ -35,6 +41,7 @@ def test_limits_are_gfloats(fmt: Format) -> None:
     assert (fmt.signed, fmt.has_inf) == (info.is_signed, info.domain == gfloat.Domain.Extended)
     assert gfloat.decode_float(info, fmt.nan_code).fclass == gfloat.FloatClass.NAN
     assert gfloat.decode_float(info, fmt.max_code).fval == fmt.max
+    assert fmt.overflow - fmt.max == (fmt.max - gfloat.decode_float(info, fmt.max_code - 1).fval) / 2
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

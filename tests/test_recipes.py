@@ -18,18 +18,14 @@ from tests.support.damage import damaged_json
 from tests.support.seams.features import FEATURES
 from tests.support.triton_kernels import in_place_of_reference
 
-NAMES = ("dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx")
-NAMES += ("batch_invariant", "high_precision")
-ALL = {name: getattr(recipes, name) for name in NAMES}
+ALL = {name: getattr(recipes, name) for name in recipes.NAMED if name != "default"}
 
 
 def test_tables_and_pages_name_every_recipe():
-    names = {*recipes.NAMED} - {"default"}
-    assert names == {*NAMES}
-    assert names - {"high_precision"} <= {*FEATURES}
+    assert ALL.keys() - {"high_precision"} <= FEATURES.keys()
     for page in ("docs/quickstart.md", "docs/guides/which-recipe.md", "docs/reference/recipes.md"):
         text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
-        assert {name for name in names if f"recipes.{name}" not in text and f"`{name}(" not in text} == set(), page
+        assert {name for name in ALL if f"recipes.{name}" not in text and f"`{name}(" not in text} == set(), page
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -279,7 +275,7 @@ def of_first(module, x):
     return torch.cat(y, -1)[0] if isinstance(y, tuple) else y[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_whether_what_other_rows_contain_moves_a_row(name):
     """Rows move others in forward where docs/guides/which-recipe.md's table says so. Delayed: once it has a history."""
     page = Path(octavo.__file__).parents[1] / "docs" / "guides" / "which-recipe.md"

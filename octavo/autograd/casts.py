@@ -27,8 +27,6 @@ from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
 
-INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
-
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above
 
@@ -104,7 +102,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
         writes_transposed = needs_transposed_codes(x.device)
-        pad = contraction_multiple(x.device) if request.recipe.pads else 1
+        pad = contraction_multiple(x.device, request.recipe.pads)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
             x, None, role, *options, **named, **second.as_second
@@ -164,7 +162,7 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = contraction_multiple(x.device) if request.recipe.pads else 1
+    pad = contraction_multiple(x.device, request.recipe.pads)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
     writes_transposed = transposed and needs_transposed_codes(x.device)
@@ -211,7 +209,7 @@ def _cast(
 def cast_by_scale(source: CastSource, scale: Tensor, dtype: torch.dtype, pads: bool) -> Tensor:
     """Return the codes of a source by one scale [1], contraction last in the transposed layout that products read."""
     x, activation, *_ = source
-    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device) if pads else 1
+    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()
 
@@ -234,7 +232,7 @@ def operands_of_codes(
         values = kernels.dequantize(*flat, scales[1], torch.float32).view(q_RC.shape)
         laid = cast_role(values, CastRequest(recipe, role, False, True), None, Rows(offsets)).transposed
     elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
-        pad = contraction_multiple(q_RC.device) if recipe.pads else 1
+        pad = contraction_multiple(q_RC.device, recipe.pads)
         laid = transposed_codes(q_RC, offsets, pad), scale_inv.t()
     return Operands(operands.as_is, laid, amax if cast.is_delayed else None)
 
@@ -269,18 +267,3 @@ class Norm(NamedTuple):
     kind: str
     eps: float
     zero_centered: bool
-
-
-def cast_norm(
-    source: NormSource, recipe: Recipe, transposed: bool, state: State | None, keep: bool
-) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """Cast a norm's result [T, K] as the input of products, without writing it in between.
-
-    The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
-
-    Returns:
-        the pairs, the norm's output y in high precision if ``keep``, else None, and its rows' mean and rstd.
-    """
-    operands = cast_role(source, CastRequest(recipe, INPUT, True, transposed, False, keep, True), state)
-    mean, rstd, y = operands.besides
-    return operands._replace(besides=()), y if keep else None, mean, rstd

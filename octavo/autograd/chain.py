@@ -23,37 +23,26 @@ Saved for backward, beside each layer's pairs: the norm's input and row statisti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    CastRequest,
-    Norm,
-    as_rows,
-    cast_by_scale,
-    cast_norm,
-    cast_role,
-)
-from octavo.autograd.gather_input import gather_norm, scattered
+from octavo.autograd.casts import CastRequest, Norm, as_rows, cast_by_scale, cast_role
+from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
     Layer,
     Saved,
+    backward_plan,
     cast_gradient,
     gradients,
     gradients_needed_now,
     is_recorded,
     output,
     plan_for_next_pass,
-    plan_of,
     refuse_in_backward,
     to_save,
     unrounded,
@@ -62,7 +51,9 @@ from octavo.autograd.rotary import Positions, gradient_of_heads
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource
+from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.private import has_storage
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.tensor.collectives import summed
 
 
@@ -106,8 +97,8 @@ def _forward(
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        norm_args = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
-        operands, y, mean, rstd = cast_norm(*norm_args) if wire is None else gather_norm(*norm_args, wire)
+        source_of_norm = NormSource(x, gamma, beta, *chain.norm)
+        operands, y, mean, rstd = cast_norm(source_of_norm, first.recipe, needs_dw, first.state, keep, wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
     if first.observer is not None and wire is None:
@@ -187,7 +178,7 @@ class _ChainFunction(torch.autograd.Function):
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [
-            plan_of(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
+            backward_plan(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
@@ -203,11 +194,8 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs, saved, plans = (
-            gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors),
-            ctx.saved_tensors,
-            ctx.plans,
-        )
+        needs = gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors)
+        saved, plans = ctx.saved_tensors, ctx.plans
         has_beta = ctx.are_tensors[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
@@ -220,7 +208,7 @@ class _ChainFunction(torch.autograd.Function):
         activation: tuple[Any, ...] = ()
         value = None
         if grad is not None and len(plans) == 2:
-            activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
+            activation, second_saved = _source_of_activation(ctx, *saved[layer_end:], needs_dw=needs[5])
             second = second_saved, plans[1]
             value = _value_to_cast(*second) if needs[5] else None
             g2 = [cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))]
@@ -262,7 +250,7 @@ def _value_to_cast(saved: Saved, plan: BackwardPlan) -> tuple[Tensor, torch.dtyp
     return None if saved.x_scale is None or cast is None else (saved.x_scale, cast.arguments[0])
 
 
-def _activation_of(
+def _source_of_activation(
     ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *tensors_of_layer: Tensor | None, needs_dw: bool
 ) -> tuple[tuple[Any, ...], Saved]:
     """Return (the activation, as casts of its gradient take it; the second layer's Saved, with its input if read)."""
@@ -309,31 +297,6 @@ def run_chain(
     return tuple(shaped) if chain.returns_norm else shaped[0]
 
 
-class Differentiable(NamedTuple):
-    """A function of kernels/activations.py by torch's operations: f(h), and (dy, h) -> dy . f'(h)."""
-
-    value: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
-
-
-def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
-    s = (1.702 * h).sigmoid()
-    return dy * (s + 1.702 * h * s * (1 - s))
-
-
-_aten = torch.ops.aten
-FUNCTIONS = {
-    "relu": Differentiable(F.relu, lambda dy, h: _aten.threshold_backward(dy, h, 0)),
-    "squared_relu": Differentiable(lambda h: F.relu(h).square(), lambda dy, h: dy * F.relu(h) * 2),
-    "silu": Differentiable(F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
-    "quick_gelu": Differentiable(lambda h: h * (1.702 * h).sigmoid(), _quick_gelu_gradient),
-    "gelu": Differentiable(F.gelu, lambda dy, h: _aten.gelu_backward(dy, h)),
-    "gelu_tanh": Differentiable(
-        lambda h: F.gelu(h, approximate="tanh"), lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh")
-    ),
-}
-
-
 class _ActivatedLinear(torch.autograd.Function):
     """activated_linear with its gradients."""
 
@@ -344,7 +307,7 @@ class _ActivatedLinear(torch.autograd.Function):
         needs_dgate, needs_dup, needs_dw, *_ = ctx.needs_input_grad
         h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
         y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
-        ctx.plan, ctx.activation = plan_of(layer, gate.dtype, weight, bias), activation
+        ctx.plan, ctx.activation = backward_plan(layer, gate.dtype, weight, bias), activation
         ctx.are_tensors = True, up is not None, True, bias is not None
         ctx.save_for_backward(*saved)
         return y

@@ -1,7 +1,7 @@
 """Tokens that lie on the ranks of a tensor-parallel group, gathered in FP8 where products read them, and summed there.
 
     gather_input      the input of a layer forward; backward the sums of its gradient, each rank's tokens to their rank
-    gather_norm       the same of a norm, which reads this rank's tokens; backward is its caller's
+    cast_norm         the same of a norm, which reads this rank's tokens; backward is its caller's
     scatter_output    the mirror image: sums of an output forward, the gathered gradient of it backward
 
 Each rank casts its tokens, and codes and scales are what is sent:
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.casts import CastRequest, State, as_rows, cast_role, cast_to_send, operands_of_codes
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 from octavo.tensor.collectives import pack, summed, unpack
 from octavo.tensor.pair import ForProducts, Operands
 
@@ -118,7 +118,7 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 
 
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
-    """Return the pairs of all ranks' rows, or of their norm; ``of_norm`` is that of this rank's rows."""
+    """Return the pairs of all ranks' rows, or of their norm, and what the norm of this rank's rows returns beside."""
     recipe, state, needs_dw, observers = reader
     casts, scale, amax = recipe.casts[role], None, None
     cast = casts.as_is
@@ -142,11 +142,21 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(besides=norm_results)
 
 
-def gather_norm(
-    source: NormSource, recipe: Recipe, needs_dw: bool, state: State | None, keep: bool, wire: Wire
+def cast_norm(
+    source: NormSource, recipe: Recipe, transposed: bool, state: State | None, keep: bool, wire: Wire | None = None
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """Return ``cast_norm`` of this rank's rows, with all ranks' pairs."""
-    operands = _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
+    """Cast a norm's result [T, K] as the input of products, without writing it in between; gather it by ``wire``.
+
+    The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
+
+    Returns:
+        the pairs (of all ranks' rows), and of this rank's rows the norm's output y in high precision if ``keep``, else
+        None, their mean and rstd.
+    """
+    if wire is None:
+        operands = cast_role(source, CastRequest(recipe, INPUT, True, transposed, False, keep, True), state)
+    else:
+        operands = _gather(source, GatherReader(recipe, state, transposed), INPUT, wire, keep)
     mean, rstd, y = operands.besides
     return operands._replace(besides=()), y if keep else None, mean, rstd
 

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, CodesAndScale, cast_role
+from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
     Layer,
     Saved,
+    backward_plan,
     commit_forward,
     gradients,
     gradients_needed_now,
@@ -38,17 +39,16 @@ from octavo.autograd.products import (
     is_recorded,
     output,
     plan_for_next_pass,
-    plan_of,
     refuse_in_backward,
     to_save,
     weight_cast_again,
 )
 from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL, CONTRACTION
+from octavo.granularity import ALL, PADDING
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales, tile_rows
 from octavo.numerics import E8M0, scale_of_unit
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast, Recipe
 from octavo.tensor.pair import Operands
 
 # rows of a chunk: products of as many fill a GPU (32 x 1,002 tiles of a vocabulary of 128,256), and read the weight's
@@ -103,7 +103,7 @@ def _rows_of_chunk(recipe: Recipe) -> int:
     """Return ROWS, rounded to whole blocks of rows."""
     along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
     blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
-    unit = math.lcm(CONTRACTION, *blocks)
+    unit = math.lcm(PADDING, *blocks)
     return max(ROWS // unit, 1) * unit
 
 
@@ -122,7 +122,7 @@ class _Chunks:
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
         self.layer = layer._replace(observer=None)
         self.plan = BackwardPlan(self.layer, (self.dtype, weight_NK.dtype))
-        self.pad = contraction_multiple(x_TK.device) if recipe.pads else 1
+        self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
     def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
@@ -258,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
         if of_sum.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
-        ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(loss.divisor, *of_sum, *saved)
         return result

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, CodesAndScale
+from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
 from octavo.granularity import Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
@@ -83,8 +83,8 @@ class Observer(NamedTuple):
         elif casts.once:  # in a first layer, whose input needs no gradient
             second = first
         if second is not None and casts.transposed is not None and operands.transposed is not None:
-            codes, scale_inv = operands.transposed
-            as_is = rows_of_codes(codes, offsets, x_RC.shape[0], _pad(x_RC, recipe)), scale_inv.t()
+            (codes, scale_inv), pad = operands.transposed, contraction_multiple(x_RC.device, recipe.pads)
+            as_is = rows_of_codes(codes, offsets, x_RC.shape[0], pad), scale_inv.t()
             kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
 
     def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
@@ -116,15 +116,12 @@ class Observer(NamedTuple):
         if name != "output" and layer.state is not None and layer.commits:
             amax = layer.state.amax_history[GRAD_OUTPUT, :1]
         if name == "grad_weight" and offsets is not None:
-            offsets = padded_ends(offsets, 1 if scale_inv is None else _pad(tensor, layer.recipe))
+            pads = scale_inv is not None and layer.recipe.pads
+            offsets = padded_ends(offsets, contraction_multiple(tensor.device, pads))
             tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
             result = result[..., 0].sum(-1)[group].unsqueeze(1)
         kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
-
-
-def _pad(x: Tensor, recipe: Recipe) -> int:
-    return contraction_multiple(x.device) if recipe.pads else 1
 
 
 def count_weight(

@@ -24,18 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    CastRequest,
-    CodesAndScale,
-    State,
-    as_rows,
-    cast_grad_output,
-    cast_role,
-    commit,
-)
+from octavo.autograd.casts import CastRequest, CodesAndScale, State, as_rows, cast_grad_output, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.rows import DENSE, Rows
@@ -45,7 +34,7 @@ from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
 
@@ -82,7 +71,7 @@ class BackwardPlan(NamedTuple):
 _SAVED = Operands()  # stands for the weight's operands, whose tensors autograd keeps
 
 
-def plan_of(
+def backward_plan(
     layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN
 ) -> BackwardPlan:
     """Return the plan of a layer's backward, with results of this dtype.
@@ -350,7 +339,7 @@ def _matmul(
     operands, fast_accum = (*a, a_cast.tile, *b, b_cast.tile), product in recipe.fast_accum
     if offsets is None:
         return kernels.matmul(*operands, bias, dtype, fast_accum)
-    pad = contraction_multiple(offsets.device) if recipe.pads else 1
+    pad = contraction_multiple(offsets.device, recipe.pads)
     return kernels.grouped_matmul(*operands, offsets, bias, dtype, fast_accum, pad)
 
 
@@ -389,7 +378,7 @@ class _LinearFunction(torch.autograd.Function):
         x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
             layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
-        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))
         return output(x_to_save, x, weight_NK, bias, layer, x_TK.dtype)

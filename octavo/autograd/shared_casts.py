@@ -25,7 +25,7 @@ from octavo.scaling.recipe import Recipe
 from octavo.step_count import version_of
 from octavo.tensor.pair import Operands
 
-KEPT = 4  # tensors a thread: layers that share an input have few others between them
+MOST_HELD = 4  # tensors a thread: layers that share an input have few others between them
 UNKNOWN = 1  # the number of a cast that is not shared
 _numbers = itertools.count(UNKNOWN + 1)
 
@@ -123,7 +123,7 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         or id(layer) in read_tensor.readers
     ):
         read_tensor = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), x._version, place)
-        if len(tensors) >= KEPT:
+        if len(tensors) >= MOST_HELD:
             tensors.pop(next(iter(tensors), key), None)
     read_tensor.readers.add(id(layer))
     tensors[key] = read_tensor  # the last

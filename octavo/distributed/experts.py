@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
+from octavo.autograd.casts import cast_to_send
 from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
 from octavo.weights.gathered import check_layers_agree
 from octavo.weights.stored import StoredWeight
 

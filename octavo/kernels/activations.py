@@ -42,6 +42,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "reglu": Activation("relu", True),
 }
 
+# functions by the names of their classes in torch and transformers (its activations.py); torch's GELU is two functions
+FUNCTIONS_OF_CLASSES = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "squared_relu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+}
+
 
 def activation_of(name: str) -> Activation:
     """Return the activation of this name.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import HIGH_PRECISION
+from octavo.formats import FORMATS, HIGH_PRECISION
 from octavo.granularity import ALL, MX, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
@@ -28,7 +28,7 @@ EXPONENTS = 64  # bins of the exponents floor(log2 |x|) of finite numbers other 
 LOWEST = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
 
 # (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
-LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
+LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in FORMATS.items()}
 
 FOUND = ("faulty", "rows", "scale_inv", "amax")  # the numbers that note_faults adds up or raises
 
@@ -600,10 +600,8 @@ def new_cast(
     # sizes of a tensor that is traced may be symbols, which have no hash
     results_of = _results_of if type(x) in (Tensor, Parameter) else _results_of.__wrapped__
     scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
-    shape, groups = (
-        source.shape if isinstance(source, RotaryHeads) else x.shape,
-        None if offsets is None else len(offsets),
-    )
+    shape = source.shape if isinstance(source, RotaryHeads) else x.shape
+    groups = None if offsets is None else len(offsets)
     value, output = output.value, output._replace(value=None) if output.value is not None else output
     results = results_of(shape, x.dtype, read, *scalings, output, groups)
     if value is not None:  # of x's shape, as x is the gradient of it

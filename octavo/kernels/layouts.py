@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.granularity import ALL, CONTRACTION, MX, tiles_along
+from octavo.granularity import ALL, BLOCK, MX, PADDING, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
-
-BLOCK = 128  # elements of a row of an optimizer's state that share a scale, at most
 
 
 def needs_transposed_codes(device: torch.device) -> bool:
@@ -38,12 +36,13 @@ def needs_transposed_codes(device: torch.device) -> bool:
 _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
 
 
-def contraction_multiple(device: torch.device) -> int:
-    """Return the divisor that a product's contracted dimension must have; casts pad the operands with zero codes.
+def contraction_multiple(device: torch.device, pads: bool = True) -> int:
+    """Return the number to whose multiple casts pad the dimension that a product contracts, with zero codes.
 
-    CONTRACTION where torch's product takes no other; 1 where operands are strided views, or the reference.
+    It is PADDING where torch's product takes no other sizes; 1 where operands are strided views, or where a recipe does
+    not pad: ``pads`` is the recipe's.
     """
-    return CONTRACTION if needs_transposed_codes(device) else 1
+    return PADDING if pads and needs_transposed_codes(device) else 1
 
 
 def is_small_block(tile: Sequence[int]) -> bool:
@@ -55,10 +54,10 @@ def padded(size: int, multiple: int) -> int:
     """Return ``size`` rounded up to a multiple.
 
     Raises:
-        ValueError: unless the multiple divides CONTRACTION: kernels write their padding in tiles of that.
+        ValueError: unless the multiple divides PADDING, which a kernel's tile holds.
     """
-    if multiple < 1 or CONTRACTION % multiple:
-        divisors = ", ".join(str(size) for size in range(1, CONTRACTION + 1) if CONTRACTION % size == 0)
+    if multiple < 1 or PADDING % multiple:
+        divisors = ", ".join(str(size) for size in range(1, PADDING + 1) if PADDING % size == 0)
         raise ValueError(f"pad={multiple}: codes are padded to a multiple of one of {divisors}")
     return -(-size // multiple) * multiple
 
@@ -140,6 +139,6 @@ def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def blocks_of(cols: int) -> int:
+def blocks_in_row(cols: int) -> int:
     """Return how many blocks a row has."""
     return -(-cols // BLOCK)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.autograd.rows import Rows
-from octavo.kernels.activations import ACTIVATIONS, activation_of
+from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
@@ -201,18 +201,6 @@ class Experts(nn.Module):
 
 TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-# octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
-FUNCTIONS_OF_CLASSES = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "squared_relu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "QuickGELUActivation": "quick_gelu",
-}
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.autograd.casts import Norm
-from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
+from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
+from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, style_of

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, CastRequest, as_rows, cast_role
+from octavo.autograd.casts import CastRequest, as_rows, cast_role
 from octavo.autograd.cross_entropy import cross_entropy_of_rows
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
 from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, refuse_sharded
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
 _REDUCTIONS = ("mean", "sum", "none")

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
@@ -23,7 +22,7 @@ from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.plain import (

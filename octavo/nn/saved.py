@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from octavo.autograd.casts import WEIGHT
 from octavo.nn.candidates import class_of, expert_weights, fp8_class
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, to_copy
+from octavo.scaling.recipe import WEIGHT
 
 KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
 _INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = KINDS

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
+from octavo.autograd.casts import State
 from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import read_by
 from octavo.nn.inputs import is_parallel, product_dtype
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
 
 
 class Sending(NamedTuple):

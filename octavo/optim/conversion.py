@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity
+from octavo.granularity import ALL, BLOCK, Granularity
 from octavo.kernels import amax
-from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer

@@ -145,11 +145,8 @@ class GradientNorms:
         ratio of the squares of those that have come to the same of the last step, share their part of that step's sum.
         """
         has_come = self._now != _TO_COME
-        now, last_of_come, last_to_come = (
-            self._now * has_come,
-            (self._last * has_come).sum(),
-            (self._last * ~has_come).sum(),
-        )
+        now, last_of_come = self._now * has_come, (self._last * has_come).sum()
+        last_to_come = (self._last * ~has_come).sum()
         growth = (now * (self._last > 0)).sum() / last_of_come.clamp(min=_TINY)
         share = last_of_come / (last_of_come + last_to_come).clamp(min=_TINY)
         return (now.sum() + last_to_come * growth.pow(share.sqrt())).sqrt()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_in_row
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.weights.stored import local_stored
@@ -93,7 +94,7 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     elif all(dim == 0 for dim, *_ in sharded_dims(param)):
         whole = param.shape[0], *tensor.shape[1:]
     else:  # the tensor has a scale for each block
-        whole = param.shape[0], blocks_of(math.prod(param.shape[1:]))
+        whole = param.shape[0], blocks_in_row(math.prod(param.shape[1:]))
     return like_sharded(tensor, param, torch.Size(whole))
 
 

@@ -98,7 +98,8 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
     "fp32": MasterForm("fp8_fp32", torch.float32),
     None: MasterForm("fp8_stochastic"),
 }
-KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]  # saved states hold indices of it
+# saved states hold indices of it
+MASTER_KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]
 # "split32" is the same master as "fp32": the weight is half of its bits
 _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
 

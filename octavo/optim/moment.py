@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
-from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.granularity import BLOCK, Granularity, PerBlock, PerTensor
+from octavo.kernels.layouts import as_matrix_shape, blocks_in_row
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import MomentTensors
 
@@ -80,11 +80,11 @@ class Moment:
         if not isinstance(self.format, Format):
             return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}
         rows, cols = as_matrix_shape(shape)
-        scales: tuple[int, ...] = (rows, blocks_of(cols))
+        scales: tuple[int, ...] = (rows, blocks_in_row(cols))
         if self.granularity == PerTensor():
             scales = (rows if fp8_experts else 1, 1)
         elif fp8_experts and shape[1] > 1 and shape[2] % BLOCK:  # blocks are no longer those of a plain weight's rows
-            scales = (*shape[:2], blocks_of(shape[2]))
+            scales = (*shape[:2], blocks_in_row(shape[2]))
         state = {
             f"{name}_codes": torch.zeros(shape, dtype=torch.uint8, device=device),
             f"{name}_scale_inv": torch.ones(scales, dtype=torch.float32, device=device),
@@ -100,7 +100,7 @@ class Moment:
             return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic, hybrid=hybrid)
         data, scale_inv = as_matrix(state[f"{name}_codes"], fp8_experts), state[f"{name}_scale_inv"]
         if fp8_experts and self.granularity != PerTensor():
-            scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
+            scale_inv = scale_inv.view(data.shape[0], blocks_in_row(data.shape[1]))
         return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic, hybrid)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
@@ -110,7 +110,7 @@ class Moment:
             scale_inv = scale_inv[row : row + len(codes)]
         matrix = codes.flatten(0, 1) if scale_inv.ndim == 3 else codes.reshape(as_matrix_shape(codes.shape))
         rows, cols = matrix.shape
-        blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(column + cols)))
+        blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_in_row(column + cols)))
         factors = blocks.repeat_interleave(BLOCK, 1)[:, column : column + cols]
         wide = decode_moment(matrix, self.format).mul_(factors)
         return (wide.square_() if self.root else wide).view(codes.shape)

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock, PerTensor
+from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states
@@ -32,7 +30,7 @@ from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
 from octavo.optim.moment import NAMED, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import INPUT, Cast
 from octavo.tensor.collectives import pack, unpack
 from octavo.weights.fsdp2 import groups_of, rows_of_rank
 

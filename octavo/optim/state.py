@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
-from octavo.granularity import PerTensor
-from octavo.kernels.layouts import BLOCK
+from octavo.granularity import BLOCK, PerTensor
 from octavo.kernels.reference.optimizer_state import Master, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, BitNumbers, WeightUpdate
 from octavo.optim.layout import (
@@ -22,7 +21,7 @@ from octavo.optim.layout import (
     like_param,
     ranks_share_blocks,
 )
-from octavo.optim.masters import KINDS, OF_FP8_WEIGHTS, master_of
+from octavo.optim.masters import MASTER_KINDS, OF_FP8_WEIGHTS, master_of
 from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix, moments_of
 from octavo.tensor.collectives import maximum_over_ranks
@@ -217,11 +216,13 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 
 
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
-    """Return a weight's master in its state, and its index in KINDS, as several kinds have equal names and dtypes."""
+    """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
     chosen = master_of(param, master)
     tensors = chosen.new_state(local(param.detach()))
-    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")} if tensors else {}
-    return sharded_like(tensors, param) | kind
+    state = sharded_like(tensors, param)
+    if tensors:
+        state["master_kind"] = torch.tensor(MASTER_KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")
+    return state
 
 
 def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
@@ -336,7 +337,7 @@ def loaded(
     )
     lost_master = None  # or a sentence: a master in another form begins anew, as the weight
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
-        kinds = [*KINDS, "none"]
+        kinds = [*MASTER_KINDS, "none"]
         lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, loaded_state, names):

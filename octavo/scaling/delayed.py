@@ -30,7 +30,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from octavo import kernels
 from octavo.kernels import backward_pass
 from octavo.private import FakeTensor, current_graph_task_id, no_modes
-from octavo.scaling.recipe import ROLES, Delayed
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, ROLES, Delayed
 from octavo.step_count import version_of
 
 NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
@@ -101,7 +101,7 @@ class State(NamedTuple):
 
     def in_force(self, role: int) -> Tensor:
         """Return the scales that this role's casts read: in a backward pass, recomputing too, those from before it."""
-        is_gradient = role == ROLES.index("grad_output")
+        is_gradient = role == GRAD_OUTPUT
         if is_gradient or (not torch.compiler.is_compiling() and backward_pass.is_running()):
             return kernels.scales_of_pass(self.scale, self.before)
         return self.scale
@@ -139,7 +139,7 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
-    history_id = None if role in (None, ROLES.index("input")) else facts_of(state.scale).history_id
+    history_id = None if role in (None, INPUT) else facts_of(state.scale).history_id
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
@@ -180,7 +180,7 @@ def have_same_inputs(a: State, b: State) -> bool:
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
-    role, shared_history = ROLES.index("input"), of_a or of_b or next(_fresh_histories)
+    role, shared_history = INPUT, of_a or of_b or next(_fresh_histories)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         same = all(
             torch.equal(one, other)

@@ -23,10 +23,11 @@ from typing import Any, Literal, NamedTuple
 
 from octavo.errors import first_line
 from octavo.formats import E4M3, E5M2, FORMATS, Format
-from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock, PerRow, PerTensor, Tile
+from octavo.granularity import ALL, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile
 from octavo.numerics import scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of roles in Recipe.casts and in delayed state
 OPERANDS = {  # the roles that each product multiplies
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
@@ -268,8 +269,8 @@ class Recipe:
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
-            # whether padding the contraction to a multiple of CONTRACTION leaves the number of scales as it is
-            pads=all(c is None or c.tile[1] == ALL or c.tile[1] % CONTRACTION == 0 for pair in casts for c in pair[:2]),
+            # whether padding the contraction to a multiple of PADDING leaves the number of scales as it is
+            pads=all(c is None or c.tile[1] == ALL or c.tile[1] % PADDING == 0 for pair in casts for c in pair[:2]),
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
             delayed=rule,
             delayed_update=_delayed_update(delayed, rule),

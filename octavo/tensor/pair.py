@@ -66,12 +66,12 @@ def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tenso
     """
     if not needs_transposed_codes(qdata.device):
         return qdata.mT, scale_inv.mT
-    return with_padding(transpose(qdata), contraction_multiple(qdata.device) if pads else 1), scale_inv.mT
+    return with_padding(transpose(qdata), contraction_multiple(qdata.device, pads)), scale_inv.mT
 
 
 def operands_of(qdata: Tensor, scale_inv: Tensor, pads: bool, transposed: bool = True) -> Operands:
     """Return the operands of one pair [..., R, C]; ``transposed``: whether that is needed where it is no view."""
-    pad = contraction_multiple(qdata.device) if pads else 1
+    pad = contraction_multiple(qdata.device, pads)
     lays = transposed or not needs_transposed_codes(qdata.device)
     return Operands((with_padding(qdata, pad), scale_inv), transposed_pair(qdata, scale_inv, pads) if lays else None)
 

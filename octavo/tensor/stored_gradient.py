@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock
-from octavo.kernels.layouts import BLOCK, as_matrix_shape
+from octavo.granularity import BLOCK, PerBlock
+from octavo.kernels.layouts import as_matrix_shape
 from octavo.tensor.pair import COPIES, DIVISIONS, MOVES, Facade, Pair, gradient_rules, moves
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 

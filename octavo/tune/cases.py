@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, CONTRACTION, Granularity, PerBlock
+from octavo.granularity import ALL, PADDING, Granularity, PerBlock
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
@@ -148,7 +148,7 @@ def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: b
         return normal(shape), ends
 
     make = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
-    return _cast(make, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=CONTRACTION, as_is=as_is)
+    return _cast(make, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
 
 
 def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Case:

@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
+from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.recipe import Cast, Recipe, RoleCasts
+from octavo.scaling.recipe import WEIGHT, Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import bytes_of, check_ranks_agree, maximum_over_ranks, scales_from
 from octavo.tensor.pair import Operands, operands_of, transposed_pair

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import WEIGHT, Cast, Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands
 from octavo.weights.plain import WeightOwner, notice_writes, weight_of

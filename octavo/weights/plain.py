@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role, operands_of_codes
+from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
 from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
@@ -32,7 +32,7 @@ from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
 from octavo.private import is_under_fsdp, tracing_state
 from octavo.scaling.delayed import State, empty_state
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair

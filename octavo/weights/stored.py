@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, MX, Granularity, PerBlock, PerRow, PerTensor
+from octavo.granularity import ALL, BLOCK, MX, Granularity, PerBlock, PerRow, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -44,7 +44,6 @@ from octavo.weights.reader import WeightReader
 
 aten = torch.ops.aten
 
-BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 OF_FROZEN = (PerRow(), PerBlock(*MX))  # frozen ones only: backward's product needs other codes than forward's
 

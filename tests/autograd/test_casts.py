@@ -7,11 +7,12 @@ import torch
 import octavo
 from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, cast_grad_output, cast_norm, cast_role, cast_to_send
+from octavo.autograd.casts import CastRequest, cast_grad_output, cast_role, cast_to_send
+from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.rows import DENSE
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import RoleCasts
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, RoleCasts
 from octavo.tensor.pair import Operands
 from octavo.weights.plain import fp8_pair
 from tests.support.definitions import same_bits

@@ -9,12 +9,15 @@ from torch.autograd.graph import saved_tensors_hooks
 import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
-from octavo.autograd.casts import WEIGHT, CastRequest, Norm, cast_norm, cast_role
-from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.casts import CastRequest, Norm, cast_role
+from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.products import Layer, linear
 from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
+from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.nn.fused import activate
+from octavo.scaling.recipe import WEIGHT
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
@@ -90,7 +93,7 @@ def test_any_tensors_may_ask_for_gradients(left):
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
     written = []
-    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-1]) or cast_norm(*arguments))
+    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-2]) or cast_norm(*arguments))
     (parameters_of_layer,) = weights((N, K))
     for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
         for returns, needs_dw in itertools.product([False, True], repeat=2):

@@ -7,9 +7,8 @@ import torch.distributed as dist
 import octavo
 from octavo import recipes
 from octavo.distributed import expert_parallel
-from octavo.granularity import CONTRACTION
 from tests.support.expert_models import batch, built
-from tests.support.helpers import FP8_RECIPES, gradients
+from tests.support.helpers import FP8_RECIPES, gradients, padded_as_on_gpu
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
     for module in ("autograd.casts", "autograd.grouped", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{module}.needs_transposed_codes", lambda device: True)
     for module in ("autograd.casts", "autograd.products", "tensor.pair"):
-        monkeypatch.setattr(f"octavo.{module}.contraction_multiple", lambda device: CONTRACTION)
+        monkeypatch.setattr(f"octavo.{module}.contraction_multiple", padded_as_on_gpu)
     power_of_two = {"recipe": recipes.rowwise(power_of_two=True)} if name == "rowwise" else {}
     tensors_of_nets = []
     for parallel in (False, True):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.gather_input import (
     GatheredGradient,
     GatheredInput,
@@ -23,9 +23,9 @@ from octavo.autograd.gather_input import (
 )
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
-from octavo.granularity import CONTRACTION
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast
 from octavo.tensor.pair import Operands
+from tests.support.helpers import padded_as_on_gpu
 from tests.support.parallel_tasks import RECIPES, small
 
 SQUARE = Cast(E4M3, PerBlock(128, 128))
@@ -122,7 +122,7 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
     """Codes written transposed, contractions padded to 16: as of a tensor that was not gathered."""
     for where in ("autograd.casts", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{where}.needs_transposed_codes", lambda device: True)
-        monkeypatch.setattr(f"octavo.{where}.contraction_multiple", lambda device: CONTRACTION)
+        monkeypatch.setattr(f"octavo.{where}.contraction_multiple", padded_as_on_gpu)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = small(1000, 296)

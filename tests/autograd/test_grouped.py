@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.grouped import (
     group_of_rows,
     group_sums,
@@ -14,6 +14,7 @@ from octavo.autograd.grouped import (
     transposed_codes,
 )
 from octavo.kernels import cast, dequantize
+from octavo.scaling.recipe import WEIGHT
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
 from tests.support.helpers import FP8_RECIPES, delayed_state

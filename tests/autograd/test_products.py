@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
-from octavo.autograd.casts import INPUT, WEIGHT, CastRequest, cast_role
-from octavo.autograd.products import Layer, cast_gradient, linear, plan_of, to_save
-from octavo.scaling.recipe import PRODUCTS
+from octavo.autograd.casts import CastRequest, cast_role
+from octavo.autograd.products import Layer, backward_plan, cast_gradient, linear, to_save
+from octavo.scaling.recipe import INPUT, PRODUCTS, WEIGHT
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 from tests.support.passes import end_step
 
@@ -111,7 +111,7 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
         layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
         saved = to_save(x, cast_role(x, CastRequest(recipe, INPUT, True, True), None), weight, layer, True, True)
         for needs in itertools.product([False, True], repeat=3):
-            operands_and_gradient = cast_gradient(grad, saved, plan_of(layer, x.dtype, weight, bias), needs)
+            operands_and_gradient = cast_gradient(grad, saved, backward_plan(layer, x.dtype, weight, bias), needs)
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
             summed = needs[2] and operands_and_gradient[0].column_sum is None
             assert (operands_and_gradient[1] is not None) == (read or summed)

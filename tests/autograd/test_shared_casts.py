@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.autograd import shared_casts
-from octavo.autograd.shared_casts import KEPT
+from octavo.autograd.shared_casts import MOST_HELD
 from octavo.scaling import delayed
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
@@ -105,13 +105,13 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
     del x
     gc.collect()
     assert pair() is None and not tensors
-    alive = [input_of(seed=seed) for seed in range(2 * KEPT)]
+    alive = [input_of(seed=seed) for seed in range(2 * MOST_HELD)]
     for x in alive:
         model[0](x)
-    assert len(tensors) == KEPT
-    model[1](alive[-KEPT])  # what is read again stays
+    assert len(tensors) == MOST_HELD
+    model[1](alive[-MOST_HELD])  # what is read again stays
     model[0](input_of(seed=99))
-    assert id(alive[-KEPT]) in tensors and id(alive[1 - KEPT]) not in tensors
+    assert id(alive[-MOST_HELD]) in tensors and id(alive[1 - MOST_HELD]) not in tensors
 
 
 def test_a_trace_by_torch_jit_holds_no_cast_of_before():

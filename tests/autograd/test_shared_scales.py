@@ -5,11 +5,10 @@ import torch
 
 from octavo import E4M3, PerRow, PerTensor
 from octavo.autograd import shared_scales
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.autograd.rows import Parts
 from octavo.autograd.shared_scales import scale_for, shared_amax
 from octavo.kernels.arguments import CastSource
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast
 from tests.support.parallel_tasks import Pair, parallel, step
 
 

@@ -9,12 +9,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
 from octavo.autograd.gather_input import GatherReader, can_gather
 from octavo.distributed import Fp8Reduction
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
 from octavo.weights.plain import why_not_stored
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER
+from tests.support.seams.features import OF_RECIPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
 CALLS = {
@@ -34,15 +35,17 @@ def matrix():
     return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
 
 
+def scales(recipe):
+    """Return what decides how ranks send a recipe's input: the tiles of both its casts, and whether they are one."""
+    return tuple((cast and cast.tile, cast and cast.is_delayed) for cast in recipe.input_casts[:2])
+
+
 def test_no_recipe_is_left_out():
     rows = matrix()
     assert rows.keys() == CALLS.keys()
-    named = {call.strip("`").partition("(")[0] for call in rows}
-    assert named == set(recipes.NAMED) - {
-        "default",
-        "batch_invariant",
-        "dynamic_with_output_hp",
-    }  # two of them, a head's
+    shown = {scales(tasks.RECIPES[key]) for key in CALLS.values()}
+    others = OF_RECIPES.keys() - {"dynamic_with_output_hp"}  # a head's
+    assert [name for name in others if scales(OF_RECIPES[name]) not in shown] == []
     for call, (gathered, _, _, _, *others) in rows.items():
         reader = GatherReader(tasks.RECIPES[CALLS[call]], None, True)
         sent = can_gather(reader, INPUT, False)

@@ -20,9 +20,7 @@ import octavo
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
-from octavo.export.layouts import LAYOUTS
-from octavo.granularity import CONTRACTION
-from tests.support.helpers import CountOps, sqnr, to_fp8
+from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, to_fp8
 from tests.support.memory import peak_bytes
 
 LAYOUT_OF = {
@@ -126,9 +124,6 @@ def sharded_peak(mesh: Any) -> tuple[int, int]:
 
     iterate()
     return peak_bytes(iterate), 8 * 1024 * 1024
-
-
-assert set(LAYOUT_OF.values()) == set(LAYOUTS)
 
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -302,7 +297,7 @@ def test_each_kind_of_scale_is_a_group(tmp_path):
 
 
 def test_padding_and_a_delayed_state_left_on_the_meta_device_are_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("octavo.autograd.casts.contraction_multiple", lambda device: CONTRACTION)
+    monkeypatch.setattr("octavo.autograd.casts.contraction_multiple", padded_as_on_gpu)
     with torch.device("meta"):
         empty = octavo.nn.Linear(64, 32, recipe=recipes.delayed())
     empty.load_state_dict(nn.Linear(64, 32).state_dict(), assign=True)

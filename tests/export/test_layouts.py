@@ -34,6 +34,20 @@ def test_the_types_name_each_layout_of_the_table():
             assert f'"{name}"' in (ROOT / page).read_text(encoding="utf-8"), (name, page)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_holds_what_its_recipe_casts(name):
+    """Values, the scales' name and the server's method are those of the page."""
+    layout, model = LAYOUTS[name], to_fp8(nn.Sequential(nn.Linear(128, 256)), getattr(recipes, LAYOUTS[name].recipe)())
+    [(key, codes, scales)] = iterate_fp8(model, name, fp8_only=True)
+    scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
+    cast = model[0].recipe.output[1]
+    pair = octavo.quantize(model[0].weight, cast.format, cast.granularity, cast.power_of_two, cast.margin)
+    assert key == "0.weight" and torch.equal(values(codes, scales), pair.dequantize())
+    lines = (ROOT / "docs/rollout.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in lines if line.startswith(f'| `"{name}"`')]
+    assert f"`weight{layout.scale_ending}`" in row and f"`{layout.recipe}`" in row
+
+
 def mixtral(intermediate: int = 256) -> nn.Module:
     return decoder("Mixtral", **SIZES, intermediate_size=intermediate, num_local_experts=4).bfloat16()
 

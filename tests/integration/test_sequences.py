@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels, recipes
-from octavo.autograd.casts import WEIGHT
 from octavo.scaling.delayed import State, empty_state
+from octavo.scaling.recipe import WEIGHT
 from octavo.weights.fsdp2 import like_sharded
 from octavo.weights.gathered import IN_FP8
 from octavo.weights.stored import StoredWeight, local_stored

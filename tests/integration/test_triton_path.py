@@ -19,6 +19,7 @@ from tests.support.helpers import FP8_RECIPES, sqnr
 from tests.support.triton_kernels import in_place_of_reference
 
 pytestmark = pytest.mark.gpu
+AS_ON_CPU: Any = {"needs_transposed_codes": lambda device: False, "contraction_multiple": lambda device, pads: 1}
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_layer_is_that_of_the_reference(
     got = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, device)
     with (
         mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
-        mock.patch.multiple(casts, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1),
+        mock.patch.multiple(casts, **AS_ON_CPU),
     ):
         inputs = [x.detach().clone() for x in inputs]  # layers that read one tensor share its cast
         expected = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, torch.device("cpu"))
@@ -91,12 +92,8 @@ def test_a_heads_loss_in_chunks_is_that_of_the_reference(
     got = loss_and_gradients(device)
     with (
         mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
-        mock.patch.multiple(casts, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1),
-        mock.patch.multiple(
-            linear_cross_entropy,
-            needs_transposed_codes=lambda device: False,
-            contraction_multiple=lambda device: 1,
-        ),
+        mock.patch.multiple(casts, **AS_ON_CPU),
+        mock.patch.multiple(linear_cross_entropy, **AS_ON_CPU),
     ):
         expected = loss_and_gradients(torch.device("cpu"))
     for ours, theirs in zip(got, expected, strict=True):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.formats import format_of
 from tests.kernels.conftest import Ops
 from tests.support.casts import FORMATS
 from tests.support.definitions import all_bfloat16, all_codes, boundaries, read, round_to_codes
 
-pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])
+pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(format_of(dtype)))
 
 
 @pytest.fixture

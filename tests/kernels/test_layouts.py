@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octavo.granularity import CONTRACTION, MX
+from octavo.granularity import MX, PADDING
 from octavo.kernels import layouts
 from octavo.kernels.layouts import (
     contraction_multiple,
@@ -24,17 +24,18 @@ def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch:
     monkeypatch.setattr(layouts, "runs_natively", lambda device: asked.append(device) or native)
     for _ in range(2):
         assert needs_transposed_codes(torch.device("cuda:0")) is native
-        assert contraction_multiple(torch.device("cuda:0")) == (CONTRACTION if native else 1)
+        assert contraction_multiple(torch.device("cuda:0")) == (PADDING if native else 1)
+        assert contraction_multiple(torch.device("cuda:0"), pads=False) == 1
     assert len(asked) == 1, "the driver is asked once"
     for device in map(torch.device, ("cpu", "meta")):
         assert not needs_transposed_codes(device) and contraction_multiple(device) == 1
 
 
 def test_padded() -> None:
-    assert [padded(size, 16) for size in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert [padded(size, PADDING) for size in (0, 1, PADDING, PADDING + 1)] == [0, PADDING, PADDING, 2 * PADDING]
     assert padded(17, 1) == 17
-    for multiple in (0, -1, 3, 24, 32):
-        with pytest.raises(ValueError, match=f"pad={multiple}: .* 1, 2, 4, 8, 16"):
+    for multiple in (0, -1, 3, 24, 2 * PADDING):
+        with pytest.raises(ValueError, match=f"pad={multiple}: .* 1, 2, 4, 8, .*{PADDING}$"):
             padded(10, multiple)
 
 

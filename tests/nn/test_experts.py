@@ -18,16 +18,16 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
-from octavo.granularity import CONTRACTION
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
 from octavo.nn.fused import activate
+from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
 from tests.support.fused_cases import SAVED
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, padded_as_on_gpu, sqnr
 from tests.support.stored_weights import STORED, of_codes, store
 
 E, H, N, T, K = 4, 32, 48, 19, 2
@@ -206,7 +206,7 @@ def test_layouts_that_a_gpu_wants_change_nothing(name: str, monkeypatch: pytest.
     for module in ("casts", "grouped"):
         monkeypatch.setattr(f"octavo.autograd.{module}.needs_transposed_codes", lambda device: True)
     for module in ("casts", "products"):
-        monkeypatch.setattr(f"octavo.autograd.{module}.contraction_multiple", lambda device: CONTRACTION)
+        monkeypatch.setattr(f"octavo.autograd.{module}.contraction_multiple", padded_as_on_gpu)
     for net in (experts, flipped):
         octavo.nn.invalidate(net)
         for part in (net.gate_up, net.down):

@@ -1,5 +1,7 @@
+import dataclasses
 from functools import partial
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import octavo
-from octavo import recipes
+from octavo import Recipe, recipes
+from octavo.nn.summary import MIB, SavedBytes, Summary
 from tests.nn.test_convert import Block, Special, Twice, foreign, legacy_weight_norm, with_own_forward
 from tests.support.helpers import to_fp8
 
@@ -201,6 +204,28 @@ def test_the_table_says_it_and_only_where_a_forward_ran():
     assert "50.0 % of the forward pass's 9.83e+04 FLOPs in FP8" in str(octavo.summary(model, input=torch.randn(8, 32)))
     summary = octavo.summary(model)
     assert summary.flops is None and "FLOPs" not in str(summary)
+
+
+def test_every_column_is_described_and_printed():
+    """A field of each class stands among its attributes, and another value of it prints another summary."""
+    row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic())).modules[0]
+    saved = SavedBytes({"norms": MIB}, {"norms": MIB}, regions={"": (1, MIB, MIB)})
+    whole = Summary((row,), (1, 2), saved, {"mlp": "MLP"}, {"norm": "a hook"})
+    saved_more = dataclasses.replace(saved, plain={"norms": 3 * MIB})
+    other: dict[type, Any] = {str: "another", Recipe: recipes.mx(), tuple: (5, 6), SavedBytes: saved_more}
+    for value, printed in (
+        (row, lambda row: str(dataclasses.replace(whole, modules=(row,)))),
+        (saved, lambda saved: str(dataclasses.replace(whole, saved=saved))),
+        (whole, str),
+    ):
+        for field in dataclasses.fields(value):
+            assert f"        {field.name}: " in (type(value).__doc__ or ""), field
+            was = getattr(value, field.name)
+            if isinstance(was, dict):
+                new: Any = {key: 2 * MIB for key, size in was.items() if isinstance(size, int)}
+            else:
+                new = () if field.name == "modules" else other[type(was)]
+            assert printed(dataclasses.replace(value, **{field.name: new})) != printed(value), field
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was():

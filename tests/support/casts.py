@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from octavo import formats
 from octavo.formats import format_of
 from octavo.granularity import MX
 from octavo.kernels.activations import ACTIVATIONS, activation_of
@@ -32,7 +33,8 @@ from tests.support.combinations import dealt
 from tests.support.definitions import GRANULARITIES, same_bits
 from tests.support.groups import SIZES, offsets_of, parts, random_sizes, scale_slices, slices_of
 
-E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = [*formats.FORMATS]  # dtypes: a format that is added is cast by every implementation
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALL, COLUMN = (-1, -1), (32, 1)
 LAYOUTS = ["rows", "columns", "strided", "offset"]

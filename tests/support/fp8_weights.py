@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.layouts import blocks_of
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
 
 RESTS = {
@@ -76,7 +76,7 @@ def codes_of(
     previous: float | None = None,
 ) -> MomentTensors:
     """Return a moment of 0, with a scale a block, or one, by the previous amax too."""
-    scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
+    scales = (1, 1) if per_tensor else (shape[0], blocks_in_row(shape[1]))
     amax = None if previous is None else torch.full((1, 1), previous)
     return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, stochastic)
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import Recipe, recipes
+from octavo.granularity import PADDING
 from octavo.scaling.delayed import State
 
 FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -39,6 +40,11 @@ def delayed_state(recipe: Recipe) -> State | None:
 def observers(model: nn.Module) -> list[Any]:
     """Return the observers of octavo.inspect that a model's layers have."""
     return [module.fp8.observer for module in model.modules() if hasattr(module, "fp8") and module.fp8.observer]
+
+
+def padded_as_on_gpu(device: torch.device, pads: bool = True) -> int:
+    """Stand in for contraction_multiple where a test on a CPU lays codes as a GPU's products read them."""
+    return PADDING if pads else 1
 
 
 def sqnr(result: Tensor, truth: Tensor) -> float:

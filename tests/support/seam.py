@@ -31,7 +31,7 @@ SEAM = {
     "distributed.ranks": "CheckpointError RankError Ranks lost_ranks",
     "errors": "first_line require",
     "formats": "HIGH_PRECISION",
-    "granularity": "ALL CONTRACTION",
+    "granularity": "ALL PADDING",
     "kernels": "amax matmul",
     "kernels.arguments": (
         "CastSource EXPONENTS EXTREMES FOUND LOWEST NormSource Output ProductArguments SUMS Scaling no_codes unpacking"

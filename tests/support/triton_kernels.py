@@ -71,9 +71,9 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
     """Make layers and optimizers on a CPU run these kernels, laid as on Hopper, except in compiled code."""
     from octavo import kernels as entries
     from octavo.autograd import casts, grouped, linear_cross_entropy, products
-    from octavo.granularity import CONTRACTION
     from octavo.kernels.signatures import SCHEMAS
     from octavo.optim import base, muon
+    from tests.support.helpers import padded_as_on_gpu
 
     with ExitStack() as stack:
         for name in SCHEMAS:
@@ -81,7 +81,7 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
         for module in (casts, grouped, linear_cross_entropy):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", lambda device: True))
         for module in (casts, linear_cross_entropy, products):
-            stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: CONTRACTION))
+            stack.enter_context(mock.patch.object(module, "contraction_multiple", padded_as_on_gpu))
         for module in (base, muon):
             stack.enter_context(mock.patch.object(module, "optimizer_step", kernels.modules[PACKAGE].optimizer_step))
         yield

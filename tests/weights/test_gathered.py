@@ -13,14 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
-from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
-from octavo.granularity import CONTRACTION
+from octavo.autograd.casts import CastRequest, cast_role
+from octavo.scaling.recipe import WEIGHT
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
 from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
 from octavo.weights.gathered import ShardCast
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
-from tests.support.helpers import to_fp8
+from tests.support.helpers import padded_as_on_gpu, to_fp8
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def gathered(codes):
 def test_layouts_of_a_gpu(monkeypatch):
     """Return codes transposed and padded to 16, in storage of their own where they differ from the gathered ones."""
     monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
-    monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: CONTRACTION)
+    monkeypatch.setattr(pair_module, "contraction_multiple", padded_as_on_gpu)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
     laid, transposed, inner = gathered(q)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2

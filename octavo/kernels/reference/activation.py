@@ -1,4 +1,4 @@
-"""Activations and their gradients in float32: the definition of what casts compute before they round."""
+"""Activations and their gradients by torch's operations; those in float32 define what a cast rounds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of, cast_shape
@@ -52,15 +53,24 @@ def produced(
 
 
 class Formulas(NamedTuple):
-    """f(h), and (f(h), f'(h)) with their common terms computed once; float32, and neither changes h."""
+    """A function f by torch's operations: in float32, as casts round it, and as autograd differentiates it.
 
+    Attributes:
+        in_float32: h -> f(h), without changing h.
+        with_slope: h -> (f(h), f'(h)) in float32, whose common terms are computed once; without changing h.
+        value: h -> f(h) in h's dtype, which autograd can differentiate and a compiler fuse.
+        gradient: (dy, h) -> dy . f'(h), likewise.
+    """
+
+    in_float32: Callable[[Tensor], Tensor]
+    with_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
     value: Callable[[Tensor], Tensor]
-    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor], Tensor]
 
 
 def value(h: Tensor, function: str) -> Tensor:
     """Return f(h), float32."""
-    return FUNCTIONS[function].value(h)
+    return FUNCTIONS[function].in_float32(h)
 
 
 def slope(h: Tensor, function: str) -> Tensor:
@@ -70,7 +80,7 @@ def slope(h: Tensor, function: str) -> Tensor:
 
 def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """Return (f(h), f'(h)), float32."""
-    return FUNCTIONS[function].value_and_slope(h)
+    return FUNCTIONS[function].with_slope(h)
 
 
 def _relu(h: Tensor) -> Tensor:
@@ -117,12 +127,38 @@ def _quick_gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
     return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(1.702).add_(s)
 
 
+def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
+    s = (1.702 * h).sigmoid()
+    return dy * (s + 1.702 * h * s * (1 - s))
+
+
 # For a tensor's last few elements torch's sigmoid may differ in the last bit.
+_aten = torch.ops.aten
 FUNCTIONS = {
-    "relu": Formulas(_relu, _relu_and_slope),
-    "squared_relu": Formulas(lambda h: _relu(h).square_(), lambda h: (_relu(h).square_(), _relu(h).mul_(2.0))),
-    "silu": Formulas(lambda h: h.sigmoid().mul_(h), _silu_and_slope),
-    "quick_gelu": Formulas(lambda h: h.mul(1.702).sigmoid_().mul_(h), _quick_gelu_and_slope),
-    "gelu": Formulas(lambda h: _normal_distribution(h).mul_(h), _gelu_and_slope),
-    "gelu_tanh": Formulas(_gelu_tanh, _gelu_tanh_and_slope),
+    "relu": Formulas(_relu, _relu_and_slope, F.relu, lambda dy, h: _aten.threshold_backward(dy, h, 0)),
+    "squared_relu": Formulas(
+        lambda h: _relu(h).square_(),
+        lambda h: (_relu(h).square_(), _relu(h).mul_(2.0)),
+        lambda h: F.relu(h).square(),
+        lambda dy, h: dy * F.relu(h) * 2,
+    ),
+    "silu": Formulas(lambda h: h.sigmoid().mul_(h), _silu_and_slope, F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
+    "quick_gelu": Formulas(
+        lambda h: h.mul(1.702).sigmoid_().mul_(h),
+        _quick_gelu_and_slope,
+        lambda h: h * (1.702 * h).sigmoid(),
+        _quick_gelu_gradient,
+    ),
+    "gelu": Formulas(
+        lambda h: _normal_distribution(h).mul_(h),
+        _gelu_and_slope,
+        F.gelu,
+        lambda dy, h: _aten.gelu_backward(dy, h),
+    ),
+    "gelu_tanh": Formulas(
+        _gelu_tanh,
+        _gelu_tanh_and_slope,
+        lambda h: F.gelu(h, approximate="tanh"),
+        lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh"),
+    ),
 }

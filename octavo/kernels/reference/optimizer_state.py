@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from octavo.kernels.step_numbers import root_of, upper_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
@@ -191,7 +192,7 @@ class MomentTensors(Scaled):
         """Whether one scale is for all codes, so that the amax of all values must be found before the first code."""
         if self.fmt is None or self.scale_inv is None or self.scale_inv.numel() > 1 or self.amax is not None:
             return False
-        return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
+        return self.data.shape[0] * blocks_in_row(self.data.shape[1]) > 1
 
     def scale_for(self, amax: Tensor) -> Tensor:
         """Return the scale for codes of values up to this amax."""
@@ -247,7 +248,6 @@ def finite_amax(wide: Tensor) -> Tensor:
 
 
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # gives a float32 the exponent bits of an E4M3 code
-_LARGEST = 0x7E
 FLOAT16_FACTOR = 128.0  # a float16 master is this many times the scaled weight: float16 holds larger numbers than E4M3
 _LOW_BITS = {"fp8_split16": 8, "fp8_split24": 16}
 
@@ -351,10 +351,8 @@ class Fp8Weight(Scaled):
             return self
         rows = self.weight.shape[0] // self.matrices
         part = slice(index * rows, (index + 1) * rows)
-        low_bits, amax = (
-            None if self.low_bits is None else self.low_bits[part],
-            None if self.amax is None else self.amax[index],
-        )
+        low_bits = None if self.low_bits is None else self.low_bits[part]
+        amax = None if self.amax is None else self.amax[index]
         return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
@@ -428,7 +426,7 @@ class Fp8Weight(Scaled):
         sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
         faults = ~torch.isfinite(y)
         magnitude = y.abs_().mul_(_EXPONENT).view(torch.int32).add_(upper_bits(random, dropped))
-        magnitude.bitwise_right_shift_(dropped).clamp_(0, _LARGEST << bits).masked_fill_(faults, 0)
+        magnitude.bitwise_right_shift_(dropped).clamp_(0, E4M3.max_code << bits).masked_fill_(faults, 0)
         largest = magnitude.amax(-1, keepdim=True)
         codes = (magnitude + (1 << (bits - 1))) >> bits
         piece.of(self._low_bits_or_master()).copy_(magnitude.sub_(codes << bits))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.layouts import BLOCK
+from octavo.granularity import BLOCK
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import (
     Fp8Weight,

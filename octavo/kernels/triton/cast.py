@@ -29,7 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL, PADDING, Tile
 from octavo.kernels.arguments import (
     Castable,
     CastSource,
@@ -297,7 +297,7 @@ def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     """Return a configuration whose tile has whole blocks, and whole rows where up to 16 warps can hold one."""
     elements = chosen.block_r * chosen.block_c
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
-    least = max(16, *(size for _, size in blocks), 1)
+    least = max(PADDING, *(size for _, size in blocks), 1)  # a tile holds a row's padding
     widest = max(triton.next_power_of_2(cols), least)
     block_c = max(elements // block_r, least)
     larger = widest // block_c

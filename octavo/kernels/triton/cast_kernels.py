@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL, PADDING, Tile
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, roll_others, scale_exists, scale_of_pass
@@ -286,7 +286,7 @@ def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
     if inputs.rows == 0:
         return
     chosen = inputs.config("cast_rows")
-    widest = max(16, triton.next_power_of_2(inputs.cols))
+    widest = max(PADDING, triton.next_power_of_2(inputs.cols))  # a tile holds a row's padding
     block_c = min(chosen.block_c, widest)
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))

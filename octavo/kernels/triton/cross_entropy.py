@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.granularity import CONTRACTION
+from octavo.granularity import PADDING
 from octavo.kernels.arguments import LossRows, new_losses
 from octavo.kernels.layouts import padded
 from octavo.kernels.triton.launch import launch
@@ -211,7 +211,7 @@ def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: 
     logits, target, *_, softcap = rows
     if logits.numel():
         count, columns = logits.shape
-        wide, high = codes.shape[1] if codes.numel() else columns, padded(count, CONTRACTION)
+        wide, high = codes.shape[1] if codes.numel() else columns, padded(count, PADDING)
         end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
         source = Source(logits, count, columns, *logits.stride())
         out = Codes(*_place(codes), *_place(transposed))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import ALL
+from octavo.granularity import ALL, PADDING
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_cast
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
@@ -393,11 +393,11 @@ def _cast_by_group(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> N
 def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """Cast with a scale for each row."""
     inputs, chosen = grouped.inputs, grouped.inputs.config("cast_rows")
-    widest = max(16, triton.next_power_of_2(inputs.cols))
+    widest = max(PADDING, triton.next_power_of_2(inputs.cols))
     block_c = min(chosen.block_c, widest)
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    if out.codes.t is not None:  # a program writes a transposed row's padding too, up to a multiple of 16
-        block_r, block_c = max(16, block_r), min(block_c, 256)
+    if out.codes.t is not None:  # a program writes a transposed row's padding too
+        block_r, block_c = max(PADDING, block_r), min(block_c, 256)
     _, heights, tiling = grouped.tiling(block_r, block_c, one_tile=widest <= block_c)
     grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 

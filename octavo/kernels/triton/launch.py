@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
-from octavo.granularity import ALL, CONTRACTION
+from octavo.granularity import ALL, PADDING
 from octavo.kernels.triton.replay import REPLAYS, recorder, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
@@ -68,7 +68,7 @@ def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
     A program writes the padding of the transposed rows that it writes, so its tile has no fewer rows than they are
     padded to.
     """
-    least = CONTRACTION if "transpose" in kind else 1
+    least = PADDING if "transpose" in kind else 1
     for row in rows:
         largest, config = row[0], Config(*row[1:])
         if not all(type(number) is int and number > 0 for number in (largest, *config)) or config.block_r < least:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.granularity import ALL, CONTRACTION, MX, Tile, granularity_of, scale_shape, tiles_along
+from octavo.granularity import ALL, MX, PADDING, Tile, granularity_of, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     CastSource,
     GroupedOperands,
@@ -45,6 +45,8 @@ from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
 _TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
+_MULTIPLE = 16  # torch's products take sizes that are multiples of it
+assert PADDING % _MULTIPLE == 0, "what casts pad, torch's products take"
 
 # The names of tiles in torch's product; tiles of 128 are for Hopper, those of 32 for later GPUs.
 _SCALINGS = {
@@ -149,8 +151,8 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
     (a, _, a_tile), (b, _, b_tile), bias = operands
     (M, K), N = a.shape, b.shape[0]
     if not (
-        K % CONTRACTION == 0
-        and N % CONTRACTION == 0
+        K % _MULTIPLE == 0
+        and N % _MULTIPLE == 0
         and a.stride() == b.stride() == (K, 1)
         and M * N * K > 0
         and not (a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2)
@@ -273,9 +275,7 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     """Whether torch's product takes these operands: whether its checks and CUTLASS's are met."""
     a, b, _, bias, pad = operands
     codes = a.codes, b.codes
-    if have_e8m0_blocks(
-        a, b
-    ):  # with terms in groups torch takes these by whole blocks of 32, and casts pad to CONTRACTION
+    if have_e8m0_blocks(a, b):  # with terms in groups torch takes these by whole blocks, and casts pad to PADDING
         if not (a.tile == b.tile == MX and operands.has_ragged_rows and a.codes.shape[1] % MX[1] == 0):
             return False
     elif not a.tile == b.tile == _ROW:
@@ -284,8 +284,8 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
         out_dtype is torch.bfloat16
         and bias is None
         and all(c.dtype is torch.float8_e4m3fn and c.is_contiguous() and c.numel() > 0 for c in codes)
-        and all(size % CONTRACTION == 0 for size in (a.codes.shape[-1], *b.codes.shape[-2:]))
-        and (operands.has_ragged_rows or (pad == CONTRACTION and a.codes.shape[0] % CONTRACTION == 0))
+        and all(size % _MULTIPLE == 0 for size in (a.codes.shape[-1], *b.codes.shape[-2:]))
+        and (operands.has_ragged_rows or (pad % _MULTIPLE == 0 and a.codes.shape[0] % _MULTIPLE == 0))
     )
 
 
@@ -300,7 +300,7 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
         x = torch.randn(K if ragged_rows else rows, count, generator=generator, dtype=torch.float32, device="cpu")
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # a cast, for its padding is 0
-            codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=CONTRACTION), offsets)[1]
+            codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=PADDING), offsets)[1]
         scale_inv = torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu"))
         return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
 
@@ -310,9 +310,9 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
         b = b._replace(codes=b.codes.unflatten(0, (groups, N)))
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
-    case = GroupedOperands(a, b, offsets, None, CONTRACTION)
+    case = GroupedOperands(a, b, offsets, None, PADDING)
     a_there, b_there = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
-    device_case = GroupedOperands(a_there, b_there, offsets.to(device), None, CONTRACTION)
+    device_case = GroupedOperands(a_there, b_there, offsets.to(device), None, PADDING)
     return _is_near(
         library_grouped_matmul, (device_case, fast_accum), reference_grouped_matmul(case, torch.float32, False)
     )

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
@@ -69,7 +70,7 @@ def optimizer_step(
             captured = plans.get("captured", [])
             plans.clear()
             plans["captured"] = captured
-        plan = plans[key] = _plan_of(updates, rates, rule)
+        plan = plans[key] = _launch_of(updates, rates, rule)
     if plan.programs == 0:
         for update in updates:
             update.step.add_(1 if skip is None else skip == 0)
@@ -148,7 +149,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *options, group.max_update, 0.0]
 
 
-def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
+def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
     chosen = config("optimizer_step", 64)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
@@ -162,9 +163,9 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
         length = update.bits.row_length or update.gradient.shape[1]
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         tensor_class = _class_of(update, height, cols, start + height * gap)
-        tiles = -(-height * blocks_of(cols) // chosen.block_r)
+        tiles = -(-height * blocks_in_row(cols) // chosen.block_r)
         if tensor_class.square:
-            tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
+            tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.tiles
         kind, key = numbers.setdefault(tensor_class, len(numbers)), key_of(update.bits.key)
         columns = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
         rows.append([*_addresses(update), *columns, *[0] * 14])

@@ -38,6 +38,12 @@ def off(actual: Tensor, truth: Tensor) -> Tensor:
     return (actual.double() - truth).abs() - 2 * HALF_ULP * truth.abs() - 2 * SMALLEST
 
 
+def is_too_steep(h: Tensor, activation: str) -> Tensor:
+    """Whether the slope at each element of h is beyond float32: then a gradient is inf, or NaN where dy is 0."""
+    dy = torch.ones(len(h), h.shape[1] // (1 + (activation in GATED)))
+    return exact_gradient(dy, h, activation).abs() > FLOAT32_MAX
+
+
 def grid() -> Tensor:
     """Return [n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
@@ -73,7 +79,7 @@ def test_gradients_against_float64(activation: str) -> None:
         of_value = of_value * h[:, 64:]
         assert bool((off(dh, truth)[:, 64:] <= 2 * HALF_ULP * (dy * gate).abs()).all())
     allowed = slope_error(gate, GATED.get(activation, activation)) * of_value.abs()
-    assert bool((off(dh, truth)[:, :64] <= allowed).all())
+    assert bool((off(dh, truth)[:, :64] <= allowed)[~is_too_steep(h, activation)[:, :64]].all())
 
 
 @pytest.mark.parametrize("function", SIGMOIDS)
@@ -107,8 +113,9 @@ def test_finite_inputs_have_finite_gradients(activation: str) -> None:
         h = torch.cat([torch.cat((h, torch.full_like(h, up)), 1) for up in (0.0, -1.0, 1e-30)])
     for small in (0.0, 1.0, -1e-3, 1e-38):
         dh = produced(torch.full((len(h), 1), small), activation, h)
-        assert bool(dh.isfinite().all())
-        assert small or not dh.any()
+        gradients_in_range = dh[~is_too_steep(h, activation)]
+        assert bool(gradients_in_range.isfinite().all())
+        assert small or not gradients_in_range.any()
     over = exact(h.double(), activation).abs() > FLOAT32_MAX  # squares of 1e38
     assert torch.equal(produced(h, activation).isfinite(), ~over)
 
@@ -133,15 +140,11 @@ def test_a_nan_stays_and_stays_local(activation: str) -> None:
 
 @pytest.mark.parametrize("function", PLAIN)
 def test_zeros_and_infinities(function: str) -> None:
-    zero = value(torch.tensor([0.0, -0.0]), function)
-    assert zero.tolist() == [0.0, 0.0]
-    assert torch.signbit(zero).tolist() == [False, "relu" not in function]
-    assert slope(torch.tensor([0.0, -0.0]), function).tolist() == [0.0 if "relu" in function else 0.5] * 2
-    h = torch.tensor([math.inf, -math.inf])
-    if "relu" in function:
-        assert value(h, function).tolist() == [math.inf, 0.0]
-        assert slope(h, function).tolist() == exact_gradient(torch.ones(2), h, function).tolist()
-    else:  # as in torch, a fault stays one: f(-inf) and the slopes are inf times 0
-        top, bottom = value(h, function).tolist()
-        assert top == math.inf and math.isnan(bottom)
-        assert bool(slope(h, function).isnan().all())
+    zeros = torch.tensor([0.0, -0.0])
+    # relu never returns -0; in infinities a fault stays one, as in torch: f(-inf) and slopes are inf times 0
+    truth = exact(zeros.double(), function).float() + 0.0 if "relu" in function else exact(zeros.double(), function)
+    assert same_bits(value(zeros, function), truth.float())
+    for h in (zeros, torch.tensor([math.inf, -math.inf])):
+        torch.testing.assert_close(value(h, function).double(), exact(h.double(), function), equal_nan=True)
+        expected = exact_gradient(torch.ones(2), h, function)
+        torch.testing.assert_close(slope(h, function).double(), expected, equal_nan=True)

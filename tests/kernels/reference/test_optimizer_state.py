@@ -6,7 +6,8 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerBlock, quantize
 from octavo.formats import E4M4
-from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.granularity import BLOCK
+from octavo.kernels.layouts import as_matrix_shape, blocks_in_row
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import PIECE, MomentTensors, finite_amax, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
@@ -26,7 +27,7 @@ def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, am
 
 def check_cover(rows: int, cols: int, first_row: int = 0) -> None:
     index = torch.full((rows, cols), -1, dtype=torch.int64)
-    blocks = torch.full((rows, blocks_of(cols)), -1, dtype=torch.int64)
+    blocks = torch.full((rows, blocks_in_row(cols)), -1, dtype=torch.int64)
     for piece in pieces(rows, cols, first_row):
         view = piece.of(index)
         assert (view == -1).all() and view.shape[2] <= BLOCK
@@ -40,7 +41,7 @@ def check_cover(rows: int, cols: int, first_row: int = 0) -> None:
         scales.copy_(columns[..., :1] // BLOCK)
         assert torch.equal((columns // BLOCK).expand(view.shape), scales.expand(view.shape))
     assert torch.equal(index, torch.arange(first_row * cols, (first_row + rows) * cols).view(rows, cols))
-    assert torch.equal(blocks, torch.arange(blocks_of(cols)).expand(rows, -1))
+    assert torch.equal(blocks, torch.arange(blocks_in_row(cols)).expand(rows, -1))
 
 
 @pytest.mark.parametrize("cols", COLS)

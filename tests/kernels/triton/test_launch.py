@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.granularity import CONTRACTION
+from octavo.granularity import PADDING
 from tests.support.casts import ALL, E4M3
 from tests.support.damage import damaged_json
 from tests.support.triton_cases import assert_counters_are_zero
@@ -161,7 +161,7 @@ def test_a_tile_holds_the_padding_of_the_transposed_rows_that_it_writes(table_fi
     """A tile of fewer rows than those are padded to would leave codes unwritten."""
     table = shipped()
     assert {kind: tuned.checked(kind, rows) for kind, rows in table["configs"].items()} == table["configs"]
-    table["configs"]["norm_cast_transpose"][0][1] = CONTRACTION // 2
+    table["configs"]["norm_cast_transpose"][0][1] = PADDING // 2
     table_file.write_text(json.dumps(table))
     assert tuned.table(tuned.tuned_file()) == shipped()
 

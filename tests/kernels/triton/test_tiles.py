@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo import numerics
+from octavo.formats import format_of
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.support.casts import FORMATS
 from tests.support.definitions import FLOAT32_MAX, MAX, neighbours, same_bits
@@ -26,7 +27,7 @@ def amaxes(limit: float) -> Tensor:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda dtype: str(format_of(dtype)))
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("margin", [0, 1, 7, 40, 64])
 def test_scales(kernels: TritonKernels, margin: int, power_of_two: bool, fmt: torch.dtype) -> None:

@@ -427,17 +427,13 @@ IN_PLACE: Any = {"part": KnownPart, "last": "mlp.down_proj", "fuse": True}
 LAYER: Any = {"part": DecoderPart, "last": "layer.mlp.down_proj", "fuse": True}
 BASE: Any = {"select": lambda module, name: name.endswith("linear"), "weight_storage": "fp8"}
 COMPACT: Any = {"part": WITHOUT_BIAS, "adamw": {"moments": "fp8", "master": "split24"}, "dtype": torch.bfloat16}
+HEADINGS = {"dynamic_with_output_hp": "output_hp", "rowwise_with_gw_hp": "gw_hp", "batch_invariant": "invariant"}
+NAMED = [name for name in recipes.NAMED if name not in ("default", "high_precision")]
+OF_RECIPES = {name: DELAYED if name == "delayed" else getattr(recipes, name)() for name in NAMED}
 FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
-        Feature("dynamic", DYNAMIC),
-        Feature("dynamic_with_output_hp", recipes.dynamic_with_output_hp(), "output_hp"),
-        Feature("delayed", DELAYED),
-        Feature("rowwise", recipes.rowwise()),
-        Feature("rowwise_with_gw_hp", recipes.rowwise_with_gw_hp(), "gw_hp"),
-        Feature("blockwise", BLOCKS),
-        Feature("mx", recipes.mx()),
-        Feature("batch_invariant", recipes.batch_invariant(), "invariant"),
+        *(Feature(name, recipe, HEADINGS.get(name, "")) for name, recipe in OF_RECIPES.items()),
         Feature("FP8 weights", BY_POWERS, **STORED),
         Feature("FP8 weights in blocks", BLOCKS, "... blocks", **STORED),
         ByMuon("Muon", BLOCKS, **STORED),
