@@ -269,12 +269,14 @@ class RecipeModule(WeightOwner):
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
         fp8 = self.fp8
-        if fp8.state is None or not facts_of(fp8.state.scale).is_of(load):
+        facts = None if fp8.state is None else facts_of(fp8.state.scale)
+        loads = {} if facts is None else facts.loads  # of all layers that share the state
+        if facts is None or not facts.is_of(self, load):
             self.reset_delayed_state()
         else:
             fp8.weight_writes.were_loaded(self.weights)
         if fp8.state is not None:
-            facts_of(fp8.state.scale).weights_from = load
+            facts_of(fp8.state.scale).loads = {**loads, id(self): load}
         fp8.kept_operands = None
         fp8.gather.generation += 1
 
