@@ -49,7 +49,7 @@ class LayerFP8:
                                                           it, and for how long: StateFacts in scaling/delayed.py
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
-                                                          while ``KeptOperands.of`` finds the weight unwritten
+                                                          while its ``operands`` finds the weight unwritten
     gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes until ``codes_key`` changes
     observer       octavo.inspect                         until it is removed; it sees casts and products
     outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
@@ -119,8 +119,7 @@ class RecipeModule(WeightOwner):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
-        for weight in self.weights:
-            check_recipe(recipe, weight)
+        check_recipe(recipe, weight_of(self))
         device = device_of(self)
         if not isinstance(self.__dict__.get("fp8"), LayerFP8):
             self.__dict__["fp8"] = LayerFP8()
@@ -187,11 +186,6 @@ class RecipeModule(WeightOwner):
     def holder(self) -> nn.Module:
         """The module that owns the weight."""
         return self
-
-    @property
-    def weights(self) -> list[nn.Parameter | None]:
-        """The module's weight, as ``weight_of`` returns it, in a list."""
-        return [weight_of(self)]
 
     @property
     def weight_readers(self) -> dict[str, RecipeModule]:
@@ -274,11 +268,15 @@ class RecipeModule(WeightOwner):
         if facts is None or not facts.is_of(self, load):
             self.reset_delayed_state()
         else:
-            fp8.weight_writes.were_loaded(self.weights)
+            self.state_was_loaded()
         if fp8.state is not None:
             facts_of(fp8.state.scale).loads = {**loads, id(self): load}
         fp8.kept_operands = None
         fp8.gather.generation += 1
+
+    def state_was_loaded(self) -> None:
+        """Note that the weight and its delayed state were loaded together."""
+        self.fp8.weight_writes.were_loaded(weight_of(self))
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""

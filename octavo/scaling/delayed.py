@@ -51,7 +51,7 @@ class StateFacts:
         self.version = version
         self.maybe_empty = maybe_empty  # whether a role may have no scale
         self.history_id: int | None = None  # equal ids mean equal histories of the input, on the same device
-        # {id of a layer: an object that all calls of its weight's load_state_dict share; None: the weight is loaded next}
+        # {id of a layer: an object that all calls of its weight's load_state_dict share; None: it is loaded next}
         self.loads: dict[int, object] = {}
 
     def is_of(self, layer: nn.Module, load: object) -> bool:
@@ -275,7 +275,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     for module, module_state in states.items():
         module_state.before.zero_()
         facts_of(module_state.scale).loads |= {id(module): None} | loads[module]  # of layers that share the state too
-        module.fp8.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
+        module.state_was_loaded()  # type: ignore[operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

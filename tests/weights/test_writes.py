@@ -21,7 +21,7 @@ def test_all_but_steps_of_its_optimizer_and_loads_are_writes():
     assert writes.since_last(other) and not writes.since_last(other) and writes.since_last(weight)
     with torch.no_grad():
         weight.mul_(2)
-    writes.were_loaded([weight, None])
+    writes.were_loaded(weight)
     assert not writes.since_last(weight)
     writes.replaced = True  # by another parameter at the same address
     assert writes.since_last(weight) and not writes.since_last(weight)
