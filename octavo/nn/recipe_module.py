@@ -28,7 +28,6 @@ from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.plain import (
     WeightOwner,
-    as_NK,
     check_recipe,
     fp8_operands,
     of_this_rank,
@@ -207,7 +206,7 @@ class RecipeModule(WeightOwner):
         if self.exchange is not None:
             ranks = self.exchange.size if self.exchange.average else 1
             weight, bias = of_this_rank(weight, ranks), None if bias is None else of_this_rank(bias, ranks)
-        return as_NK(self, weight), bias, parameter
+        return weight.mT if self.stores_transposed else weight, bias, parameter
 
     def weight_name(self, name: str) -> str:
         """Return the weight's name in a model where this module has the name ``name``."""

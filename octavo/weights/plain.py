@@ -183,16 +183,12 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
             return whole_pair(parameter, stored)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
     state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
-    operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
+    weight_NK = weight.mT if module.stores_transposed else weight
+    operands = fp8_operands(module, weight_NK, weight, False, state, training)
     assert operands.as_is is not None
     qdata, scale_inv = operands.as_is
     scale_inv = plain_scales(scale_inv, qdata.shape, MX)
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
-
-
-def as_NK(module: WeightReader, weight: Tensor) -> Tensor:
-    """Return a module's weight, in the layout that it is stored in, as [..., N, K]."""
-    return weight.mT if module.stores_transposed else weight
 
 
 def of_this_rank(parameter: Any, ranks: int) -> Tensor:

@@ -154,14 +154,12 @@ def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
         one.load_state_dict(other.state_dict())
         octavo.nn.load_delayed_state_dict(one, octavo.nn.delayed_state_dict(other))
     assert torch.equal(product(fresh, x), product(layers, x))
-    saved = [octavo.nn.delayed_state_dict(layer) for layer in layers]
-    weights, scale = [layer.state_dict() for layer in layers], layers[0].delayed_scale.clone()
-    for order in ((0, 1), (1, 0)):  # the delayed state of all is loaded between the weights of two layers
-        product(layers, x).sum().backward()
-        layers[order[0]].load_state_dict(weights[order[0]])
-        for layer, state in zip(layers, saved, strict=True):
-            octavo.nn.load_delayed_state_dict(layer, state)
-        layers[order[1]].load_state_dict(weights[order[1]])
-        assert torch.equal(layers[0].delayed_scale, scale) and bool(scale.all())
-        layers[order[0]].load_state_dict(weights[order[0]])  # another load of the same layer, without its state
-        assert not layers[0].delayed_scale.any()
+    both = nn.ModuleList(layers)
+    saved = octavo.nn.delayed_state_dict(both)
+    for first, second in (layers, layers[::-1]):  # the delayed state of all is loaded between the weights of two layers
+        first.load_state_dict(first.state_dict())
+        octavo.nn.load_delayed_state_dict(both, saved)
+        second.load_state_dict(second.state_dict())
+        assert torch.equal(first.delayed_scale, saved["0.delayed_scale"]) and bool(first.delayed_scale.all())
+        first.load_state_dict(first.state_dict())  # another load of the same layer, without its state
+        assert not first.delayed_scale.any()
