@@ -229,9 +229,8 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it: FSDP2 would go on with its old shard."""
-    for name, module in _modules(model):
-        weight = weight_of(module)
-        if weight is None or stored_as(weight) is None:
+    for name, module, weight in _weights_of(_modules(model)):
+        if stored_as(weight) is None:
             continue
         _refuse_sharded(name, weight)
         if module.fp8.gather.parameter is not None:
