@@ -208,9 +208,10 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
         return None
     if training and not torch.compiler.is_compiling():
         weight = parameter if isinstance(parameter, nn.Parameter) else weight_of(module)
-        is_plain = type(weight) is nn.Parameter
-        if is_plain or (isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter)):
-            notice_writes(module, weight)  # none in FP8
+        if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
+            local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
+            if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
+                notice_writes(module, weight)
     return module.fp8.state_on(device)
 
 
@@ -302,6 +303,6 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
     return PerTensor() if is_one_block else granularity
 
 
-def weight_of(module: nn.Module | WeightReader) -> nn.Parameter | None:
+def weight_of(module: Any) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))

@@ -317,9 +317,10 @@ class StoredWeight(ShardHooks, Pair):
         """
         if self.is_meta:
             return self
-        pair = other if isinstance(other, StoredWeight) else None
-        if pair is not None and not (pair.scale_inv.shape == self.scale_inv.shape and self.may_have(pair.scale_inv)):
-            pair, other = None, pair.before_cast()
+        pair: StoredWeight | None = None
+        if isinstance(other, StoredWeight):
+            has_scales = other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
+            pair, other = (other, other) if has_scales else (None, other.before_cast())
         # decided without values, so that all ranks decide alike
         self.known.alone = (
             self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.alone)
@@ -580,6 +581,9 @@ if torch.distributed.is_available():  # some builds of torch have none
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
 torch.serialization.add_safe_globals([StoredWeight, Known])
+torch.serialization.add_safe_globals(  # of files of earlier versions
+    [(kind, f"octavo.tensor.stored_weight.{kind.__name__}") for kind in (StoredWeight, Known)]
+)
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:

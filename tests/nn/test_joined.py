@@ -157,6 +157,7 @@ def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
     both = nn.ModuleList(layers)
     saved = octavo.nn.delayed_state_dict(both)
     for first, second in (layers, layers[::-1]):  # the delayed state of all is loaded between the weights of two layers
+        product(layers, x).sum().backward()
         first.load_state_dict(first.state_dict())
         octavo.nn.load_delayed_state_dict(both, saved)
         second.load_state_dict(second.state_dict())
