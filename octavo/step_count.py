@@ -46,19 +46,19 @@ class _OptimizerSteps:
         """
         return self._of(parameter).step
 
-    def by_hand(self, parameter: Tensor) -> int:
-        """Return a number that rises when anything but an optimizer that owns this parameter writes it in place."""
+    def writes_to(self, parameter: Tensor) -> _SeenWrites:
+        """Return the writes to a parameter; ``by_hand`` counts those in place by anything but its optimizer."""
         writes, version = self._of(parameter), version_of(parameter)
         if writes.version != version:
             writes.version, writes.by_hand = version, writes.by_hand + 1
-        return writes.by_hand
+        return writes
 
     @contextmanager
     def writing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Keep an optimizer's writes to its parameters, outside of its ``step``, from counting as writes by hand."""
         watched = [parameter for parameter in parameters if id(parameter) in self._known]
         for parameter in watched:
-            self.by_hand(parameter)
+            self.writes_to(parameter)
         yield
         for parameter in watched:
             self._of(parameter).version = version_of(parameter)
@@ -74,7 +74,7 @@ class _OptimizerSteps:
 
     def _before_step(self, optimizer: Any, *args: Any) -> None:
         for parameter in self._watched(optimizer):
-            self.by_hand(parameter)
+            self.writes_to(parameter)
 
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1

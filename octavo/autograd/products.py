@@ -295,7 +295,9 @@ def weight_cast_again(weight_NK: Tensor, layer: Layer, delayed_scale: Tensor | N
 
     Raises RuntimeError where nobody has gathered the weight again.
     """
-    if weight_NK.ndim < 2 or (weight_NK.numel() and not weight_NK.untyped_storage().nbytes()):
+    # a compiled graph can't ask for the bytes of a storage
+    is_freed = not torch.compiler.is_compiling() and weight_NK.numel() and not weight_NK.untyped_storage().nbytes()
+    if weight_NK.ndim < 2 or is_freed:
         raise RuntimeError(
             f"a weight {tuple(weight_NK.shape)} that is sharded was not gathered for its layer's backward: FSDP and "
             "ZeRO-3 do so in hooks of the module that they wrap, whose outputs have to be used"

@@ -139,7 +139,7 @@ def async_save_checkpoint(
     if ranks.group is not None and ranks.group is torch.distributed.group.WORLD:
         raise ValueError("training uses the default process group meanwhile: give Ranks(torch.distributed.new_group())")
     tensors, writer = _begin(Path(path), model, optimizer, extra, ranks, keep)
-    copies = {name: _on_cpu(value) for name, value in tensors.items()}
+    copies = {name: plain(value).detach().to("cpu", copy=True) for name, value in tensors.items()}  # sharded alike
     executor = ThreadPoolExecutor(1, "octavo-save")
     try:
         return executor.submit(_write, copies, writer, ranks)
@@ -174,11 +174,6 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor on the CPU, sharded as the tensor is."""
-    return plain(value).detach().to("cpu", copy=True)
 
 
 def load_checkpoint(

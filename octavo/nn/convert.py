@@ -7,7 +7,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -44,6 +44,8 @@ from octavo.weights.plain import (
     why_not_stored,
 )
 from octavo.weights.stored import OF_FROZEN, local_stored, store, stored_as, why_cut
+
+LEFT_OUT = "select returned False"
 
 
 def convert(
@@ -158,31 +160,24 @@ def _storage(
     others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
     for names, weight, target, module in matrices:
-        name, recipe_of_module = names[-1], recipe_of(recipe, *names)
+        name, recipe_of_module = names[-1] or "the model", recipe_of(recipe, *names)
         if id(weight) in others:
             continue
         if not issubclass(target, nn.Linear | Grouped | ConvertedExperts):
-            raise ValueError(
-                f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8: leave it out by select="
-            )
+            raise ValueError(f"{name}: a {target.__name__}'s weight can't be stored in FP8: leave it out by select=")
         if weight is None:
             raise ValueError(
-                f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
-                "select="
+                f"{name}: a weight that is computed from others can't be stored in FP8: leave it out by select="
             )
         if reason := why_not_stored(recipe_of_module, weight.requires_grad):
-            raise ValueError(
-                f"{name or 'the model'}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}"
-            )
+            raise ValueError(f"{name}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}")
         granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:
-            _refuse_sharded(name, module, weight, stored_granularity(granularity, weight.shape))
+            _refuse_sharded(name, weight)
         if granularity in OF_FROZEN and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
-            raise ValueError(
-                f"{name}: experts that are [E, K, N] can't be stored in FP8 under {recipe_of_module.name!r}"
-            )
+            raise ValueError(f"{name}: experts [E, K, N] can't be stored in FP8 under {recipe_of_module.name!r}")
         if stored.setdefault(weight, granularity) != granularity:
-            raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
+            raise ValueError(f"{name}: modules that share a weight need recipes that scale it alike")
     granularities = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
     for weight, granularity in granularities.items():
         if (why := why_cut(weight, granularity)) is not None:
@@ -193,7 +188,7 @@ def _storage(
 def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """Return a module's weights that convert takes, each with the names that a RecipeMap's patterns may match."""
     if isinstance(module, RecipeModule):
-        return [(module.names(name), weight) for weight in module.weights]
+        return [(module.names(name), weight_of(module))]
     keys = keys_of(module).items()
     return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
@@ -211,7 +206,7 @@ def storages(
         then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
     for name, module, weight in _weights_of(modules):
         if then[weight] != now[weight]:
-            _refuse_sharded(name, module, weight, then[weight])
+            _refuse_sharded(name, weight)
         if (granularity := then[weight]) is not None:
             check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
     return then
@@ -224,9 +219,8 @@ def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
-    """Return (name, module, weight) for each weight of modules."""
-    weights = [(*named_module, module) for named_module in modules for module in _weights(*named_module)]
-    return [(name, module, weight) for name, module, (_, weight) in weights if weight is not None]
+    """Return (name, module, weight) for each module that has a weight of its own."""
+    return [(name, module, weight) for name, module in modules if (weight := weight_of(module)) is not None]
 
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -235,11 +229,10 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it: FSDP2 would go on with its old shard."""
-    for name, module in _modules(model):
-        weight = weight_of(module)
-        if weight is None or stored_as(weight) is None:
+    for name, module, weight in _weights_of(_modules(model)):
+        if stored_as(weight) is None:
             continue
-        _refuse_sharded(name, module, weight, None)
+        _refuse_sharded(name, weight)
         if module.fp8.gather.parameter is not None:
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
@@ -247,11 +240,8 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
             )
 
 
-def _refuse_sharded(name: str, module: nn.Module, weight: nn.Parameter, granularity: Granularity | None) -> None:
-    """Raise ValueError if a weight on several ranks can't be stored by this granularity (None: plain).
-
-    These are experts that FSDP2 too has sharded, which would go on with its old shard.
-    """
+def _refuse_sharded(name: str, weight: nn.Parameter) -> None:
+    """Raise ValueError for experts on several ranks that FSDP2 too has sharded: it would go on with its old shard."""
     if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
         raise ValueError(
             f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "
@@ -373,8 +363,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         give_back_loss(module)
         if isinstance(module, RecipeModule):
-            for weight in module.weights:
-                store(weight, None)
+            store(weight_of(module), None)
             split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
             if split or isinstance(module, Grouped):
                 module.recipe = high_precision()
@@ -438,24 +427,23 @@ def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Mo
     for name, module in model.named_modules():
         if held := expert_weights(module):
             unknown[name] = list(held.values())
+        target: Any = type(module)
         if isinstance(module, RecipeModule):
-            if select is None or select(module, name):
-                targets.append((name, module, type(module)))
-            else:
-                reasons.setdefault("select returned False", []).append(name or "the model")
+            reason = None if select is None or select(module, name) else LEFT_OUT
+        elif (target := fp8_class(module) or experts_class(module)) is not None:
+            reason = why_left_alone(module)
+            if reason in (None, REPLACED) and not chosen(module, name):
+                reason = why_not(module) if select is None else LEFT_OUT
+            elif reason is None:
+                reason = past.get(id(module))
+        elif isinstance(module, nn.Linear):
+            reason = why_not(module)
+        else:
             continue
-        target = fp8_class(module) or experts_class(module)
-        why = None if target is None else why_left_alone(module)
-        is_candidate = target is not None and why in (None, REPLACED)
-        wanted = is_candidate and chosen(module, name)
-        if target is not None and wanted and why is None:
-            if id(module) in past:
-                reasons.setdefault(past[id(module)], []).append(name)
-                continue
+        if reason is None:
             targets.append((name, module, target))
-        elif target is not None or isinstance(module, nn.Linear):
-            reason = "select returned False" if is_candidate and not wanted and select is not None else why_not(module)
-            reasons.setdefault(str(reason), []).append(name or "the model")
+        else:
+            reasons.setdefault(reason, []).append(name or "the model")
     if not targets:
         why = _listed(reasons) or "the model has no linear layer"
         warnings.warn(f"octavo.convert converted nothing: {why}", stacklevel=3)

@@ -200,24 +200,17 @@ class OfT5(FeedForward):
         return hidden_states
 
 
-class OfGatedT5(FeedForward):
+class OfGatedT5(OfT5):
     """The feed-forward of T5 version 1.1 and Flan-T5, with a gate."""
 
     parts = PartNames("wi_0", "wi_1", "act", "dropout", "wo")
-
-    def known(self: Any, hidden_states: Tensor) -> Any:
-        hidden_gelu = self.act(self.wi_0(hidden_states))
-        hidden_linear = self.wi_1(hidden_states)
-        hidden_states = hidden_gelu * hidden_linear
-        hidden_states = self.dropout(hidden_states)
-        if (
-            isinstance(self.wo.weight, torch.Tensor)
-            and hidden_states.dtype != self.wo.weight.dtype
-            and self.wo.weight.dtype != torch.int8
-        ):
-            hidden_states = hidden_states.to(self.wo.weight.dtype)
-        hidden_states = self.wo(hidden_states)
-        return hidden_states
+    changes = (
+        (
+            "hidden_states = self.wi(",
+            "hidden_gelu = self.act(self.wi_0(hidden_states))\n    hidden_linear = self.wi_1(",
+        ),
+        ("hidden_states = self.act(hidden_states)", "hidden_states = hidden_gelu * hidden_linear"),
+    )
 
 
 class LeanRMSNorm(KnownForward):

@@ -183,15 +183,6 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
     return wrong
 
 
-def _reset_uniformly(layer: Any) -> None:
-    """Initialise matrices as torch.nn.Linear does, uniformly within 1 / sqrt(in_features); empty the delayed state."""
-    bound = layer.in_features**-0.5
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.uniform_(-bound, bound)
-    layer.reset_delayed_state()
-
-
 class Grouped(RecipeModule):
     """Base of the modules that multiply rows in groups, by matrices of their own or another module's."""
 
@@ -266,7 +257,13 @@ class GroupedLinear(Grouped):
         self.recipe = recipe_for(recipe, "")
         self.reset_parameters()
 
-    reset_parameters = _reset_uniformly
+    def reset_parameters(self) -> None:
+        """Initialise as torch.nn.Linear does, uniformly within 1 / sqrt(in_features); empty the delayed state."""
+        bound = self.in_features**-0.5
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound)
+        self.reset_delayed_state()
 
     def extra_repr(self) -> str:
         """Return the sizes and the recipe's name."""

@@ -27,7 +27,6 @@ from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.plain import (
     WeightOwner,
-    as_NK,
     check_recipe,
     fp8_operands,
     of_this_rank,
@@ -48,7 +47,7 @@ class LayerFP8:
                                                           it, and for how long: StateFacts in scaling/delayed.py
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
-                                                          while ``KeptOperands.of`` finds the weight unwritten
+                                                          while its ``operands`` finds the weight unwritten
     gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes until ``codes_key`` changes
     observer       octavo.inspect                         until it is removed; it sees casts and products
     outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
@@ -118,8 +117,7 @@ class RecipeModule(WeightOwner):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
-        for weight in self.weights:
-            check_recipe(recipe, weight)
+        check_recipe(recipe, weight_of(self))
         device = device_of(self)
         if not isinstance(self.__dict__.get("fp8"), LayerFP8):
             self.__dict__["fp8"] = LayerFP8()
@@ -188,11 +186,6 @@ class RecipeModule(WeightOwner):
         return self
 
     @property
-    def weights(self) -> list[nn.Parameter | None]:
-        """The module's weight, as ``weight_of`` returns it, in a list."""
-        return [weight_of(self)]
-
-    @property
     def weight_readers(self) -> dict[str, RecipeModule]:
         return {"weight": self}
 
@@ -212,7 +205,7 @@ class RecipeModule(WeightOwner):
         if self.exchange is not None:
             ranks = self.exchange.size if self.exchange.average else 1
             weight, bias = of_this_rank(weight, ranks), None if bias is None else of_this_rank(bias, ranks)
-        return as_NK(self, weight), bias, parameter
+        return weight.mT if self.stores_transposed else weight, bias, parameter
 
     def weight_name(self, name: str) -> str:
         """Return the weight's name in a model where this module has the name ``name``."""
@@ -268,14 +261,20 @@ class RecipeModule(WeightOwner):
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
         fp8 = self.fp8
-        if fp8.state is None or not facts_of(fp8.state.scale).is_of(load):
+        facts = None if fp8.state is None else facts_of(fp8.state.scale)
+        loads = {} if facts is None else facts.loads  # of all layers that share the state
+        if facts is None or not facts.is_of(self, load):
             self.reset_delayed_state()
         else:
-            fp8.weight_writes.were_loaded(self.weights)
+            self.state_was_loaded()
         if fp8.state is not None:
-            facts_of(fp8.state.scale).weights_from = load
+            facts_of(fp8.state.scale).loads = {**loads, id(self): load}
         fp8.kept_operands = None
         fp8.gather.generation += 1
+
+    def state_was_loaded(self) -> None:
+        """Note that the weight and its delayed state were loaded together."""
+        self.fp8.weight_writes.were_loaded(weight_of(self))
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""

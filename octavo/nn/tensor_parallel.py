@@ -274,30 +274,27 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
             "dimension; shard over others by fully_shard"
         )
     (of_weight,), (of_input,), last = weight.placements, input.placements, input.ndim - 1
-    is_replicated = isinstance(of_weight, Replicate)
-    if not (is_replicated or isinstance(of_weight, Shard)):
+    columns, rowwise, of_weight_grad = Shard(last), _is_shard(of_weight, 1, 1), of_weight
+    # the placements of the input, its gradient and the output; which of input, weight, grad_output ranks have in parts
+    if isinstance(of_weight, Replicate):
+        placement = Replicate() if isinstance(of_input, Partial) or of_input == columns else of_input
+        tokens = isinstance(placement, Shard)
+        of_x_grad, of_output, roles = placement, placement, (tokens, False, tokens)
+        of_weight_grad = Partial() if tokens else of_weight
+    elif rowwise:
+        placement, of_x_grad, of_output, roles = columns, columns, Partial(), (True, True, False)
+    elif _is_shard(of_weight, 0, 1):
+        placement, of_x_grad, of_output, roles = Replicate(), Partial(), columns, (False, True, True)
+    else:
         raise ValueError(f"a weight with placement {of_weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
-    input_placement: Any = of_input
-    if not is_replicated:
-        input_placement = Replicate() if of_weight.dim % 2 == 0 else Shard(last)
-    elif isinstance(of_input, Partial) or of_input == Shard(last):
-        input_placement = Replicate()
-    if input_placement != of_input:
-        input = input.redistribute(placements=[input_placement])
-    rowwise = not is_replicated and input_placement == Shard(last)
-    tokens = is_replicated and isinstance(input_placement, Shard)
-    of_output = input_placement if is_replicated else Partial() if rowwise else Shard(last)
-    x = input.to_local(
-        grad_placements=[Partial() if input_placement == Replicate() and not is_replicated else input_placement]
-    )
-    local = weight.to_local(grad_placements=[Partial() if tokens else of_weight])
-    b = _local_bias(bias, rowwise, mesh, Partial() if tokens else None)
-    # input, weight, grad_output
-    roles = rowwise or tokens, not is_replicated, tokens or not (is_replicated or rowwise)
-    parts = Parts(mesh.get_group().group_name, roles)
+    if placement != of_input:
+        input = input.redistribute(placements=[placement])
+    x = input.to_local(grad_placements=[of_x_grad])
+    local = weight.to_local(grad_placements=[of_weight_grad])
+    b = _local_bias(bias, rowwise, mesh, None if of_weight_grad == of_weight else of_weight_grad)
     # ranks that share scales cast together, and then layers share no casts
     read = None if roles[INPUT] else read_by(x, module, is_view=True)
-    y = module.local_product(x, (local, b, weight), read, Rows(parts=parts))
+    y = module.local_product(x, (local, b, weight), read, Rows(parts=Parts(mesh.get_group().group_name, roles)))
     if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return scattered
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)

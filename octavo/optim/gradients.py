@@ -11,7 +11,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class GradientHooks:
                 bound_method(param)
 
         self.handles, self._hook = handles, hook
+        self.accumulating = False
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
@@ -52,6 +53,15 @@ class GradientHooks:
             for gone in self.handles.keys() - set(params):
                 self.handles.pop(gone).remove()
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Note in ``accumulating`` that gradients are not a step's last within this context."""
+        was_accumulating, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = was_accumulating
+
 
 class GradientStorage:
     """The storage of an optimizer's gradients in FP8, for as long as the optimizer lives."""
@@ -63,20 +73,14 @@ class GradientStorage:
             "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
         )
         self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # grad_dtype and dtype before sums were float32
-        self._accumulating = False
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Sum gradients in float32 within this context: for all micro-batches of a step but the last."""
         for param in self.hooks.handles:
             stored = None if param.grad is None else states.local(param.grad)
             if isinstance(stored, StoredGradient) and stored.is_zero:  # by zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
-        was_accumulating, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = was_accumulating
+        return self.hooks.accumulate()
 
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
@@ -87,7 +91,7 @@ class GradientStorage:
         gradient = states.local(whole)
         if isinstance(gradient, StoredGradient) or gradient.is_sparse:
             return
-        if not self._accumulating:
+        if not self.hooks.accumulating:
             grad_dtype, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
             stored = StoredGradient.cast(gradient, dtype, is_fp8_experts(param))
             _set(param, like_sharded(stored, whole, whole.shape), grad_dtype)

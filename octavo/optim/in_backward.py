@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -145,8 +144,8 @@ class GradientNorms:
         ratio of the squares of those that have come to the same of the last step, share their part of that step's sum.
         """
         has_come = self._now != _TO_COME
-        now, last_of_come = self._now * has_come, (self._last * has_come).sum()
-        last_to_come = (self._last * ~has_come).sum()
+        now = self._now * has_come
+        last_of_come, last_to_come = (self._last * has_come).sum(), (self._last * ~has_come).sum()
         growth = (now * (self._last > 0)).sum() / last_of_come.clamp(min=_TINY)
         share = last_of_come / (last_of_come + last_to_come).clamp(min=_TINY)
         return (now.sum() + last_to_come * growth.pow(share.sqrt())).sqrt()
@@ -193,7 +192,6 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._accumulating = False
         self._unended: Any = None  # a weak reference to the callback at the end of the backward pass that is running
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
@@ -233,14 +231,9 @@ class UpdatesInBackward:
         self._wait()
         self.optimizer.in_backward = None
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Have backward only accumulate gradients within this context: for all micro-batches of a step but the last."""
-        was_accumulating, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = was_accumulating
+        return self._hooks.accumulate()
 
     def finish(self) -> None:
         """End a step: update weights whose gradients still wait, and wait for them. ``optimizer.step()`` calls it."""
@@ -281,7 +274,7 @@ class UpdatesInBackward:
 
     def _take(self, param: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete."""
-        if self._accumulating:
+        if self._hooks.accumulating:
             return
         self._follow()
         if param in self._pending:

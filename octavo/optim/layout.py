@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
 from octavo.tensor.collectives import check_ranks_agree
-from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank
+from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import local_stored
 
 _MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # options of groups that no kernel takes
@@ -74,14 +74,11 @@ def place_of(param: Tensor) -> tuple[int, int, int]:
 
     The matrix is [E * N, K] of experts in FP8, [n, 1] of a sharded vector.
     """
+    row, column, *_ = (*(each.start for each in own_slices(param.shape, param)), 0, 0)
     if is_fp8_experts(param):
-        first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
-        return first * param.shape[1], 0, param.shape[2]
+        return row * param.shape[1], 0, param.shape[2]
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
-    if not is_sharded(param):
-        return 0, 0, columns
-    row, *others = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
-    return row, others[0] * math.prod(param.shape[2:]) if others else 0, columns
+    return row, column * math.prod(param.shape[2:]), columns
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix, moments_of
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import like_sharded, on_this_rank
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, local_stored
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
@@ -177,9 +177,7 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: 
     """Convert a parameter's moment in a state from the form ``old`` to the form ``new``, rounded to nearest."""
     values = as_fp32(name, old, loaded_state).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
-        (chunk, *_) = param.__create_chunk_list__()  # type: ignore[attr-defined]
-        for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            values = values.narrow(dim, first, size)
+        values = values[own_slices(param.shape, param)]
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)

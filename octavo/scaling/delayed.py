@@ -35,7 +35,6 @@ from octavo.step_count import version_of
 
 NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
 FACTS = "_octavo_facts"  # on a scale: its StateFacts
-UNKNOWN = object()  # in place of the load that a state's weights are from
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
@@ -52,12 +51,12 @@ class StateFacts:
         self.version = version
         self.maybe_empty = maybe_empty  # whether a role may have no scale
         self.history_id: int | None = None  # equal ids mean equal histories of the input, on the same device
-        # an object that all calls of the load_state_dict of its weights share; None: the weights are loaded next
-        self.weights_from: object = UNKNOWN
+        # {id of a layer: an object that all calls of its weight's load_state_dict share; None: it is loaded next}
+        self.loads: dict[int, object] = {}
 
-    def is_of(self, load: object) -> bool:
-        """Whether the state belongs to the weights that this ``load_state_dict`` loads."""
-        return self.weights_from is None or self.weights_from is load
+    def is_of(self, layer: nn.Module, load: object) -> bool:
+        """Whether the state belongs to the weight of this layer that this ``load_state_dict`` loads."""
+        return any(self.loads.get(id(layer), self) is one for one in (None, load))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()
@@ -69,7 +68,7 @@ def facts_of(scale: Tensor) -> StateFacts:
     if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
         facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
     elif facts.version != version:
-        facts.version, facts.maybe_empty, facts.history_id, facts.weights_from = version, False, None, UNKNOWN
+        facts.version, facts.maybe_empty, facts.history_id, facts.loads = version, False, None, {}
     return facts
 
 
@@ -268,15 +267,15 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
     states = {module: module_state for module in model.modules() if (module_state := state_of(module)) is not None}
-    loads = {module: facts_of(module_state.scale).weights_from for module, module_state in states.items()}
+    loads = {module: facts_of(module_state.scale).loads for module, module_state in states.items()}
     for name, tensor in tensors_of_model.items():
         tensor.copy_(state[name])
         if not bool(state[name].all()):
             note_empty(tensor)
     for module, module_state in states.items():
         module_state.before.zero_()
-        facts_of(module_state.scale).weights_from = None if loads[module] is UNKNOWN else loads[module]
-        module.fp8.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
+        facts_of(module_state.scale).loads |= {id(module): None} | loads[module]  # of layers that share the state too
+        module.state_was_loaded()  # type: ignore[operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

@@ -249,12 +249,8 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
 def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     qdata = func(pair.qdata, shape)
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
-    if tile == (ALL, ALL):
-        return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
-    trailing = 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
-    if new == old or (
-        len(new) >= trailing and len(old) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]
-    ):
+    trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
+    if new == old or (min(len(new), len(old)) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]):
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
     raise UnsupportedOpError(
         f"{func} from {tuple(old)} to {tuple(new)} would cut through the tiles of {pair.granularity}; keep the last "

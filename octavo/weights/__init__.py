@@ -7,6 +7,14 @@ kept.py       KeptWeights: written on command
 files.py      state dicts: which tensors hold a weight in FP8
 writes.py     whether anything but its optimizer wrote a weight
 reader.py     what these files need of a module that multiplies by a weight
+
+What is done with a weight has one name, whichever way it is kept:
+
+             operands            write               send (FSDP2)           save, load
+    plain    fp8_operands        its optimizer       InFP8, CastAfter, Way  save_plain, load_stored
+    stored   StoredWeight's      StoredWeight.write  AsStored               save_plain, load_stored
+    gathered GatheredWeight's    GatheredWeight.write
+    kept     KeptOperands'       KeptWeights.cast
 """
 
 import sys

@@ -61,29 +61,25 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
     if not isinstance(entry, Tensor):
         return  # torch says which key is missing or wrong
     stored, local = local_stored(weight), on_this_rank(entry)
-    codes = _codes_of(local)
-    if stored is not None and stored is not weight and _is_of_first_rank(entry, local, weight):
+    codes, is_shard = _codes_of(local), stored is not weight
+    if stored is not None and is_shard and _is_of_first_rank(entry, local, weight):
         codes = stored.qdata if codes is None else codes
         scale_inv = _scales_of_first_rank(weight, stored, scale_inv, key).to(codes.device)
     elif isinstance(local, StoredWeight):
         return  # a parameter, as it is
     elif codes is not None or scale_inv is not None:
         _check_pair(entry, codes, scale_inv, key)
-    if weight is not None and stored is not None and stored is not weight:
+    if weight is not None and stored is not None and is_shard:
         state_dict[key] = _as_shard(weight, stored, entry, codes, scale_inv)
     elif codes is not None:
-        dtype = torch.float32 if weight is None else weight.dtype
-        pair = StoredWeight(codes, on_this_rank(scale_inv), dtype).pair()
-        if local is not entry:
-            state_dict[key] = like_sharded(
-                pair.dequantize(), entry, _shape_of(entry), of_columns=len(_shape_of(entry)) - 1
-            )
-        elif stored is None:
-            state_dict[key] = pair.dequantize()
+        shape, dtype = _shape_of(entry), torch.float32 if weight is None else weight.dtype
+        loaded = StoredWeight(codes, on_this_rank(scale_inv), dtype)
+        if stored is None or local is not entry:
+            state_dict[key] = like_sharded(loaded.pair().dequantize(), entry, shape, of_columns=len(shape) - 1)
         elif stored.may_have(scale_inv):
-            state_dict[key] = StoredWeight(codes, scale_inv, dtype)
+            state_dict[key] = loaded
         else:
-            state_dict[key] = StoredWeight.cast(pair.dequantize(), stored.granularity)
+            state_dict[key] = StoredWeight.cast(loaded.pair().dequantize(), stored.granularity)
 
 
 def _scales_of(entry: Any) -> Any:

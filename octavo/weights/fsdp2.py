@@ -129,7 +129,7 @@ class GatheredWeight(ForProducts):
         "keep the layer out of FP8 with octavo.recipes.high_precision()"
     )
 
-    def refill(self, operands: Operands) -> None:
+    def write(self, operands: Operands) -> None:
         """Take others of the same shapes: written into the storage that is there, codes and scales together.
 
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.

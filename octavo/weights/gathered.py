@@ -29,7 +29,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,27 +58,11 @@ from octavo.weights.fsdp2 import (
     rows_of_rank,
     rows_on_each_rank,
 )
-from octavo.weights.plain import notice_writes
-from octavo.weights.reader import LayerState, WeightReader
+from octavo.weights.plain import notice_writes, weight_of
+from octavo.weights.reader import WeightReader
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
-
-
-class GatheredState(LayerState, Protocol):
-    """The state of a module for a weight that FSDP2 may shard."""
-
-    @property
-    def gather(self) -> Gather:
-        """The state of the weight's gathers."""
-
-
-class GatheredReader(WeightReader, Protocol):
-    """A module whose weight FSDP2 may shard."""
-
-    @property
-    def fp8(self) -> GatheredState:
-        """The module's state for its weight."""
 
 
 class Unshard(NamedTuple):
@@ -202,12 +186,10 @@ class InFP8(Way):
                 group.refresh(gather.parameter.device_mesh, mesh)
             self.cast_key = None
         group.wait()
-        sent, shared_scales = (
-            [tensor.to(shard.device, non_blocking=True) for tensor in tensors]
-            for tensors in (self.sent, self.shared_scales)
-        )
+        sent = tuple(tensor.to(shard.device, non_blocking=True) for tensor in self.sent)
+        shared_scales = [tensor.to(shard.device, non_blocking=True) for tensor in self.shared_scales]
         read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.fp8.recipe.pads)
-        return tuple(sent), _reading(read, shared_scales, module.fp8.recipe, shape, module.stores_transposed)
+        return sent, _reading(read, shared_scales, module.fp8.recipe, shape, module.stores_transposed)
 
 
 class Gather:
@@ -349,11 +331,12 @@ class Gather:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
 
-    def send(self, module: GatheredReader, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Sent:
+    def send(self, module: WeightReader, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Sent:
         """Return the tensors that FSDP2 sends of the weight, and its second hook: see ShardHooks."""
         if not self.settings_agree:
             whole = mesh if self.parameter is None else self.parameter.device_mesh
-            check_layers_agree((self.group and self.group.modules_on(whole)) or [module], whole)
+            others = [] if self.group is None else [other for other, _ in self.group.gathers_on(whole)]
+            check_layers_agree(others or [module], whole)
         way = AsStored() if isinstance(shard, StoredWeight) else self.way(module)
         used = way.kind, module.fp8.recipe.weight_casts
         if self.used is not None and self.used != used:
@@ -402,7 +385,7 @@ def _reading(
         if swaps:
             operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
         if out is not None:
-            return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
+            return on_this_rank(out).write(operands)  # type: ignore[attr-defined]
         assert operands.as_is is not None and operands.transposed is not None
         codes = operands.as_is[0], operands.transposed[0]
         storages = {q.untyped_storage().data_ptr(): _all_of(q) for q in codes}
@@ -430,16 +413,14 @@ def settings_of(module: WeightReader, name: str) -> dict[str, object]:
     """
     recipe = module.fp8.recipe
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
-    weight = next(
-        (parameter for parameter in (module.fp8.gather.parameter, *module.weights) if parameter is not None), None
-    )
-    if weight is not None:
+    weight = module.fp8.gather.parameter
+    if (weight := weight_of(module) if weight is None else weight) is not None:
         granularity = stored_as(weight)
         settings["weight_storage"] = weight.dtype if granularity is None else f"fp8 {granularity}"
     return {f"{name}: {setting}": value for setting, value in (settings | module.settings()).items()}
 
 
-def check_layers_agree(modules: Sequence[GatheredReader], mesh: Any, **settings: object) -> None:
+def check_layers_agree(modules: Sequence[WeightReader], mesh: Any, **settings: object) -> None:
     """Raise RanksDifferError if ranks of a mesh have different settings of these RecipeModules; collective.
 
     Once after each change of any of them. All ranks call it with the same modules; ``settings``: others that must be
@@ -476,20 +457,20 @@ class GatherGroup:
             check_ranks_agree(self.settings, mesh.get_all_groups())
             self._checked_meshes.add(mesh)
 
-    def modules_on(self, mesh: Any) -> list[GatheredReader]:
-        """Return the modules whose weights are sharded over a mesh, in one order on all ranks."""
+    def gathers_on(self, mesh: Any) -> list[tuple[Any, Gather]]:
+        """Return the modules whose weights are sharded over a mesh, in one order on all ranks, with their gathers."""
         # octavo.restore leaves none of it
         modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
-        gathers = [(module, module.fp8.gather) for module in modules]
-        return [module for module, gather in gathers if gather.group is self and gather.parameter.device_mesh == mesh]
+        gathers: list[tuple[Any, Gather]] = [(module, module.fp8.gather) for module in modules]
+        return [(module, one) for module, one in gathers if one.group is self and one.parameter.device_mesh == mesh]
 
     def refresh(self, whole: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on the mesh ``whole``; ``mesh``: the one that sends them."""
         together: dict[Any, list[InFP8]] = {}
-        for module in self.modules_on(whole):
-            if isinstance(way := module.fp8.gather.way(module), InFP8):
-                module.fp8.gather.begin(module)
-                way.cast_key, shard = module.fp8.gather.codes_key(module), way.shard
+        for module, gather in self.gathers_on(whole):
+            if isinstance(way := gather.way(module), InFP8):
+                gather.begin(module)
+                way.cast_key, shard = gather.codes_key(module), way.shard
                 as_is = module.fp8.recipe.weight_casts.as_is
                 key = (as_is, shard.dtype, shard.device) if way.shard_cast.together else way
                 together.setdefault(key, []).append(way)
@@ -670,10 +651,8 @@ class ShardCast:
             return torch.cat([shard, wide]), 0
         if not len(shard):
             return shard, 0
-        (first, rows_above), (last, rows_below) = (
-            divmod(self.begin, tile[0]),
-            divmod(end if end < self.shape[0] else 0, tile[0]),
-        )
+        first, rows_above = divmod(self.begin, tile[0])
+        last, rows_below = divmod(end if end < self.shape[0] else 0, tile[0])
         rows = wide[first : first + 1].expand(rows_above, columns), shard, wide[last : last + 1][:rows_below]
         return torch.cat(rows) if rows_above or rows_below else shard, rows_above
 
@@ -681,10 +660,8 @@ class ShardCast:
         """Return the operands of all ranks' ``sent`` tensors, by the scales (and the weight's amax) of all ranks."""
         tensors, shared, pairs = iter(received), iter(shared_scales), list[tuple[Tensor, Tensor]]()
         for cast, tile, grid in self.layouts:
-            q, scales = (
-                next(tensors)[: self.shape[0]].view(cast.format.dtype),
-                next(tensors if grid is None else shared),
-            )
+            q = next(tensors)[: self.shape[0]].view(cast.format.dtype)
+            scales = next(tensors if grid is None else shared)
             if scales.dtype == torch.uint8:
                 scales = scales_from(scales, cast.power_of_two, tile)
             # with the strides that products want, see kernels/signatures.py

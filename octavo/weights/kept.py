@@ -31,14 +31,14 @@ class KeptOperands:
     def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lays: bool, amax: Tensor) -> None:
         OPTIMIZER_STEPS.watch()
         self.recipe, self.cast, self.lays, self.amax = recipe, cast, lays, amax
-        self.operands = operands._replace(amax=amax) if cast.is_delayed else operands
+        self.pairs = operands._replace(amax=amax) if cast.is_delayed else operands
 
     def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
         """Note that the buffers were just cast from this weight, by this delayed state."""
         self._weight, self._captured = weight, captured
         self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
 
-    def of(self, weight: Tensor, state: State | None) -> Operands | None:
+    def operands(self, weight: Tensor, state: State | None) -> Operands | None:
         """Return the operands; None if the weight or its delayed scale may have been written since the cast.
 
         A compiled or captured forward can't compare, and always gets the operands of this weight.
@@ -46,9 +46,9 @@ class KeptOperands:
         if self._weight is not weight:
             return None
         if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self.operands
+            return self.pairs
         is_unwritten = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
-        return self.operands if is_unwritten and not self._captured else None
+        return self.pairs if is_unwritten and not self._captured else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -139,11 +139,11 @@ class KeptWeights:
             is_certain = skip is None and not captured and not torch.compiler.is_compiling()
             for layer in layers if cast.is_delayed and is_certain else ():
                 notice_writes(layer, layer.weight)
-            as_is = [buffers.operands.as_is for _, buffers in group]
+            as_is = [buffers.pairs.as_is for _, buffers in group]
             kernels.multi_tensor_cast(
                 [layer.weight.detach().contiguous() for layer in layers],
                 [qdata for qdata, _ in as_is],
-                [buffers.operands.transposed[0] for _, buffers in group] if lays else [],
+                [buffers.pairs.transposed[0] for _, buffers in group] if lays else [],
                 [scale_inv for _, scale_inv in as_is],
                 [buffers.amax for _, buffers in group],
                 [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
@@ -177,9 +177,8 @@ def _kept(layer: Any) -> KeptOperands | None:
         or layer.stores_transposed
         or cast is None
         or (casts.as_is and casts.transposed and not casts.once)
+        or (cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)))
     ):
-        return None
-    if cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)):
         return None
     rows, cols = weight.shape
     pad = contraction_multiple(weight.device) if recipe.pads else 1

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
+from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
@@ -124,17 +124,13 @@ def fp8_operands(
     local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    operands_method = getattr(type(local), "operands", None)
-    if operands_method is not None:
+    if hasattr(type(local), "operands"):  # stored or gathered
         _refuse_tracing()
-    if isinstance(local, StoredWeight) and local.granularity in OF_FROZEN:
-        return operands_of_codes((local.qdata, local.scale_inv), module.fp8.recipe, WEIGHT, transposed, None)
-    if operands_method is not None:  # stored or gathered
-        return operands_method(local, module, transposed)
+        return local.operands(module, transposed)
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:
-        kept_operands = module.fp8.kept_operands.of(parameter, state)
+        kept_operands = module.fp8.kept_operands.operands(parameter, state)
         if kept_operands is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
@@ -187,34 +183,20 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
             return whole_pair(parameter, stored)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
     state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
-    operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
+    weight_NK = weight.mT if module.stores_transposed else weight
+    operands = fp8_operands(module, weight_NK, weight, False, state, training)
     assert operands.as_is is not None
     qdata, scale_inv = operands.as_is
     scale_inv = plain_scales(scale_inv, qdata.shape, MX)
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 
-def as_NK(module: WeightReader, weight: Tensor) -> Tensor:
-    """Return a module's weight, in the layout that it is stored in, as [..., N, K]."""
-    return weight.mT if module.stores_transposed else weight
-
-
-class _RankExperts(torch.autograd.Function):
-    """Passes on a rank's experts, and divides their gradients, sums over all ranks' tokens, by ``ranks``."""
-
-    @staticmethod
-    def forward(ctx: Any, experts: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return experts.view_as(experts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.ranks, None
-
-
 def of_this_rank(parameter: Any, ranks: int) -> Tensor:
     """Return this rank's experts of a parameter [E, ...]; their gradients are divided by ``ranks``."""
-    return _RankExperts.apply(parameter.to_local(), ranks)
+    experts: Tensor = parameter.to_local()
+    if experts.requires_grad:  # a view of the parameter, new in each forward; its gradient sums all ranks' tokens
+        experts.register_hook(lambda grad: grad / ranks)
+    return experts
 
 
 def state_for(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
@@ -225,9 +207,10 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
     if module.fp8.state is None:
         return None
     if training and not torch.compiler.is_compiling():
-        weights = (parameter,) if isinstance(parameter, nn.Parameter) else module.weights
-        for weight in weights:
-            if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
+        weight = parameter if isinstance(parameter, nn.Parameter) else weight_of(module)
+        if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
+            local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
+            if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
                 notice_writes(module, weight)
     return module.fp8.state_on(device)
 
@@ -320,6 +303,6 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
     return PerTensor() if is_one_block else granularity
 
 
-def weight_of(module: nn.Module) -> nn.Parameter | None:
+def weight_of(module: Any) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,10 +39,6 @@ class WeightReader(Protocol):
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
 
-    @property
-    def weights(self) -> Sequence[nn.Parameter | None]:
-        """The weight, None if others compute it."""
-
     def settings(self) -> dict[str, object]:
         """Return the settings beside its recipe that must be equal on all ranks, by name."""
 
@@ -70,7 +65,7 @@ class LayerState(Protocol):
 class KeptCodes(Protocol):
     """Codes that outlive a forward: KeptOperands."""
 
-    def of(self, weight: Tensor, state: State | None) -> Operands | None:
+    def operands(self, weight: Tensor, state: State | None) -> Operands | None:
         """Return the operands, None if the weight or its scale may have been written since the cast."""
 
 
@@ -79,6 +74,8 @@ class WeightGather(Protocol):
 
     parameter: Any  # DTensor or None
     generation: int
+    name: str
+    settings_agree: bool
 
     def adopt(self, parameter: Any, whole: Any, module: WeightReader) -> None:
         """Gather ``parameter`` from now on, which replaces ``whole``."""

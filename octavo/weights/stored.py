@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
+from octavo.autograd.casts import WEIGHT, operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, BLOCK, MX, Granularity, PerBlock, PerRow, PerTensor
@@ -232,6 +233,8 @@ class StoredWeight(ShardHooks, Pair):
 
     def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
+        if self.granularity in OF_FROZEN:
+            return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, None)
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.pads, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)
@@ -305,41 +308,34 @@ class StoredWeight(ShardHooks, Pair):
         """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
         return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
-    def take(self, other: Tensor) -> StoredWeight:
-        """Write another's values: of a stored one its pair, of a file its codes, any others cast."""
+    def write(self, other: Tensor) -> StoredWeight:
+        """Write another's values: of a stored one its pair if this one may have its scales, any others cast.
+
+        If the weight has these values already its scale stays, on which a master's rest depends. uint8 are a file's
+        codes.
+        """
         if self.is_meta:
             return self
-        pair = other if isinstance(other, StoredWeight) and self._may_take(other) else None
+        pair: StoredWeight | None = None
+        if isinstance(other, StoredWeight):
+            has_scales = other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
+            pair, other = (other, other) if has_scales else (None, other.before_cast())
         # decided without values, so that all ranks decide alike
         self.known.alone = (
             self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.alone)
         )
         if pair is not None:
-            self._take_pair(pair)
-        elif isinstance(other, StoredWeight):
-            self._write(StoredWeight.cast(other.before_cast(), self.granularity, not self.known.is_frozen))
+            if pair.shape != self.shape or not self.equals(pair):
+                self._write_pair(pair)
         elif self.is_shard and other.dtype == torch.uint8:
-            self._take_codes(other)
+            self._write_codes(other)
         else:
-            self._take_values(other)
+            values = other.to(self.device).expand(self.shape)
+            if not torch.equal(self.before_cast(), values.to(self.dtype)):
+                self._write_pair(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
         return self
 
-    def _may_take(self, other: StoredWeight) -> bool:
-        """Whether another's pair can be written as it is."""
-        return other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
-
-    def _take_pair(self, other: StoredWeight) -> None:
-        """Write another's pair, unless it has these values: then the scale stays, on which a master's rest depends."""
-        if other.shape != self.shape or not self.equals(other):
-            self._write(other)
-
-    def _take_values(self, values: Tensor) -> None:
-        """Write values, cast by a new scale, unless the weight has them: then the scale stays."""
-        values = values.to(self.device).expand(self.shape)
-        if not torch.equal(self.before_cast(), values.to(self.dtype)):
-            self._write(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
-
-    def _write(self, other: StoredWeight) -> None:
+    def _write_pair(self, other: StoredWeight) -> None:
         """Copy codes, scales and low bits."""
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
@@ -351,7 +347,7 @@ class StoredWeight(ShardHooks, Pair):
             self.low_bits = other.low_bits.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
-    def _take_codes(self, codes: Tensor) -> None:
+    def _write_codes(self, codes: Tensor) -> None:
         """Write a file's codes from torch.distributed.checkpoint: all is NaN until load_state_dict reads scales."""
         if codes.shape[:-2] + codes.shape[-1:] != self.shape:
             raise UnsupportedOpError(
@@ -480,7 +476,7 @@ def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: A
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
     """Apply the rule of torch.nn.init's writes: to a plain weight, which is then cast."""
-    return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
+    return weight.write(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
 def _plainly(func: Any, *args: Any) -> Tensor:
@@ -528,7 +524,7 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
         *_, work = func(*pytree.tree_map_only(kind, tensor_of, (received, *arguments)))
         work.wait()
     for output, received_weight in zip(outputs, received, strict=True):
-        output.take(received_weight)
+        output.write(received_weight)
     return outputs, work
 
 
@@ -565,7 +561,7 @@ StoredWeight.RULES = {
     aten.view.default: _view,
     aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
-    aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
+    aten.copy_.default: lambda _, to, other, *__: to.write(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
@@ -603,7 +599,7 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
             keep_rest = shard.low_bits is not None or param.requires_grad
-            shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
+            shard.write(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
     shard.known.alone = False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,28 +16,29 @@ class WeightWrites:
 
     def __init__(self) -> None:
         self._seen: tuple[Any, ...] | None = None  # the weight's identity, counters and storage
-        self._loaded: dict[int, int] = {}  # id of a weight not seen since its load -> its version then
+        self._loaded: tuple[int, int] | None = None  # id of a weight not seen since its load, its version then
         self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
     def since_last(self, weight: Tensor) -> bool:
         """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
-        OPTIMIZER_STEPS.watch()
-        local = local_tensor(weight)
         last, replaced, self.replaced = self._seen, self.replaced, False
+        if last is None:
+            OPTIMIZER_STEPS.watch()
+        local, writes = local_tensor(weight), OPTIMIZER_STEPS.writes_to(weight)
         storage = StorageWeakRef(local.untyped_storage())
-        identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
-        values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
+        identity = id(weight), writes.by_hand
+        values = writes.step, storage.cdata, version_of(local)
         self._seen = identity, values, storage
         if last is None:
-            version = version_of(weight)
-            return self._loaded.pop(id(weight), version) != version
+            loaded, self._loaded = self._loaded, None
+            return loaded is not None and loaded[0] == id(weight) and loaded[1] != version_of(weight)
         by_step = last[1][0] != values[0]  # a step may change storage and version
         return replaced or last[0] != identity or not (by_step or last[1] == values)
 
-    def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
-        """Note that these weights and their history were loaded together; forget the writes before the load."""
+    def were_loaded(self, weight: Tensor | None) -> None:
+        """Note that the weight and its history were loaded together; forget the writes before the load."""
         self._seen, self.replaced = None, False
-        self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
+        self._loaded = None if weight is None else (id(weight), version_of(weight))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWrites, ()

@@ -130,8 +130,7 @@ def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
     """A history covers all layers, after one layer alone, a write, a copy, a load: the largest weight isn't clipped."""
     recipe, x = recipes.delayed(), torch.randn(16, WIDTH)
     layers = tuple(octavo.nn.Linear(WIDTH, 32, bias=False, recipe=recipe) for _ in range(2))
-    with torch.no_grad():
-        layers[1].weight.mul_(30)
+    layers[1].weight.detach().mul_(30)
     layers[0](x).sum().backward()  # its history knows nothing of the other's weight
     layers[1](x[:1] * 1e-3).sum().backward()
     assert state_of(layers[0]) is not state_of(layers[1])
@@ -144,8 +143,7 @@ def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
         y.sum().backward()
 
     check()
-    with torch.no_grad():
-        layers[1].weight.mul_(20)
+    layers[1].weight.detach().mul_(20)
     check()
     layers = copy.deepcopy(layers)
     check()
@@ -154,3 +152,8 @@ def test_a_history_covers_all_layers_whatever_computed_them_before() -> None:
         one.load_state_dict(other.state_dict())
         octavo.nn.load_delayed_state_dict(one, octavo.nn.delayed_state_dict(other))
     assert torch.equal(product(fresh, x), product(layers, x))
+    saved = octavo.nn.delayed_state_dict(both := nn.ModuleList(layers))
+    layers[0].load_state_dict(layers[0].state_dict())
+    octavo.nn.load_delayed_state_dict(both, saved)  # of all layers, between the weights of two
+    layers[1].load_state_dict(layers[1].state_dict())
+    assert torch.equal(layers[0].delayed_scale, saved["0.delayed_scale"]) and saved["0.delayed_scale"].all()

@@ -92,7 +92,7 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
     weight, other = gathered(), gathered(3.0)
     other.qdata.view(torch.uint8).fill_(56)  # 1.0
     saved, version = weight.qdata, weight.qdata._version
-    weight.refill(other.read())
+    weight.write(other.read())
     assert weight.qdata is saved and torch.equal(saved.float(), torch.ones(4, 3)) and saved._version == version
     assert weight.scale_inv.item() == 3.0
 
