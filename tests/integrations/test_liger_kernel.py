@@ -27,9 +27,43 @@ LIBRARY = transformers.models.llama.modeling_llama
 RECIPE = recipes.mx()  # no scale is of two layers, so that layers that are computed as one have equal codes
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *_: Any) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     high = x.float()
     return weight * (high * torch.rsqrt(high.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class Norm(torch.autograd.Function):
+    """As Liger's: backward writes the gradient of x over that of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *unused: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.unused = eps, len(unused)
+        return normed(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(normed(*leaves, ctx.eps), leaves, grad)
+        return grad.copy_(grads[0]), grads[1], *[None] * (1 + ctx.unused)
+
+
+class GatedSilu(torch.autograd.Function):
+    """As Liger's: backward writes the gradients over what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, *_: Any) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        leaves = [saved.clone().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(nn.functional.silu(leaves[0]) * leaves[1], leaves, grad)
+        gate, up = (saved.copy_(value) for saved, value in zip(ctx.saved_tensors, grads, strict=True))
+        return gate, up, None, None
 
 
 def loss(x: Tensor, weight: Tensor, target: Tensor, *options: Any) -> tuple[Any, ...]:
@@ -51,9 +85,8 @@ def turned(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch in the place of Liger's kernels; what Liger replaces in transformers is put back afterwards."""
-    monkeypatch.setattr(liger.rms_norm, "LigerRMSNormFunction", SimpleNamespace(apply=norm))
-    silu = SimpleNamespace(apply=lambda gate, up, *_: nn.functional.silu(gate) * up)
-    monkeypatch.setattr(liger.swiglu, "LigerSiLUMulFunction", silu)
+    monkeypatch.setattr(liger.rms_norm, "LigerRMSNormFunction", Norm)
+    monkeypatch.setattr(liger.swiglu, "LigerSiLUMulFunction", GatedSilu)
     monkeypatch.setattr(liger.rope, "dispatch", turned)
     monkeypatch.setattr(liger.functional, "LigerFusedLinearCrossEntropyFunction", SimpleNamespace(apply=loss))
     for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
@@ -110,6 +143,13 @@ def test_nothing_of_ligers_is_fused_and_convert_says_why() -> None:
     assert {name.rpartition(".")[2] for name in octavo.summary(model).not_fused} == {
         *("loss_function", "norm", "input_layernorm", "post_attention_layernorm", "mlp", "self_attn", "0", "1")
     }
+
+
+def test_without_ligers_loss_the_head_stays_in_fp8() -> None:
+    batch = torch.utils.data.default_collate(tiny_models.data("llama", 4))
+    model = converted(tiny_models.build("llama"), False)
+    liger.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    assert not [row for row in octavo.summary(model, **batch).converted if row.reason]
 
 
 def test_the_trainer_applies_liger_to_the_converted_model(tmp_path: Path) -> None:
