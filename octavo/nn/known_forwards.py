@@ -517,7 +517,7 @@ def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
 
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
-    return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)
+    return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -181,10 +181,9 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     if args or kwargs:
         in_evaluation = forward_flops(model, args, kwargs)
         saved, in_training = _in_training(model, args, kwargs)
-        flops, products = in_training or in_evaluation
-    if products is not None:  # by module, as the counter may name a shared one otherwise than the loop below
-        names = model.named_modules(remove_duplicate=False)
-        products = {id(module): products[name] for name, module in names if name in products}
+        flops, by_name = in_training or in_evaluation
+        names = model.named_modules(remove_duplicate=False)  # the counter may use a shared module's last name
+        products = {id(module): by_name[name] for name, module in names if name in by_name}
     past, parts_of_fused = past_reads(model), _parts_of_fused(model)
     taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
     computed: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
