@@ -37,6 +37,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/compile.md": compile_matrix.TABLES | compiled_bytes.TABLES | cpu_step.TABLES,
     "docs/communication.md": communication_model.TABLES | communication.TABLES | gather_host.TABLES,
     "docs/export.md": onnx_export.TABLES,
+    "docs/hugging-face.md": kernels.LIGER,
     "docs/emulator.md": emulated.TABLES | silicon.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
     "docs/inspect.md": causes.TABLES,

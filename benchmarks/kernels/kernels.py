@@ -210,7 +210,23 @@ def products_table() -> str:
     return markdown(("TFLOP/s", *ways), lines)
 
 
+def liger_table() -> str:
+    """Return the table of docs/hugging-face.md: SwiGLU with its cast, and Liger-Kernel's SwiGLU before a cast."""
+    shape = "x".join(map(str, SHAPES[0]))
+    rows = {row["op"]: row for row in read("kernels") if row["shape"] == shape}
+    lines = []
+    for op, row in rows.items():
+        function, _, cast = op.partition(" + ")
+        alone = rows.get(cast) or rows.get(f"cast {cast}")
+        if function.startswith("swiglu") and row["liger_us"] and alone is not None:
+            both = float(row["liger_us"]) + float(alone["us"])
+            lines.append([function, alone["op"], row["us"], row["liger_us"], f"{both:.1f}"])
+    columns = ("function", "cast", "octavo, both in one, us", "Liger's function, us", "and octavo's cast after it, us")
+    return markdown(columns, lines)
+
+
 TABLES = {"casts": casts_table, "products": products_table}
+LIGER = {"liger": liger_table}
 
 
 @rehearsed()

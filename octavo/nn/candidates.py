@@ -207,19 +207,25 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
             continue
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
-                uses = _uses(kind).get(name, set())  # type: ignore[arg-type]  # torch annotates no hash of classes
+                uses = _uses_in(_methods(kind)).get(name, set())
                 uses = uses | _uses_in(_replaced_forward(parent)).get(name, set())
                 if "read" in uses:
                     reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
+        head = getattr(parent, "get_output_embeddings", lambda: None)()  # of a model of transformers
+        if head is not None and (library := library_of_forward(parent)):
+            reads_by_layer.setdefault(id(head), PastReads(f"forward of {library}", True))
     return reads_by_layer
 
 
-@functools.cache
-def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
-    return _uses_in(_methods(kind))
+def library_of_forward(module: nn.Module) -> str:
+    """Return the library whose function replaces a module's forward, on the instance or its class; "" if none does."""
+    defining_class = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    library: str = inspect.unwrap(module.forward).__module__
+    return "" if library == defining_class.__module__ else library.partition(".")[0]
 
 
-def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
+@functools.cache  # by code, and not by class: a library may replace a class's methods
+def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
     uses_by_name: dict[str, set[str]] = {}
     nothing = [("", "")]
@@ -241,21 +247,21 @@ def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
     return uses_by_name
 
 
-def _methods(kind: type[nn.Module]) -> list[types.CodeType]:
+def _methods(kind: type[nn.Module]) -> tuple[types.CodeType, ...]:
     """Return the code of a class's methods, but those that initialise, which no forward calls."""
     codes = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if inspect.isfunction(function := inspect.unwrap(value)) and "init" not in name:
                 codes.append(function.__code__)
-    return codes
+    return tuple(codes)
 
 
-def _replaced_forward(module: nn.Module) -> list[types.CodeType]:
-    """Return the code of the forward that an instance has in place of its class's; [] if there is none to read."""
+def _replaced_forward(module: nn.Module) -> tuple[types.CodeType, ...]:
+    """Return the code of the forward that an instance has in place of its class's; () if there is none to read."""
     method: Any = getattr(module.__dict__.get("forward"), "__func__", None)
     function = inspect.unwrap(method)
-    return [function.__code__] if inspect.isfunction(function) else []
+    return (function.__code__,) if inspect.isfunction(function) else ()
 
 
 def _with_inner(codes: Sequence[types.CodeType]) -> Iterator[types.CodeType]:

@@ -133,9 +133,10 @@ def convert(
                 stored_one.layer_name = module_name
     if fuse:
         refused = fuse_known(model)
-        if not any(isinstance(module, KnownForward) or has_loss(module) for module in model.modules()):
+        takes_loss = any(has_loss(module) for module in model.modules())
+        if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
             why = _listed(refused) or "the model has no module that it knows"
-            warnings.warn(f"octavo.convert fused nothing: {why}", stacklevel=2)
+            warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=2)
     choose_fast_path(model)
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from octavo.autograd.chain import activated_linear, norm_and_branch
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
-from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
+from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, run_as_one, runs_alone
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
@@ -287,7 +287,7 @@ class DecoderLayer(KnownForward):
     def why_not(cls, module: nn.Module) -> str | None:
         norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
         fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
-        return None if fused else f"octavo does not know its norms, {class_of(norms[0]).__name__}"
+        return None if fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
 
     def why_bypassed(self: Any) -> str | None:
         alone = runs_alone(self.input_layernorm) and runs_alone(self.post_attention_layernorm)
@@ -368,7 +368,8 @@ class Attention(KnownForward):
             return f"{', '.join(QKV)} are not all converted"
         if any(layer.recipe != layers[0].recipe for layer in layers):
             return f"{', '.join(QKV)} have different recipes"
-        if not _turns_halves(inspect.unwrap(class_of(module).forward)):
+        # a fused one calls none of the library's functions for that, also if they are replaced since
+        if not isinstance(module, KnownForward) and not _turns_halves(inspect.unwrap(class_of(module).forward)):
             return "its rotary positions are none that octavo knows"
         return None
 
@@ -472,7 +473,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
     return q_embed, k_embed
 
 
-@functools.cache
 def _turns_halves(forward: Any) -> bool:
     """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
     library = forward.__globals__
@@ -503,10 +503,13 @@ def activation_of(act: nn.Module | None, gated: bool) -> str | None:
     return name_of(function_of(act), gated) if act is not None and runs_alone(act) else None
 
 
-@functools.cache
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
     """Return the class of this file whose ``known`` has the same instructions as a class's forward; or None."""
-    forward = inspect.unwrap(kind.forward)
+    return _class_knowing(inspect.unwrap(kind.forward))
+
+
+@functools.cache  # by function, and not by class: a library may replace a class's forward
+def _class_knowing(forward: Any) -> type[KnownForward] | None:
     return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)  # type: ignore[arg-type]
 
 
@@ -537,12 +540,14 @@ def refusal(module: nn.Module) -> str | None:
     if isinstance(module, KnownForward):
         return module.why_bypassed()
     kind = class_of(module)
-    known_class = _known_class(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+    known_class = _known_class(kind)
     if known_class is None:
         return f"octavo does not know the forward of {kind.__name__}" if _looks_alike(module, kind) else ""
     if is_sharded(type(module)):
         return SHARDED
-    return REPLACED if "forward" in module.__dict__ else known_class.why_not(module)
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance before octavo.convert"
+    return known_class.why_not(module)
 
 
 class FusedModule(NamedTuple):
@@ -601,4 +606,4 @@ def _looks_alike(module: nn.Module, kind: type[nn.Module]) -> bool:
         return True
     children = list(module.children())
     layers = [child for child in children if isinstance(child, nn.Linear) or fp8_class(child) is not None]
-    return len(layers) > 1 and any(function_of(child) for child in children)
+    return len(layers) > 1 and (kind.__name__.endswith("MLP") or any(function_of(child) for child in children))

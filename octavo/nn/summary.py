@@ -12,7 +12,16 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from octavo.nn.candidates import REPLACED_SINCE, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
+from octavo.nn.candidates import (
+    REPLACED_SINCE,
+    class_of,
+    expert_weights,
+    fp8_class,
+    library_of_forward,
+    past_reads,
+    shape_of,
+    why_not,
+)
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
@@ -94,7 +103,8 @@ class Summary:
             evaluation where the model can't run without data; None where none was run.
         saved: of a forward pass: what it saves for backward; None where none was run.
         fused: the modules that ``octavo.convert(..., fuse=True)`` has fused, by name: their class.
-        not_fused: those that it left as they are though they look alike: why. Both are empty where nothing is fused.
+        not_fused: those that it left as they are though they look alike, or that a library has replaced since: why.
+            Both are empty where nothing was fused.
     """
 
     modules: tuple[ModuleSummary, ...]
@@ -127,9 +137,9 @@ class Summary:
             lines.append(
                 "fused: " + ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(self.fused.values()).items()))
             )
-            first = {why: name for name, why in reversed([*self.not_fused.items()])}
-            for why, count in Counter(self.not_fused.values()).items():
-                lines.append(f"not fused: {count}, first {first[why]}: {why}")
+        first = {why: name for name, why in reversed([*self.not_fused.items()])}
+        for why, count in Counter(self.not_fused.values()).items():
+            lines.append(f"not fused: {count}, first {first[why]}: {why}")
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
             state = f"left alone: {m.reason}"
@@ -167,12 +177,14 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
     rows: list[ModuleSummary] = []
-    flops = products = saved = None
+    flops = products = saved = in_training = None
     if args or kwargs:
         in_evaluation = forward_flops(model, args, kwargs)
         saved, in_training = _in_training(model, args, kwargs)
-        flops, products = in_training or in_evaluation
-    past = past_reads(model)
+        flops, by_name = in_training or in_evaluation
+        names = model.named_modules(remove_duplicate=False)  # the counter may use a shared module's last name
+        products = {id(module): by_name[name] for name, module in names if name in by_name}
+    past, parts_of_fused = past_reads(model), _parts_of_fused(model)
     taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
     computed: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
     for name, module in model.named_modules():
@@ -195,7 +207,9 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             if reads is not None and not reads.called:
                 reason = str(reads)
             elif recipe is not None and (replaced or reads is not None):
-                reason = _unless_called(REPLACED_SINCE if replaced else str(reads), name, recipe, products)
+                reason = _unless_called(REPLACED_SINCE if replaced else str(reads), module, recipe, products)
+            elif recipe is not None and in_training and id(module) not in parts_of_fused:
+                reason = _unless_called("a forward in training does not call it", module, recipe, products)
             elif key in expert_weights(module):
                 reason = "a 3-D parameter (expert weights) is not a linear layer"
             else:
@@ -205,8 +219,15 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     fused = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
     kinds = {name: class_of(module).__name__ for name, module in fused if module.why_bypassed() is None}
-    kinds |= {f"{name}.loss_function".lstrip("."): "causal_lm_loss" for name, m in model.named_modules() if has_loss(m)}
-    refused = {name: why for name, module in model.named_modules() if kinds and (why := refusal(module))}
+    with_loss = [(name, module) for name, module in model.named_modules() if has_loss(module)]
+    any_fused = bool(fused or with_loss)
+    refused = {name: why for name, module in model.named_modules() if any_fused and (why := refusal(module))}
+    for name, module in with_loss:
+        label = f"{name}.loss_function".lstrip(".")
+        if library := library_of_forward(module):
+            refused[label] = f"the model's forward is {library}'s, which may compute the loss itself"
+        else:
+            kinds[label] = "causal_lm_loss"
     return Summary(tuple(rows), flops, saved, kinds, refused)
 
 
@@ -228,11 +249,26 @@ def _in_training(
     return SavedBytes(plain, converted, regions=regions), _counts_of(counter)
 
 
-def _unless_called(why: str, name: str, recipe: Recipe, products: Mapping[str, bool] | None) -> str:
-    """Return why a layer may not be in FP8, "" where a forward computed its product; ``products``: forward_flops'."""
+def _parts_of_fused(model: nn.Module) -> set[int]:
+    """Return the ids of modules whose products a fused parent may compute without calling them."""
+    return {
+        id(child)
+        for parent in model.modules()
+        if class_of(parent).__module__.startswith("octavo.")
+        or (isinstance(parent, KnownForward) and parent.why_bypassed() is None)
+        for child in parent.children()
+    }
+
+
+def _unless_called(why: str, module: nn.Module, recipe: Recipe, products: Mapping[int, bool] | None) -> str:
+    """Return why a layer may not be in FP8, "" where a forward computed its product.
+
+    ``products``: by the ids of modules that computed any, whether some were in FP8; None where no forward ran.
+    """
     if products is None:
         return f"{why}, or calls it: octavo.summary(model, *inputs) says which"
-    return "" if products.get(name, False) or (recipe.output is None and name in products) else why
+    key = id(module)
+    return "" if products.get(key, False) or (recipe.output is None and key in products) else why
 
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.

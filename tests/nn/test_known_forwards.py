@@ -289,6 +289,40 @@ def test_what_is_refused_is_named_and_stays(case: str) -> None:
     assert f"\nnot fused: 1, first model.layers.0.mlp: {summary.not_fused['model.layers.0.mlp']}\n" in str(summary)
 
 
+@pytest.mark.parametrize("part", ["mlp", "norm", "rotary positions", "loss"])
+def test_what_a_library_replaces_after_a_first_model_was_fused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of kernels replace a class's forward, or a function that it calls: models fused later are looked at."""
+    library = transformers.models.llama.modeling_llama
+    octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    if part == "rotary positions":
+        monkeypatch.setattr(library, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+        reason, names = "its rotary positions are none that octavo knows", ["0.self_attn", "1.self_attn"]
+    else:
+        kind = {"mlp": library.LlamaMLP, "norm": library.LlamaRMSNorm, "loss": transformers.LlamaForCausalLM}[part]
+        monkeypatch.setattr(kind, "forward", forward)
+        reason, names = f"octavo does not know the forward of {kind.__name__}", ["0.mlp", "1.mlp"]
+    net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    summary = octavo.summary(net)
+    if part == "loss":
+        assert "loss_function" not in summary.fused and "lm_head" not in summary.fused
+        assert summary.not_fused == {
+            "loss_function": "the model's forward is tests's, which may compute the loss itself"
+        }
+        (head,) = [row for row in summary.modules if row.name == "lm_head"]
+        assert head.reason.startswith("a forward of tests reads its weight without calling it, or calls it")
+    elif part == "norm":
+        assert {name: summary.not_fused.get(name) for name in ("model.norm", "model.layers.0")} == {
+            "model.norm": reason,
+            "model.layers.0": "its norms, LlamaRMSNorm, are not fused",
+        }
+    else:
+        assert summary.not_fused == {f"model.layers.{name}": reason for name in names}
+
+
 BYPASSED = {
     "forward replaced": (
         lambda mlp: setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))),

@@ -175,6 +175,35 @@ def test_a_head_that_training_reads(training):
     assert bool(summary.saved.reason) is (training == "asks for values")
 
 
+class Functional(nn.Module):
+    """A model that calls its first layer, and passes the second one to a function, which reads its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return by_weight(self.head, self.body(x))
+
+
+def by_weight(layer, x):
+    return nn.functional.linear(x, layer.weight)
+
+
+def test_a_layer_that_a_forward_does_not_call():
+    summary = octavo.summary(to_fp8(Functional(), recipes.dynamic()), torch.randn(4, 16))
+    assert [row.reason for row in summary.modules] == ["", "a forward in training does not call it"]
+    assert str(summary).startswith("1 of 2 matrices in FP8")
+
+
+def test_a_layer_that_a_forward_calls_by_its_second_name():
+    layer = nn.Linear(16, 16)
+    net = nn.ModuleDict({"unused": nn.ModuleList([layer]), "used": nn.Sequential(layer)})
+    net.forward = MethodType(lambda self, x: self["used"](x), net)
+    (row,) = octavo.summary(to_fp8(net, recipes.dynamic()), torch.randn(4, 16)).modules
+    assert row.name == "unused.0" and not row.reason
+
+
 def test_a_model_whose_replaced_forward_reads_a_weight():
     net = to_fp8(Block(), recipes.mx())
     net.forward = MethodType(lambda self, x: nn.functional.linear(self.up(x), self.down.weight), net)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import distributed as ours
 from octavo import recipes
+from octavo.compat.torchao import float8_tensor_parallel as ao
 from octavo.distributed import Fp8Reduction
 from tests.support.byte_counter import GATHER, ByteCounter
 
@@ -203,11 +205,17 @@ def sequence_plan(shared: bool, styles: Any, **sending: Any) -> dict[str, Any]:
     return plan
 
 
+TORCHAOS = SimpleNamespace(
+    ColwiseParallel=ao.Float8ColwiseParallel,
+    RowwiseParallel=ao.Float8RowwiseParallel,
+    PrepareModuleInput=ao.PrepareFloat8ModuleInput,
+)
 STYLES: dict[str, Callable[[bool], dict[str, Any]]] = {
     "": lambda shared: sequence_plan(shared, ours),
     "exact": lambda shared: sequence_plan(shared, ours, exact=True),
     "reduced": lambda shared: sequence_plan(shared, ours, reduction=Fp8Reduction()),
     "theirs": lambda shared: sequence_plan(shared, torch_parallel),
+    "ao": lambda shared: sequence_plan(shared, TORCHAOS),
 }
 
 

@@ -1,8 +1,4 @@
-"""torchao.float8's interface for training, over octavo.convert: import it in the place of ``torchao.float8``.
-
-Names, fields and defaults are torchao 0.18's; ``recipe_of`` makes an octavo.Recipe from a configuration.
-docs/migrate.md lists the differences. Options that octavo can't follow raise octavo.UnsupportedOptionError.
-"""
+"""The configuration of casts and products; names, fields and defaults are those of torchao.float8.config."""
 
 from __future__ import annotations
 
@@ -12,35 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.errors import UnsupportedOptionError
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import Granularity, PerRow, PerTensor
-from octavo.kernels.capability import runs_natively
-from octavo.nn.candidates import Select, why_not_convertible
-from octavo.nn.convert import convert
-from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
 from octavo.weights.plain import why_not_stored
 
-__all__ = [
-    "CastConfig",
-    "FP8Granularity",
-    "Float8GemmConfig",
-    "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "ScalingGranularity",
-    "ScalingType",
-    "convert_to_float8_training",
-    "precompute_float8_dynamic_scale_for_fsdp",
-    "recipe_of",
-]
-
 _FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
-
-FP8Granularity = PerTensor | PerRow
-"""The type of torchao's ``granularity=``: octavo.PerTensor() or octavo.PerRow()."""
 
 
 class _Short(enum.Enum):
@@ -207,66 +182,3 @@ def recipe_of(config: Float8LinearConfig) -> Recipe:
             )
     fast = tuple(product for product in OPERANDS if getattr(config, f"gemm_config_{product}").use_fast_accum)
     return Recipe(**products, fast_accum=fast, name="torchao")
-
-
-def convert_to_float8_training(
-    module: nn.Module, *, module_filter_fn: Select | None = None, config: Float8LinearConfig | None = None
-) -> nn.Module:
-    """Convert, in place, all linear layers of any size that ``module_filter_fn(module, name)`` chooses.
-
-    Raises:
-        UnsupportedOptionError: for ``emulate`` on a GPU that multiplies FP8.
-
-    Warns:
-        UserWarning: of chosen layers that octavo leaves in high precision, with the reason for the first.
-
-    Example:
-        >>> convert_to_float8_training(torch.nn.Linear(32, 8), config=Float8LinearConfig.from_recipe_name("rowwise"))
-        Linear(in_features=32, out_features=8, bias=True, recipe=torchao)
-    """
-    config = config or Float8LinearConfig()
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"config is a {type(config).__module__} one: import Float8LinearConfig from {__name__} too")
-    filter_fn = module_filter_fn or (lambda module, name: True)
-
-    def chosen(layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, nn.Linear) and filter_fn(layer, name)  # torchao converts nothing else
-
-    if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
-        raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
-    unconverted = [
-        f"{name or 'the model'}: {why}"
-        for name, child in module.named_modules()
-        if not isinstance(child, RecipeModule) and chosen(child, name)
-        if (why := why_not_convertible(child)) is not None
-    ]
-    if unconverted:
-        warnings.warn(f"{len(unconverted)} chosen layers stay in high precision; {unconverted[0]}", stacklevel=2)
-    return convert(module, recipe_of(config), select=chosen)
-
-
-def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Do nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce by itself.
-
-    Example:
-        >>> precompute_float8_dynamic_scale_for_fsdp(nn.Linear(64, 64))
-    """
-
-
-def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:
-    """Return torchao's filter: layers of sizes (multiples of 16) faster in FP8 on an H100, none of filter_fqns."""
-    recipe_name = Float8LinearRecipeName(recipe)
-    if recipe_name.value == "rowwise_with_gw_hp":
-        raise NotImplementedError("torchao has no such filter: octavo.nn.candidates.large_enough is octavo's")
-
-    def keep(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(name in fqn for name in filter_fqns):
-            return False
-        rows, cols = module.weight.shape
-        if rows % 16 or cols % 16:
-            return False
-        if recipe_name.value == "tensorwise":
-            return rows > 1024 or cols > 4096
-        return rows > 2048 and cols > 1024 and (rows > 4096 or cols > 2048)
-
-    return keep
