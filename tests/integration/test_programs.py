@@ -7,10 +7,8 @@ installed is skipped: ``pip install litgpt x-transformers schedulefree pytorch-o
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
-import os
 import re
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """DeepSpeed on two ranks: ZeRO 0 to 3 train as one process does and resume bit for bit, also in Trainer and accelerate.
 
-DeepSpeed is no development requirement: ``pip install deepspeed`` runs these tests. Its op for shared memory is left out:
-that compiles C++ as ranks start, and waits for ever where a killed process left a lock.
+DeepSpeed is no development requirement: ``pip install deepspeed`` runs these tests. Its op for shared memory is left
+out: that compiles C++ as ranks start, and waits for ever where a killed process left a lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
+from octavo.autograd.casts import WEIGHT
 from octavo.integrations.accelerate import TrainingState
+from octavo.scaling.delayed import state_of
 from tests.support.helpers import every_layer
 from tests.support.torchrun import on_ranks
 
@@ -84,9 +86,11 @@ def losses_of_twin(recipe: octavo.Recipe) -> list[float]:
     return losses
 
 
-def engine_of(deepspeed: Any, stage: int, recipe: octavo.Recipe) -> tuple[Any, TrainingState]:
+def engine_of(
+    deepspeed: Any, stage: int, recipe: octavo.Recipe, kind: Any = torch.optim.AdamW, **options: Any
+) -> tuple[Any, TrainingState]:
     model = model_of(recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2, **options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(stage))
     return engine, TrainingState(model)
 
@@ -107,22 +111,22 @@ def stages(folder: Path, name: str) -> dict[str, Any]:
     deepspeed.init_distributed("gloo")
     results: dict[str, Any] = {"twin": losses_of_twin(RECIPES[name])}
     for stage in STAGES:
-        engine, state = engine_of(deepspeed, stage, RECIPES[name])
+        engine, saving = engine_of(deepspeed, stage, RECIPES[name])
         first = train(engine, range(SAVED))
-        engine.save_checkpoint(str(folder / f"{stage}"), client_state={"octavo": state.state_dict()})
+        engine.save_checkpoint(str(folder / f"{stage}"), client_state={"octavo": saving.state_dict()})
         through = first + train(engine, range(SAVED, STEPS))
-        engine, state = engine_of(deepspeed, stage, RECIPES[name])
+        engine, loading = engine_of(deepspeed, stage, RECIPES[name])
         _, client_state = engine.load_checkpoint(str(folder / f"{stage}"))
-        state.load_state_dict(client_state["octavo"])
+        loading.load_state_dict(client_state["octavo"])
         resumed = first + train(engine, range(SAVED, STEPS))
         _, client_state = engine.load_checkpoint(str(folder / f"{stage}"))  # into an engine that has other weights now
-        state.load_state_dict(client_state["octavo"])
+        loading.load_state_dict(client_state["octavo"])
         again = first + train(engine, range(SAVED, STEPS))
         engine.load_checkpoint(str(folder / f"{stage}"))
-        emptied = [module.fp8.state.scale[1].item() for module in engine.module if hasattr(module, "fp8")
-                   if module.fp8.state is not None]  # fmt: skip
-        results[str(stage)] = {"through": through, "resumed": resumed, "again": again, "emptied": emptied}
-        engine.destroy()
+        emptied = [state.scale[WEIGHT].item() for module in engine.module if (state := state_of(module)) is not None]
+        engine, _ = engine_of(deepspeed, stage, RECIPES[name], octavo.optim.AdamW, moments="fp32")
+        others = {"octavo": train(engine, range(STEPS)), "emptied": emptied}
+        results[str(stage)] = {"through": through, "resumed": resumed, "again": again, **others}
     return results
 
 
@@ -132,6 +136,7 @@ def test_each_stage_has_the_losses_of_a_model_that_nothing_wraps_and_resumes(nam
         for stage in map(str, STAGES):
             result = results[stage]
             assert result["through"] == pytest.approx(results["twin"], rel=1e-6), stage
+            assert result["octavo"] == pytest.approx(results["twin"], rel=1e-6), stage
             assert result["resumed"] == result["again"] == result["through"], stage
             assert all(scale == 0 for scale in result["emptied"]), stage  # the weights are others, by no step
 

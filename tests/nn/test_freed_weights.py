@@ -145,7 +145,9 @@ def test_fsdp1_refuses_stored_weights_and_names_fsdp2(two_ranks, by_name):
         FullyShardedDataParallel(model, use_orig_params=by_name, device_id=torch.device("cpu"))
 
 
-def test_deepspeed_is_refused_where_it_gives_a_stored_weight_other_data():
+def test_deepspeed_is_refused_where_it_broadcasts_a_stored_weight_or_gives_it_other_data():
     layer = octavo.convert(nn.Linear(K, K), recipes.dynamic(), every_layer, weight_storage="fp8")
+    with pytest.raises(UnsupportedOpError, match="FSDP2"):
+        layer.weight.data.view(torch.uint8)
     with pytest.raises(UnsupportedOpError, match="FSDP2"):
         layer.weight.data = torch.empty(0)
