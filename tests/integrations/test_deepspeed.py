@@ -189,7 +189,7 @@ def with_trainer(folder: Path, stage: int, name: str) -> list[list[float]]:
         arguments = TrainingArguments(
             str(folder / "run"), max_steps=4, save_steps=2, logging_steps=1, report_to=[], use_cpu=True, seed=3,
             per_device_train_batch_size=2, disable_tqdm=True,
-            deepspeed={**config_of(stage), "train_micro_batch_size_per_gpu": "auto"},
+            deepspeed={**config_of(stage), "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"},
         )  # fmt: skip
         torch.manual_seed(0)
         trainer = Trainer(
@@ -204,9 +204,7 @@ def with_trainer(folder: Path, stage: int, name: str) -> list[list[float]]:
     return [losses(None), losses(str(folder / "run" / "checkpoint-2"))]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("stage", "name"), [(2, "dynamic"), (3, "delayed")])
 def test_transformers_trainer_resumes_bit_for_bit(stage: int, name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for through, resumed in on_ranks(with_trainer, tmp_path, stage, name):
@@ -243,9 +241,7 @@ def with_accelerate(folder: Path, stage: int, name: str) -> list[list[float]]:
     return [through, train_on(range(SAVED, STEPS))]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("stage", "name"), [(1, "dynamic"), (3, "delayed")])
 def test_accelerate_resumes_bit_for_bit(stage: int, name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     for through, resumed in on_ranks(with_accelerate, tmp_path, stage, name):
