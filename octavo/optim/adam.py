@@ -121,7 +121,8 @@ class AdamW(Adam):
             weights stay as they are under each of them. Weights that are stored in FP8 take "split16" (code + 8 bits;
             what "auto" means), "split24" (code + 16 bits), "fp16_scaled" (code + float16), "fp32" and None.
         clip_update: clip updates to R_t; by default where moments or master are not exact.
-        seed: of stochastic rounding: its bits depend on the seed, the step and the element's index alone.
+        seed: of stochastic rounding: its bits depend on the seed, the step, the weight's number in the optimizer and
+            the element's index alone. Several optimizers (one a parameter, say) need another seed each.
         skip_nonfinite: change nothing in a step in which a gradient is inf or NaN; the host does not wait to find out.
             A GradScaler's finding is heeded without it.
         gradient_storage: "fp8": from its completion until the step a gradient is kept in E4M3 with a scale for each 128

@@ -554,11 +554,17 @@ def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
 
 
+def _refuse_bytes(func: Any, weight: StoredWeight, dtype: torch.dtype) -> Any:
+    """Raise UnsupportedOpError: DeepSpeed, for one, broadcasts weights as bytes, without their scales."""
+    raise UnsupportedOpError(f"{weight.layer_name or 'weight'}.view({dtype}) {weight.REMEDY}. {FLATTENED}")
+
+
 StoredWeight.RULES = {
     **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
     **COPIES,
     **PLAIN_LIKE,
     aten.view.default: _view,
+    aten.view.dtype: _refuse_bytes,
     aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
     aten.copy_.default: lambda _, to, other, *__: to.write(other) if isinstance(to, StoredWeight) else NotImplemented,

@@ -20,11 +20,15 @@ class WeightWrites:
         self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
     def since_last(self, weight: Tensor) -> bool:
-        """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
+        """Whether anything wrote the weight since the last call or since its load; new storage counts as a write.
+
+        DeepSpeed ZeRO-3 gathers a weight into new storage for each forward: of such a weight it is this rank's part.
+        """
         last, replaced, self.replaced = self._seen, self.replaced, False
         if last is None:
             OPTIMIZER_STEPS.watch()
-        local, writes = local_tensor(weight), OPTIMIZER_STEPS.writes_to(weight)
+        local = weight.ds_tensor if hasattr(weight, "ds_tensor") else local_tensor(weight)
+        writes = OPTIMIZER_STEPS.writes_to(weight)
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), writes.by_hand
         values = writes.step, storage.cdata, version_of(local)

@@ -185,3 +185,14 @@ def test_a_part_is_known_by_its_codes():
     assert was_written(before, part, again)
     held.view(torch.uint8).add_(0)
     assert was_written(before, part, held)
+
+
+def test_optimizers_of_one_weight_each_draw_other_bits_by_another_seed() -> None:
+    def stepped(seed: int) -> Tensor:
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        weight.grad = torch.full_like(weight, 1e-3)
+        AdamW([weight], lr=1e-3, master=None, seed=seed).step()
+        return weight.detach()
+
+    assert torch.equal(stepped(1), stepped(1))
+    assert (stepped(1) != stepped(2)).float().mean() > 0.2

@@ -62,12 +62,16 @@ class Zero3:
             if parameter.numel() == 0:
                 parameter.data = parameter.ds_tensor.clone().view(parameter.ds_shape)
 
+    def update(self, parameter: Any) -> None:
+        """Write the values to ``ds_tensor`` as an engine's optimizer does, through a buffer with other versions."""
+        parameter.ds_tensor.data.copy_(parameter.data.flatten())
+
     @torch.no_grad()
     def free(self, parameters: list[Any]) -> None:
         """Keep the values in ``ds_tensor`` alone."""
         for parameter in parameters:
             if parameter.numel():
-                parameter.ds_tensor.copy_(parameter.flatten())
+                self.update(parameter)
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -90,5 +94,5 @@ class Fsdp(Zero3):
     def free(self, parameters: list[Any]) -> None:
         for parameter in parameters:
             if parameter.untyped_storage().nbytes():
-                parameter.ds_tensor.copy_(parameter.flatten())
+                self.update(parameter)
                 parameter.untyped_storage().resize_(0)
