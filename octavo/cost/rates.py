@@ -203,8 +203,7 @@ PUBLISHED = {
 }
 """Rates of large products by device, each with its source."""
 # GPUs of data centres that are asked about, and have no FP8 hardware
-WITHOUT_FP8 = ("P100", "V100", "T4", "A2", "A10", "A10G", "A16", "A30", "A40", "A100", "A800", "A6000",
-               "MI100", "MI210", "MI250")  # fmt: skip
+WITHOUT_FP8 = frozenset("P100 V100 T4 A2 A10 A10G A16 A30 A40 A100 A800 A4000 A5000 A6000 MI100 MI210 MI250".split())
 
 
 def with_attention(rates: Rates, kernel: str) -> Rates:
@@ -278,7 +277,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     """
     if name is not None:
         model = name.upper().removeprefix("NVIDIA").strip()
-        if model.replace("-", " ").split(" ")[0] in WITHOUT_FP8:
+        if not WITHOUT_FP8.isdisjoint(model.replace("-", " ").split()):
             raise _no_fp8_hardware(name)
         if model not in PUBLISHED:
             raise PlanError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")

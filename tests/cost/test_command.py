@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+import octavo
 from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
 from octavo.cost.estimate import FUSED_BF16, Estimate, estimate, orthogonalising, work_of
@@ -21,6 +22,7 @@ from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Wei
 from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
 from octavo.nn.checkpointing import watched
 from octavo.train import GPT, ModelConfig
+from octavo.weights.stored import local_stored
 
 H200 = PUBLISHED["H200"]
 
@@ -94,6 +96,63 @@ def test_whether_a_step_fits() -> None:
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
     text = command.describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
     assert "A step in larger does not fit" in text and "delayed is the fastest" in text
+
+
+def test_tables_fit_a_line() -> None:
+    """A table of large numbers has at most 100 characters a line; a wider one goes on below."""
+    bf16, fp8 = steps(16384, 8192, 8192)
+    slow = [replace(fp8, name=name, products=5.0, casts=1.0, other=2.0) for name in ("blockwise", FUSED_BF16)]
+    lines = command.tables([bf16, *slow]).splitlines()
+    assert max(map(len, lines)) <= 100 and [len(line.split()) for line in lines[1:3]] == [14, 10]
+    assert lines[3].split()[5] == f"{1e3 * slow[0].total:.2f}"
+    rows = [["step", "way", *(f"column {place}" for place in range(12))], ["bf16", "eager", *"abcdefghijkl"]]
+    one, other = (table.splitlines() for table in command.folded(rows, keys=2).split("\n\n"))
+    assert max(map(len, (*one, *other))) <= 100 and len(other[0]) < 100
+    assert [line[1].split()[:2] for line in (one, other)] == [["bf16", "eager"]] * 2
+    assert [*one[1].split()[2:], *other[1].split()[2:]] == [*"abcdefghijkl"]
+
+
+def test_weights_in_fp8_and_updates_in_backward_are_planned_as_a_training_keeps_them() -> None:
+    config = ModelConfig(width=64, layers=2, heads=2, context=16)
+    model, inputs = GPT(config).bfloat16(), command.tokens_of(16, 16)
+    optimizer_class = command.optimizer_of(model, "adamw", "fp8", "split16", 1024)
+    *_, planned = command.estimates(model, inputs, H200, optimizer=optimizer_class, weight_storage="fp8")
+    octavo.convert(model, recipes.blockwise(), weight_storage="fp8")
+    optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split16")
+    handle = octavo.optim.update_in_backward(optimizer, 1024)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model(tokens).float().sum().backward()
+    optimizer.step()
+    weights: list[torch.Tensor] = []
+    for param in model.parameters():
+        pair = local_stored(param)
+        weights += [param] if pair is None else [pair.qdata, pair.scale_inv]
+    assert planned.name == "blockwise" and planned.memory.weights == sum(t.nbytes for t in weights)
+    state: Counter[str] = Counter()
+    for of_param in optimizer.state.values():
+        for name, tensor in of_param.items():
+            state["masters" if name == "master_rest" else "moments"] += tensor.nbytes * name.startswith(
+                ("master", "exp")
+            )
+    assert (planned.memory.masters, planned.memory.moments) == (state["masters"], state["moments"])
+    largest = max(2 * param.numel() for param in model.parameters())
+    assert handle.most_bytes <= planned.memory.gradients == 1024 + largest
+
+
+def test_the_smallest_change_that_fits_is_named() -> None:
+    config = ModelConfig(width=64, layers=2, heads=2, context=64)
+    with torch.device("meta"):
+        model = GPT(config).bfloat16()
+    inputs, state = command.tokens_of(1024, 64), {"algorithm": "adamw", "moments": "fp32", "master": "auto"}
+
+    def change(room: float) -> str:
+        return command.change_that_fits(model, inputs, replace(H200, memory=room), state)
+
+    assert change(1e9).startswith("The smallest change that fits: --fuse. delayed takes")
+    work, optimizer = work_of(model, inputs), command.optimizer_of(model, **state)
+    fused = command.step_in("delayed", model, inputs, H200, work, fuse=True, optimizer=optimizer).peak
+    assert "fits: --tokens 512, with as many more micro-batches. delayed" in change(fused - 1)
+    assert "Not even --weight-storage fp8 --moments fp8" in change(2e5) and "--gpus" in change(2e5)
 
 
 def test_where_fp8_pays_grows_with_the_tokens() -> None:
@@ -188,7 +247,12 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
     text = capsys.readouterr().out
     assert "4 sequences of 32 tokens" in text and "Don't" in text and "by muon, moments fp8, master split24" in text
-    assert "no layer is faster than in bf16: dynamic, mx" in text
+    assert "dynamic, mx: no layer is faster than in bf16: 1 of 192 x 64 (blocks.0.attention.qkv.linear), 1 of" in text
+    stored = ["--weight-storage", "fp8", "--moments", "fp8", "--master", "split16", "--update-in-backward", "1KB"]
+    assert cli.main(["plan", *size, *stored]) == 0
+    text = capsys.readouterr().out
+    assert "master split16, weights in FP8 under the recipes, updates in backward by 1KB\n" in text
+    assert "\ndynamic " in text and "\nmx " not in text  # whose weights can't be stored
     options = ["--device", "H100", "--attention", "cudnn", "--loss", "chunked"]
     assert cli.main(["plan", *size, *options]) == 2  # so small a head is not converted
     assert "a chunked loss: the gradients of head are no products in FP8" in capsys.readouterr().err
