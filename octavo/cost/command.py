@@ -58,13 +58,13 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows)
 
 
-def folded(rows: Sequence[Sequence[str]], keys: int = 1) -> str:
-    """Return rows as columns, or as several tables of at most WIDTH that repeat the first ``keys`` columns."""
+def folded(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as columns, or as several tables of at most WIDTH that repeat the first column."""
 
     def between(begin: int, end: int) -> str:
-        return columns([*row[:keys], *row[begin:end]] for row in rows)
+        return columns([row[0], *row[begin:end]] for row in rows)
 
-    tables, begin, count = [], keys, len(rows[0])
+    tables, begin, count = [], 1, len(rows[0])
     while begin < count:
         wide = (end for end in range(begin + 2, count + 1) if max(map(len, between(begin, end).splitlines())) > WIDTH)
         end = next(wide, count + 1) - 1
@@ -508,9 +508,9 @@ class MeshPlan(NamedTuple):
         """Return tables, whether the step fits, what limits it, and what to change."""
         best, now, rates = self.best, self.best.layout, self.best.hardware.rates
         kinds, waits = list(best.step.kinds), [kind for kind, wait in best.step.waits.items() if wait.seconds]
-        header = ["ms a step", "", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
+        header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         times = [[*header, "total", "of bf16", "TFLOP/s"]]
-        sizes = [["GiB a rank", "", *best.memory, "total", "fits"]]
+        sizes = [["GiB a rank", *best.memory, "total", "fits"]]
         for kernels, stages in self.steps.items():
             for stage in stages:
                 step = stage.step
@@ -520,14 +520,14 @@ class MeshPlan(NamedTuple):
                 ]
                 line += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
                 line += [f"{step.seconds / stages[0].step.seconds:.2f}", f"{step.tflops:.0f}"]
-                times.append([stage.precision.name, kernels, *line])
+                times.append([f"{stage.precision.name} {kernels}", *line])
                 numbers = [f"{size / GIB:.2f}" for size in (*stage.memory.values(), stage.size)]
-                sizes.append([stage.precision.name, kernels, *numbers, "yes" if stage.fits else "no"])
+                sizes.append([f"{stage.precision.name} {kernels}", *numbers, "yes" if stage.fits else "no"])
         name = best.precision.name
         says = f"{name}, compiled, is the fastest that fits" if best.fits else f"None fits: {name} is the smallest"
         lines = [
             f"{flags(best)}, micro-batches of {now.batch} sequences, by the rates of {rates.device} ({rates.source})",
-            *("", folded(times, 2), "", folded(sizes, 2), ""),
+            *("", folded(times), "", folded(sizes), ""),
             f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {best.hardware.memory / GIB:.0f}.",
             f"{name}, compiled: {limit(best)}.",
         ]

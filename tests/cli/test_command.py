@@ -453,7 +453,7 @@ def test_version_help_and_info(capsys):
         ("train --stepz 3", "--stepz 3 (see octavo train --help)"),
         ("train --learning-rate 3e-4", "--learning-rate 3e-4 (see octavo train --help); did you mean --lr?"),
         ("train --stepz 3 --batch_size=4", "--help); did you mean --steps, --batch?"),
-        ("plan --epochs 3", "--epochs 3 (see octavo plan --help)"),
+        ("plan --epochs=3", "--epochs=3 (see octavo plan --help)"),
         ("train --steps many", "many"),
         ("train --steps -5", "--steps is -5: choose a whole number from 1"),
         ("train --width 1000000 --heads 1", "GiB"),
