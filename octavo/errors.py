@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+import pathlib
 
 
 class OctavoError(Exception):
@@ -41,15 +41,16 @@ def first_line(error: BaseException) -> str:
 
 def _install_hint(extra: str) -> str:
     """Return the command that installs an extra: of the clone that octavo is imported from, or of the installed one."""
-    clone = Path(__file__).resolve().parents[1]
+    clone = pathlib.Path(__file__).resolve().parents[1]
     if not (clone / "pyproject.toml").exists():
         return f"pip install 'octavo[{extra}]'"
-    return f"pip install '{'.' if clone == Path.cwd() else clone}[{extra}]'"
+    return f"pip install '{'.' if clone == pathlib.Path.cwd() else clone}[{extra}]'"
 
 
 def require(extra: str, *packages: str) -> None:
     """Raise MissingExtraError, with the command that installs the extra, if any of these packages can't be imported."""
-    absent, last = [], None
+    absent: list[str] = []
+    last: ImportError | None = None
     for package in packages:
         try:
             importlib.import_module(package)
