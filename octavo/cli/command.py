@@ -512,16 +512,17 @@ def _on_one_device(
     """Return the rest of a line on the options of a step on one device, the plan, and what to change if none fits."""
     from octavo.cost import command
 
-    of_optimizer = {"algorithm": state.algorithm, "moments": state.moments, "master": or_none(state.master)}
-    of_optimizer |= {"outstanding": state.outstanding_bytes}
+    of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
+    of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
     changes = [f"moments {state.moments}, master {state.master}"] * (state != StateConfig())
     changes += ["weights in FP8 under the recipes"] * (state.weight_storage == "fp8")
     changes += [f"updates in backward by {state.update_in_backward}"] * (state.outstanding_bytes is not None)
     changes += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
-    settings = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
     settings["weight_storage"] = or_none(state.weight_storage)
-    optimizer = command.optimizer_of(model, **of_optimizer) if state != StateConfig() else torch.optim.AdamW
-    steps = command.estimates(model, inputs, rates, optimizer=optimizer, **settings)
+    is_octavos = state != StateConfig()
+    settings["optimizer"] = command.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
+    steps = command.estimates(model, inputs, rates, **settings)
     lines = [", ".join(["", *changes]), command.describe_plan(steps, rates)]
     if not command.fits(steps, rates):
         lines.append(command.change_that_fits(model, inputs, rates, of_optimizer, **settings))

@@ -239,8 +239,8 @@ def change_that_fits(
     weights and updates in FP8.
 
     Args:
-        state: the arguments of ``optimizer_of``.
-        settings: other arguments of ``step_in``.
+        state: the arguments of ``optimizer_of``, where a change is one of these.
+        settings: other arguments of ``step_in``, with the optimizer of the step.
     """
     name, context, tokens = "delayed", inputs[0].shape[1], inputs[0].numel()
     in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
@@ -254,7 +254,9 @@ def change_that_fits(
     ways += [(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8, fused | stored)]
     for flags, count, changed_state, changed_settings in ways:
         rows = tokens_of(count, context)
-        options = {**settings, **changed_settings, "optimizer": optimizer_of(model, **{**state, **changed_state})}
+        options = {**settings, **changed_settings}
+        if changed_state:
+            options["optimizer"] = optimizer_of(model, **{**state, **changed_state})
         step = step_in(name, model, rows, rates, work_of(model, rows), **options)
         if fits([step], rates):
             return f"The smallest change that fits: {flags}. {name} takes {step.peak / GIB:,.0f} GiB then."

@@ -151,7 +151,8 @@ def test_the_smallest_change_that_fits_is_named(monkeypatch: pytest.MonkeyPatch)
 
     def change(room: float) -> str:
         rates, state = replace(H200, memory=room), {"algorithm": "adamw", "moments": "fp32", "master": "auto"}
-        return command.change_that_fits(nn.Linear(2, 2), command.tokens_of(1024, 256), rates, state)
+        inputs = command.tokens_of(1024, 256)
+        return command.change_that_fits(nn.Linear(2, 2), inputs, rates, state, optimizer={"moments": "fp32"})
 
     in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
     for room, flags in (
