@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from typing import NoReturn
 
 FAULT = 2
@@ -27,6 +28,29 @@ EXAMPLES = (
     "octavo inspect runs/train-001/delayed",
     "octavo train --help",
 )
+
+
+class Formatter(argparse.HelpFormatter):
+    """A formatter of help whose lines fit the terminal: an example that is longer goes on after a backslash."""
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(None if heading is None else "\n".join(textwrap.wrap(heading, self._width - 1)))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for line in text.splitlines():
+            is_example = line.startswith(" ")
+            wrap = textwrap.TextWrapper(width - 2 * is_example, break_long_words=False, break_on_hyphens=False)
+            wrap.initial_indent, wrap.subsequent_indent = ("  ", "    ") if is_example else ("", "")
+            lines += [(" \\\n" if is_example else "\n").join(wrap.wrap(line.strip()))]
+        return "\n".join(lines)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        text, width = super()._format_action_invocation(action), self._width - self._current_indent
+        if len(text) <= width:
+            return text
+        wrapped = textwrap.wrap(text.replace(",", ", "), width - 2, break_on_hyphens=False)
+        return f"\n{' ' * (self._current_indent + 2)}".join(wrapped)
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +80,7 @@ def parser(version: str = "") -> tuple[Parser, argparse._SubParsersAction[Parser
         prog="octavo",
         description="Train PyTorch models in FP8.",
         epilog="\n  ".join(["examples:", *EXAMPLES]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"octavo {version}", help="show octavo's version")

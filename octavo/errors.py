@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
 
 
 class OctavoError(Exception):
@@ -38,10 +39,23 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _install_hint(extra: str) -> str:
+    """Return the command that installs an extra: of the clone that octavo is imported from, or of the installed one."""
+    clone = pathlib.Path(__file__).resolve().parents[1]
+    if not (clone / "pyproject.toml").exists():
+        return f"pip install 'octavo[{extra}]'"
+    return f"pip install '{'.' if clone == pathlib.Path.cwd() else clone}[{extra}]'"
+
+
 def require(extra: str, *packages: str) -> None:
-    """Raise MissingExtraError, with the extra that installs it, if one of these packages can't be imported."""
+    """Raise MissingExtraError, with the command that installs the extra, if any of these packages can't be imported."""
+    absent: list[str] = []
+    last: ImportError | None = None
     for package in packages:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise MissingExtraError(f"{package} is not installed: pip install octavo[{extra}]") from error
+            absent, last = [*absent, package], error
+    if absent:
+        verb = "is" if len(absent) == 1 else "are"
+        raise MissingExtraError(f"{', '.join(absent)} {verb} not installed: {_install_hint(extra)}") from last

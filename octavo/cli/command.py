@@ -19,6 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -28,7 +29,7 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend
 
 import octavo
-from octavo.errors import MissingExtraError, OctavoError
+from octavo.errors import MissingExtraError, OctavoError, require
 from octavo.kernels.capability import runs_natively
 from octavo.kernels.devices import triton_kernels
 from octavo.nn.where import described_on
@@ -67,7 +68,7 @@ from octavo.train.config import (
     or_none,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
-from octavo_command import COMMANDS, FAULT, INTERRUPTED, fault, interrupted
+from octavo_command import COMMANDS, FAULT, INTERRUPTED, Formatter, fault, interrupted
 from octavo_command import parser as top_parser
 
 EXTRAS = {
@@ -78,6 +79,11 @@ EXTRAS = {
 }
 NATIVE = "native FP8"
 EMULATED = "emulated FP8 (the reference)"
+# flags of other trainers, and what they are called here
+SYNONYMS = {"--learning-rate": "--lr", "--epochs": "--steps", "--max-steps": "--steps", "--batch-size": "--batch",
+            "--gradient-accumulation-steps": "--micro-batches", "--max-grad-norm": "--clip", "--output-dir": "--out",
+            "--sequence-length": "--context", "--seq-length": "--context", "--seq-len": "--context",
+            "--hidden-size": "--width", "--num-layers": "--layers", "--num-heads": "--heads"}  # fmt: skip
 RUNS = Path("runs")  # the folder of runs without --out
 RECIPE = "dynamic"
 COMPARED = (BASELINE, "dynamic", "delayed")
@@ -147,13 +153,10 @@ def devices() -> list[tuple[str, str, str]]:
 
 
 def recipes_on(device: torch.device) -> list[str]:
-    """Return lines that say, for each recipe, whose kernels multiply on a device and what slows it down most."""
-    makers = described_on(device)
-    return [
-        "",
-        f"recipes on {device}",
-        *(f"  {name:<{max(map(len, makers))}}  {maker}; lost: {loss}" for name, (maker, loss) in makers.items()),
-    ]
+    """Return lines that say what casts on a CPU; whose kernels multiply for each recipe, and what slows it most."""
+    words_by_name = described_on(device)
+    width = max(map(len, words_by_name))
+    return ["", f"recipes on {device}", *(f"  {name:<{width}}  {words}" for name, words in words_by_name.items())]
 
 
 def products_of(device: torch.device) -> list[str]:
@@ -236,8 +239,11 @@ def describe_machine() -> str:
     lines += attention_on([torch.device(name) for name, *_ in rows if name.startswith(("cpu", "cuda"))])
     lines += [*configurations(), "", "extras"]
     for extra, packages in EXTRAS.items():
-        absent = [package for package in packages if find_spec(package) is None]
-        state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
+        state = "installed"
+        try:
+            require(extra, *(package for package in packages if find_spec(package) is None))
+        except MissingExtraError as error:
+            state = str(error)
         lines.append(f"  {extra:<11}  {state}")
     return "\n".join(lines)
 
@@ -307,8 +313,6 @@ def _default_folder(command: str, resume: bool) -> Path:
 def train(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `octavo train`, with one recipe, or `octavo compare`, with several."""
     compares = options.name == "compare"
-    if compares:
-        report.require_plotting()  # so that it does not fail after minutes of training
     config, recipes = _config(options)
     if compares:
         shard.require_one_process(config.ranks)
@@ -364,7 +368,7 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
         report.plot(results, out / "loss.png")
         written.append(out / "loss.png")
     except MissingExtraError as error:  # training needs no extra, and its results are shown without the plot
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: without loss.png: {error}", file=sys.stderr)
     print(report.table(results))
     print(f"wrote {' and '.join(str(path) for path in written)}")
     return 0
@@ -373,6 +377,7 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
 def _export_options(parser: argparse.ArgumentParser) -> None:
     from octavo.export.layouts import FileLayout
 
+    parser.usage = f"{parser.prog} [OPTIONS] RUN"
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     written = parser.add_mutually_exclusive_group(required=True)
     written.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
@@ -418,7 +423,9 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    help = "a Hugging Face config.json, or its folder (default: a GPT by the sizes below; CONFIG takes --context)"
+    parser.usage = f"{parser.prog} [OPTIONS] [CONFIG]"
+    help = "a Hugging Face config.json, or its folder, which transformers reads (pip install transformers); it takes "
+    help += "--context (default: a GPT by the sizes below)"
     parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
     help = "of a step on one device, or for each GPU (default: the sequences in 16384, or one if it is longer)"
     parser.add_argument("--tokens", type=int, metavar="N", help=help)
@@ -443,7 +450,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
     add_options(parser, ModelConfig)
-    add_options(parser, StateConfig, ("algorithm", "moments", "master"))
+    add_options(parser, StateConfig, ("algorithm", "moments", "master", "weight_storage", "update_in_backward"))
 
 
 @contextlib.contextmanager
@@ -486,30 +493,46 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     head += f", by {state.algorithm}" * (state != StateConfig())
-    if options.gpus is not None:
-        if state.moments != "fp32" or state.master != "auto" or options.head or options.attention or options.loss:
-            flags = "--moments, --master, --head, --attention and --loss"
-            raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
-        names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
-        settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
-        settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        print(f"{head}\n{command.plan(model, rates, **settings).text()}")
+    if options.gpus is None:
+        print(f"{head}{_on_one_device(model, inputs, rates, options, state)}")
         return 0
-    optimizer: Any = torch.optim.AdamW
-    if state != StateConfig():
-        optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
-        head += f", moments {state.moments}, master {state.master}"
-    head += f", head {options.head}" if options.head else ""
-    head += ", chunked loss" if options.loss else ""
-    settings = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
-    rows = command.estimates(model, inputs, rates, optimizer=optimizer, **settings)
-    print(f"{head}\n{command.describe_plan(rows, rates)}")
+    if state != StateConfig(algorithm=state.algorithm) or options.head or options.attention or options.loss:
+        flags = "--moments, --master, --weight-storage, --update-in-backward, --head, --attention and --loss"
+        raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
+    names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
+    settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
+    settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+    print(f"{head}\n{command.plan(model, rates, **settings).text()}")
     return 0
+
+
+def _on_one_device(
+    model: torch.nn.Module, inputs: tuple[torch.Tensor], rates: Any, options: argparse.Namespace, state: StateConfig
+) -> str:
+    """Return the rest of a line on the options of a step on one device, the plan, and what to change if none fits."""
+    from octavo.cost import command
+
+    of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
+    of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
+    changes = [f"moments {state.moments}, master {state.master}"] * (state != StateConfig())
+    changes += ["weights in FP8 under the recipes"] * (state.weight_storage == "fp8")
+    changes += [f"updates in backward by {state.update_in_backward}"] * (state.outstanding_bytes is not None)
+    changes += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
+    settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    settings["weight_storage"] = or_none(state.weight_storage)
+    is_octavos = state != StateConfig()
+    settings["optimizer"] = command.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
+    steps = command.estimates(model, inputs, rates, **settings)
+    lines = [", ".join(["", *changes]), command.describe_plan(steps, rates)]
+    if not command.fits(steps, rates):
+        lines.append(command.change_that_fits(model, inputs, rates, of_optimizer, **settings))
+    return "\n".join(lines)
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     from octavo.inspect import command
 
+    parser.usage = f"{parser.prog} [OPTIONS] RECORD_OR_MODEL"
     command.add_arguments(parser)
 
 
@@ -632,10 +655,10 @@ def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
             help=help,
             description=f"{help[0].upper()}{help[1:]}.",
             epilog="\n  ".join(["examples:", *examples_of(name)]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Formatter,
             allow_abbrev=False,
         )
-        sub.set_defaults(command=run)
+        sub.set_defaults(command=run, parser=sub)
         if arguments is None or name in arguments:
             add(sub)
     return top
@@ -666,7 +689,8 @@ def _run(arguments: list[str]) -> int:
         with signals_to(interrupt, signal.SIGTERM) if is_main else contextlib.nullcontext():
             options, unknown = parser(arguments).parse_known_args(arguments)
             if unknown:
-                return fault(f"unrecognized arguments: {' '.join(unknown)} (see octavo {options.name} --help)")
+                hint = f"(see octavo {options.name} --help){meant(unknown, options.parser)}"
+                return fault(f"unrecognized arguments: {' '.join(unknown)} {hint}")
             return options.command(options, arguments)
     except SystemExit as stop:  # argparse, after --help, --version or a wrong argument
         return stop.code if isinstance(stop.code, int) else FAULT
@@ -679,6 +703,15 @@ def _run(arguments: list[str]) -> int:
         if (message := _expected(error)) is None:
             raise
         return fault(message)
+
+
+def meant(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return "; did you mean --lr?" for arguments that a command doesn't take, or "" where no flag is like them."""
+    flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_help()))
+    names = [argument.partition("=")[0].replace("_", "-") for argument in unknown if argument.startswith("--")]
+    near = [SYNONYMS.get(name) or next(iter(get_close_matches(name, sorted(flags), 1, 0.75)), "") for name in names]
+    likely = [flag for flag in near if flag in flags]
+    return f"; did you mean {', '.join(likely)}?" * bool(likely)
 
 
 def _expected(error: Exception) -> str | None:

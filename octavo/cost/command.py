@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ from octavo.cost.estimate import (
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, HIGH_PRECISION, PRODUCTS, PlanError, Rates
 from octavo.nn.saved import KINDS
-from octavo.optim import AdamW, Muon
+from octavo.optim import AdamW, Muon, update_in_backward
+from octavo.optim.base import CompactOptimizer
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 
@@ -45,6 +46,8 @@ GIB = 1 << 30
 OWN_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 SOME = 8  # blocks that are traced in place of all
 STORED = ("dynamic", "delayed", "blockwise")  # recipes whose weights can live in FP8
+WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
+WIDTH = 100  # characters of a line of a table
 WORTH_NAMING = 1.02  # of the speed, from which on a change is worth naming
 
 
@@ -52,7 +55,22 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     """Return rows of text as columns, right-aligned except the first."""
     rows = list(rows)
     first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows)
+
+
+def folded(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as columns, or as several tables of at most WIDTH that repeat the first column."""
+
+    def between(begin: int, end: int) -> str:
+        return columns([row[0], *row[begin:end]] for row in rows)
+
+    tables, begin, count = [], 1, len(rows[0])
+    while begin < count:
+        wide = (end for end in range(begin + 2, count + 1) if max(map(len, between(begin, end).splitlines())) > WIDTH)
+        end = next(wide, count + 1) - 1
+        tables.append(between(begin, end))
+        begin = end
+    return "\n\n".join(tables)
 
 
 def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
@@ -103,56 +121,82 @@ def _called(kind: str) -> str:
     return f"FP8, {words[kind]}" if kind in words else kind
 
 
+def step_in(
+    name: str,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    rates: Rates,
+    work: Work,
+    head: str | None = None,
+    **options: Any,
+) -> Estimate:
+    """Return the step in the recipe of this name in RECIPES.
+
+    Args:
+        head: the name of a recipe for the layer that computes logits; None: as the others.
+        options: other arguments of ``estimate``.
+    """
+    if head is not None and head_of(work) is None:
+        raise PlanError(f"--head {head}: no layer of this model computes logits")
+    rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
+    step = estimate(model, inputs, RecipeMap(RECIPES[name](), rules), rates, work=work, **options)
+    return replace(step, name=name)
+
+
 def estimates(
     model: nn.Module,
     inputs: Sequence[Any],
     rates: Rates,
     head: str | None = None,
     chunked_loss: bool = False,
+    weight_storage: Literal["fp8"] | None = None,
     **options: Any,
 ) -> list[Estimate]:
     """Return the steps in bf16, with ``fuse`` also in bf16 with the same fusions, and in each of RECIPES.
 
     Args:
-        head: the name of a recipe for the layer that computes logits, in place of each of RECIPES; None: as the others.
-        chunked_loss: as for ``estimate``, under the recipes.
+        head: as for ``step_in``.
+        chunked_loss, weight_storage: as for ``estimate``, under the recipes; with "fp8" those of STORED.
         options: other arguments of ``estimate``.
     """
     work = work_of(model, inputs)
-    if head is not None and head_of(work) is None:
-        raise PlanError(f"--head {head}: no layer of this model computes logits")
-    rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
     bf16_options = [{**options, "fuse": fuse} for fuse in sorted({False, options.get("fuse", False)})]
     steps = [estimate(model, inputs, None, rates, work=work, **fusing) for fusing in bf16_options]
-    for name, make in RECIPES.items():
-        step = estimate(model, inputs, RecipeMap(make(), rules), rates, work=work, chunked_loss=chunked_loss, **options)
-        steps.append(replace(step, name=name))
-    return steps
+    fp8_options = {**options, "head": head, "chunked_loss": chunked_loss, "weight_storage": weight_storage}
+    names = [name for name in RECIPES if weight_storage is None or name in STORED]
+    return [*steps, *(step_in(name, model, inputs, rates, work, **fp8_options) for name in names)]
 
 
-def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
-    """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
+def tables(estimates: Sequence[Estimate]) -> str:
+    """Return tables of the predicted steps, of which the first is without FP8: times, memory, activations."""
     first = estimates[0]
-    others = [other for other in estimates[1:] if other.name != FUSED_BF16]
-    eager, compiled = ((f"other, {way}", f"total, {way}", "of bf16") for way in ("eager", "compiled"))
-    times = [["ms a step", "products", "casts", "optimizer", eager[0], "waits for host", *eager[1:], *compiled]]
+    times = [["", "", "", "", "eager", "", "", "compiled", "", ""]]
+    times.append(["ms a step", "products", "casts", "optimizer", *("other", "total", "of bf16") * 2])
     sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
     for step in estimates:
         line = [step.name, *(f"{1e3 * seconds:.2f}" for seconds in (step.products, step.casts, step.optimizer))]
-        line += [f"{1e3 * step.other:.2f}", f"{1e3 * step.waits:.2f}", f"{1e3 * step.total:.2f}"]
+        line += [f"{1e3 * (step.other + step.waits):.2f}", f"{1e3 * step.total:.2f}"]
         line += [f"{step.total / first.total:.2f}", f"{1e3 * step.fused:.2f}", f"{1e3 * step.compiled:.2f}"]
         times.append([*line, f"{step.compiled / first.compiled:.2f}"])
         memory = step.memory
         kinds = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, step.peak
         share = f"{step.peak / first.peak:.2f}"
         sizes.append([step.name, *(f"{size / GIB:.2f}" for size in kinds), share])
-    lines = [f"by the rates of {rates.device} ({rates.source})", *_attention(rates)]
-    lines += ["", columns(times), "", columns(sizes), ""]
     table_of_saved = [["GiB of activations", *(step.name for step in estimates)]]
     for kind in KINDS:
         of_kind = [(step.memory.saved or {}).get(kind, 0) / GIB for step in estimates]
         table_of_saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
-    lines += [columns(table_of_saved), ""]
+    waits = ", ".join(f"{1e3 * step.waits:.2f} in {step.name}" for step in estimates if step.waits >= 5e-6)
+    lines = [folded(times)]
+    lines += [f"Of other in eager the device waits for the host: {waits}."] * bool(waits)
+    return "\n".join([*lines, "", folded(sizes), "", folded(table_of_saved)])
+
+
+def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
+    """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
+    first = estimates[0]
+    others = [other for other in estimates[1:] if other.name != FUSED_BF16]
+    lines = [f"by the rates of {rates.device} ({rates.source})", *_attention(rates), "", tables(estimates), ""]
     room = rates.memory or math.inf
     too_large = [step.name for step in estimates if step.peak > room]
     if rates.memory:
@@ -161,12 +205,11 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     fitting = [step for step in others if step.peak <= room]
     best = min(fitting or others, key=lambda step: step.total, default=first)
     shares = best.total / first.total, best.compiled / first.compiled
-    if not fitting and first.peak > room:
-        least = min(step.peak for step in estimates) / GIB
-        lines.append(f"None fits one device: it needs {least:,.0f} GiB at least. Plan for several: --gpus N.")
+    if not fits(estimates, rates):
+        lines.append(f"None fits one device: it needs {min(step.peak for step in estimates) / GIB:,.0f} GiB at least.")
     elif min(shares) >= WORTH:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
-    else:
+    elif fitting:
         lines.append(f"{best.name} is the fastest: {shares[0]:.2f} of bf16's time in eager, {shares[1]:.2f} compiled.")
     for step in estimates:
         if step.name == FUSED_BF16:
@@ -175,9 +218,52 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     for step in others:
         if step.slower and len(step.slower) < len(step.layers):
             lines.append(f"{step.name}: leave out, as fast in bf16 or faster: {_grouped(step.slower)}")
-    never_faster = [step.name for step in others if len(step.slower) == len(step.layers)]
-    lines += [f"no layer is faster than in bf16: {', '.join(never_faster)}"] * bool(never_faster)
+    never_faster = [step for step in others if step.slower and len(step.slower) == len(step.layers)]
+    if never_faster:
+        layers = _grouped(never_faster[0].slower)
+        lines.append(f"{', '.join(step.name for step in never_faster)}: no layer is faster than in bf16: {layers}")
     return "\n".join(lines)
+
+
+def fits(estimates: Iterable[Estimate], rates: Rates) -> bool:
+    """Return whether any of these steps fits the device's memory, or the memory is unknown."""
+    return any(step.peak <= (rates.memory or math.inf) for step in estimates)
+
+
+def change_that_fits(
+    model: nn.Module, inputs: tuple[Tensor], rates: Rates, state: Mapping[str, Any], **settings: Any
+) -> str:
+    """Return the flags that bring a step which is too large into the device's memory: the first that suffice.
+
+    They are tried from those that change least on: fused operations, fewer sequences at a time, then moments, masters,
+    weights and updates in FP8.
+
+    Args:
+        state: the arguments of ``optimizer_of``, where a change is one of these.
+        settings: other arguments of ``step_in``, with the optimizer of the step.
+    """
+    name, context, tokens = "delayed", inputs[0].shape[1], inputs[0].numel()
+    in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
+    flags_in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
+    fused, stored = {"fuse": True}, {"weight_storage": "fp8"}
+    ways: list[tuple[str, int, Mapping[str, Any], Mapping[str, Any]]] = [("--fuse", tokens, {}, fused)]
+    ways += [(f"--tokens {count}, with as many more micro-batches", count, {}, {}) for count in reversed(fewer)]
+    ways += [("--moments fp8 --master split24", tokens, {"moments": "fp8", "master": "split24"}, {})]
+    ways += [(flags_in_fp8, tokens, in_fp8, stored)]
+    ways += [(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8, fused | stored)]
+    for flags, count, changed_state, changed_settings in ways:
+        rows = tokens_of(count, context)
+        options = {**settings, **changed_settings}
+        if changed_state:
+            options["optimizer"] = optimizer_of(model, **{**state, **changed_state})
+        step = step_in(name, model, rows, rates, work_of(model, rows), **options)
+        if fits([step], rates):
+            return f"The smallest change that fits: {flags}. {name} takes {step.peak / GIB:,.0f} GiB then."
+    devices = 1 << math.ceil(math.log2(step.peak / rates.memory))
+    return (
+        f"Not even {flags} is enough ({step.peak / GIB:,.0f} GiB). Plan for several devices: --gpus {devices} or more."
+    )
 
 
 def _why(bf16: Estimate, best: Estimate) -> str:
@@ -203,7 +289,10 @@ def from_hugging_face(path: Path) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise PlanError("a Hugging Face configuration needs transformers: pip install transformers") from error
+        raise PlanError(
+            f"{path} is a Hugging Face configuration, which transformers reads: pip install transformers; or plan the "
+            "GPT of octavo train, by --width, --layers, --heads"
+        ) from error
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
@@ -225,17 +314,34 @@ def context_of(model: nn.Module) -> int:
 
 
 def optimizer_of(
-    model: nn.Module, algorithm: str, moments: str, master: str | None
+    model: nn.Module, algorithm: str, moments: str, master: str | None, outstanding: int | None = None
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return a function from parameters to the optimizer that these options name; Muon has the blocks' matrices."""
-    state_options: Any = {"moments": moments, "master": master}
+    """Return a function from parameters to the optimizer that these options name; Muon has the blocks' matrices.
+
+    ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
+    """
+    make = _maker(model, algorithm, {"moments": moments, "master": master})
+
+    def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
+        of_params = make(params)
+        if outstanding is not None:
+            update_in_backward(of_params, outstanding)
+        return of_params
+
+    return optimizer
+
+
+def _maker(
+    model: nn.Module, algorithm: str, state_options: Any
+) -> Callable[[Iterable[nn.Parameter]], CompactOptimizer]:
+    """Return a function from parameters to AdamW or Muon with these formats of state."""
     if algorithm == "adamw":
         return functools.partial(AdamW, **state_options)
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
     others = {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
 
-    def muon_of(params: Iterable[nn.Parameter]) -> Optimizer:
+    def muon_of(params: Iterable[nn.Parameter]) -> Muon:
         groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
         for param in params:
             groups["muon" if param.ndim in (2, 3) and param.shape not in others else "adamw"].append(param)
@@ -404,9 +510,9 @@ class MeshPlan(NamedTuple):
         """Return tables, whether the step fits, what limits it, and what to change."""
         best, now, rates = self.best, self.best.layout, self.best.hardware.rates
         kinds, waits = list(best.step.kinds), [kind for kind, wait in best.step.waits.items() if wait.seconds]
-        header = ["ms a step", "", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
+        header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         times = [[*header, "total", "of bf16", "TFLOP/s"]]
-        sizes = [["GiB a rank", "", *best.memory, "total", "fits"]]
+        sizes = [["GiB a rank", *best.memory, "total", "fits"]]
         for kernels, stages in self.steps.items():
             for stage in stages:
                 step = stage.step
@@ -416,14 +522,14 @@ class MeshPlan(NamedTuple):
                 ]
                 line += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
                 line += [f"{step.seconds / stages[0].step.seconds:.2f}", f"{step.tflops:.0f}"]
-                times.append([stage.precision.name, kernels, *line])
+                times.append([f"{stage.precision.name} {kernels}", *line])
                 numbers = [f"{size / GIB:.2f}" for size in (*stage.memory.values(), stage.size)]
-                sizes.append([stage.precision.name, kernels, *numbers, "yes" if stage.fits else "no"])
+                sizes.append([f"{stage.precision.name} {kernels}", *numbers, "yes" if stage.fits else "no"])
         name = best.precision.name
         says = f"{name}, compiled, is the fastest that fits" if best.fits else f"None fits: {name} is the smallest"
         lines = [
             f"{flags(best)}, micro-batches of {now.batch} sequences, by the rates of {rates.device} ({rates.source})",
-            *("", columns(times), "", columns(sizes), ""),
+            *("", folded(times), "", folded(sizes), ""),
             f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {best.hardware.memory / GIB:.0f}.",
             f"{name}, compiled: {limit(best)}.",
         ]

@@ -24,6 +24,7 @@ from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
+from octavo.kernels.capability import runs_natively
 from octavo.reading import read_json
 from octavo.scaling.recipe import ROLES, Cast, Delayed, Recipe
 
@@ -201,6 +202,8 @@ PUBLISHED = {
     ),
 }
 """Rates of large products by device, each with its source."""
+# GPUs of data centres that are asked about, and have no FP8 hardware
+WITHOUT_FP8 = frozenset("P100 V100 T4 A2 A10 A10G A16 A30 A40 A100 A800 A4000 A5000 A6000 MI100 MI210 MI250".split())
 
 
 def with_attention(rates: Rates, kernel: str) -> Rates:
@@ -266,16 +269,19 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         device: default: the CUDA device, if there is one, or the CPU.
 
     Raises:
-        PlanError: for a name without published rates, or a device without any.
+        PlanError: for a GPU without FP8 hardware, a name without published rates, or a device without any.
 
     Example:
         >>> rates_of("H200").device
         'NVIDIA H200'
     """
     if name is not None:
-        if name.upper() not in PUBLISHED:
+        model = name.upper().removeprefix("NVIDIA").strip()
+        if not WITHOUT_FP8.isdisjoint(model.replace("-", " ").split()):
+            raise _no_fp8_hardware(name)
+        if model not in PUBLISHED:
             raise PlanError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")
-        return PUBLISHED[name.upper()]
+        return PUBLISHED[model]
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     label = device_label(device)
     # no rates were stored, or by another octavo, or the file is damaged
@@ -286,9 +292,19 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     for published, rates in PUBLISHED.items():
         if published in label:
             return rates
+    if device.type == "cuda" and not runs_natively(device):
+        raise _no_fp8_hardware(label)
     raise PlanError(
         f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "
         f"{', '.join(PUBLISHED)}"
+    )
+
+
+def _no_fp8_hardware(name: str) -> PlanError:
+    """Return the error that answers a plan for a GPU without FP8 hardware."""
+    return PlanError(
+        f"{name} has no FP8 hardware: octavo emulates FP8 there, exactly but slower than bf16, so FP8 does not pay; "
+        f"plan for {', '.join(PUBLISHED)}"
     )
 
 

@@ -133,6 +133,7 @@ def to_json(
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": _curves(record),
+        "not_finite": _first_not_finite(record),
         "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
     }
@@ -155,6 +156,7 @@ def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
         "gone": [_finding(finding) for _, finding in changed[len(findings) :]],
         "casts": [_casts(worst, layer, role, first) for layer in record.layers for role in ROLES],
         "scalars": _curves(record),
+        "not_finite": _first_not_finite(record),
     }
 
 
@@ -261,6 +263,12 @@ def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
             worst = _worst(values, starts := _starts(len(steps), POINTS))
             curves[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, worst, strict=True)]
     return curves
+
+
+def _first_not_finite(record: Record) -> dict[str, int]:
+    """Return the first step in which each number was inf or NaN, by its name, of those that ever were."""
+    faulty = {name: np.flatnonzero(~np.isfinite(values)) for name, (_, values) in record.scalars.items()}
+    return {name: record.scalars[name][0][places[0]] for name, places in faulty.items() if len(places)}
 
 
 def _plain(value: Any) -> Any:

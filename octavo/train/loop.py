@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from octavo.kernels.capability import fast_dtype
 from octavo.reading import parse_json
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import CHECKPOINT, Content, Identity, RunFolder, StepRow
+from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     ALONE,
     BASELINE,
@@ -280,8 +281,8 @@ class _Run:
             if self.folder is not None:
                 self.folder.finish()
         except DivergedError as error:
-            reason = f"{error}{self.inspection.close()}{self._checkpoint_note()}"
-            raise DivergedError(f"{self.result.name} diverged: {reason}; try a lower --lr") from error
+            reason = f"{error}{self.inspection.close()}{self._checkpoint_note()}; try a lower --lr"
+            raise DivergedError(f"{self.result.name} diverged: {reason}{self.inspection.command}") from error
         except RankError as error:
             checkpoint_note = self._checkpoint_note()
             raise RankError(
@@ -356,6 +357,7 @@ class _Inspection:
         """Begin to record a run whose model is loaded; do nothing without the option or without layers in FP8."""
         self._recorder: octavo.inspect.Recorder | None = None
         self._trace: octavo.inspect.FaultTrace | None = None
+        self.command = ""  # "; " and the command that reads the record, if there is one
         config, recipe, folder = run.shared.config, recipe_named(run.recipe), run.result.folder
         if not config.inspect.inspect:
             return
@@ -365,7 +367,8 @@ class _Inspection:
         trainer, ranks = run.trainer, run.trainer.ranks
         common: dict[str, Any] = {"step": len(run.rows), "group": ranks.group}
         if folder is not None:
-            run.progress.message(f"{run.result.name} is recorded: octavo inspect {folder} says what it shows")
+            self.command = f"; octavo inspect {shlex.quote(str(folder))} says what the record shows"
+            run.progress.message(f"{run.result.name} is recorded{self.command}")
             with ranks.together():
                 if not run.rows and ranks.rank == 0:  # a run that was killed before its first checkpoint left a record
                     shutil.rmtree(folder / RECORD, ignore_errors=True)
@@ -405,7 +408,7 @@ def run_in(path: Path) -> Path:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    return sorted(checkpoints.parent for checkpoints in path.glob(f"*/{CHECKPOINT}"))
+    return sorted(folder for folder in path.glob("*/") if RunFolder(folder).holds_run())
 
 
 def trained_model(path: Path) -> GPT:
@@ -417,9 +420,12 @@ def trained_model(path: Path) -> GPT:
     folder = RunFolder(path)
     if (content := folder.load(None)) is None:
         runs = _runs_in(path)
-        several = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
-        none = f"{'is no run of octavo' if path.exists() else 'does not exist'}: give a run's folder"
-        raise RunCheckpointError(f"{path} {several if runs else none}")
+        why = f"{'is no run of octavo' if path.exists() else 'does not exist'}: give a run's folder"
+        if runs:
+            why = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        elif folder.holds_run():
+            why = "has no checkpoint, as the run ended before its first: train again with a smaller --checkpoint-every"
+        raise RunCheckpointError(f"{path} {why}")
     identity = content["identity"]
     recipe = identity.get("recipe")
     try:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from octavo.cost.command import columns
 from octavo.distributed.files import replacing
-from octavo.errors import MissingExtraError
+from octavo.errors import require
 from octavo.train.config import UNCONVERTED
 from octavo.train.loop import RunResult
 
@@ -20,12 +19,6 @@ from octavo.train.loop import RunResult
 BASELINE_COLOUR = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SMOOTHING = 0.03  # width of the smoothing window, as a share of the run
-
-
-def require_plotting() -> None:
-    """Raise MissingExtraError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("the plot needs matplotlib: pip install octavo[cli]")
 
 
 def gap(result: RunResult, baseline: RunResult) -> float:
@@ -88,8 +81,12 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below."""
-    require_plotting()
+    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below.
+
+    Raises:
+        MissingExtraError: without matplotlib.
+    """
+    require("cli", "matplotlib")
     from matplotlib.figure import Figure
 
     baseline = find_baseline(results)

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from octavo.train.loop import trained_model
 from octavo.train.trainer import Trainer
 from octavo_command import COMMANDS
 from tests.support.command_line import TEXT, TINY, one_line, train
+
+ROOT = Path(octavo.__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,18 @@ def test_options_in_messages_are_flags():
             raise ValueError(said)
 
 
-def test_it_names_versions_devices_and_extras(monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "matplotlib" else object())
+def test_it_names_versions_devices_and_extras(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = command.describe_machine()
     assert octavo.__version__ in text and torch.__version__ in text and "python" in text and "triton" in text
     assert "cpu" in text and command.EMULATED in text
     assert re.search(r"\nrecipes on cpu\n(  .*\n)*  mx +the reference; lost: FP8's speed: emulated\n", text)
-    assert "pip install octavo[cli] (matplotlib absent)" in text and "onnx         installed" in text
+    assert re.search(r"\nrecipes on cpu\n  casts +\S.* kept in .*octavo\n", text)
+    assert f"matplotlib is not installed: pip install '{ROOT}[cli]'" in text and "onnx         installed" in text
+    monkeypatch.chdir(ROOT)
+    assert "matplotlib is not installed: pip install '.[cli]'" in command.describe_machine()
+    monkeypatch.setattr("octavo.errors.__file__", str(tmp_path / "site/octavo/errors.py"))
+    assert "matplotlib is not installed: pip install 'octavo[cli]'" in command.describe_machine()
 
 
 @pytest.mark.parametrize(
@@ -188,14 +196,24 @@ def test_one_set_of_flags_begins_a_run_and_goes_on_with_it(capsys, no_plot):
     assert len(list(Path("runs").iterdir())) == 2
 
 
-def test_compare_asks_for_the_extra_before_it_trains_and_train_needs_none(capsys, monkeypatch):
-    monkeypatch.setattr("octavo.train.report.find_spec", lambda name: None)
-    assert cli.main(["compare", *TINY, "--data", "text.py", "--out", "here"]) == 2
-    assert "pip install octavo[cli]" in one_line(capsys)
-    assert not Path("here").exists()
-    assert train("--out", "here") == 0
-    out, err = capsys.readouterr()
-    assert "nats/byte" in out and "pip install octavo[cli]" in err and "loss.png" not in out
+def test_without_matplotlib_the_plot_is_left_out(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name, flag in (("compare", "--recipes"), ("train", "--recipe")):
+        assert cli.main([name, *TINY, "--data", "text.py", flag, "dynamic", "--out", name]) == 0
+        out, err = capsys.readouterr()
+        assert "nats/byte" in out and f"wrote {name}/results.csv\n" in out
+        assert f"without loss.png: matplotlib is not installed: pip install '{ROOT}[cli]'" in err
+
+
+def test_a_run_that_diverged_is_read_by_its_folder(capsys, no_plot):
+    options = ["--lr", "1e3", "--clip", "0", "--steps", "60", "--checkpoint-every", "0", "--inspect"]
+    assert train("--out", "here", *options, "--inspect-every", "1") == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.endswith("; try a lower --lr; octavo inspect here/dynamic says what the record shows")
+    assert cli.main(["inspect", "here"]) == 0
+    assert "finding" in capsys.readouterr().out
+    assert cli.main(["export", "here", "--safetensors", "served"]) == 2
+    assert "has no checkpoint, as the run ended before its first" in one_line(capsys)
 
 
 def test_divergence_is_one_line_with_what_was_kept(capsys):
@@ -388,9 +406,19 @@ def test_help_says_what_a_command_does_and_shows_examples_that_it_takes(command,
     run, _ = _COMMANDS[command]
     assert examples_of(command)
     for example in examples_of(command):
-        assert f"  {example}\n" in text
+        assert f"  {example}\n" in text.replace(" \\\n    ", " ")
         _, _, arguments = example.partition("octavo ")
         assert cli.parser().parse_args(shlex.split(arguments)).command is run
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_narrow_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 60
+    joined = text.replace(" \\\n    ", " ")
+    assert "examples:\n" in text and all(f"  {example}\n" in joined for example in examples_of(command or "none"))
 
 
 def test_each_command_has_a_description_and_its_options_only_where_it_is_named():
@@ -423,6 +451,9 @@ def test_version_help_and_info(capsys):
         ("", "COMMAND"),
         ("evaluate", "evaluate"),
         ("train --stepz 3", "--stepz 3 (see octavo train --help)"),
+        ("train --learning-rate 3e-4", "--learning-rate 3e-4 (see octavo train --help); did you mean --lr?"),
+        ("train --stepz 3 --batch_size=4", "--help); did you mean --steps, --batch?"),
+        ("plan --epochs=3", "--epochs=3 (see octavo plan --help)"),
         ("train --steps many", "many"),
         ("train --steps -5", "--steps is -5: choose a whole number from 1"),
         ("train --width 1000000 --heads 1", "GiB"),

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 
+import octavo
 from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
 from octavo.cost.estimate import FUSED_BF16, Estimate, estimate, orthogonalising, work_of
@@ -21,6 +23,7 @@ from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Wei
 from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
 from octavo.nn.checkpointing import watched
 from octavo.train import GPT, ModelConfig
+from octavo.weights.stored import local_stored
 
 H200 = PUBLISHED["H200"]
 
@@ -81,6 +84,8 @@ def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fuse and chunked and recipe.default.name == name
         assert [recipe.of(layer).name for layer in ("head", "blocks.0.mlp.fc1")] == ["dynamic_with_output_hp", name]
     assert len(command.estimates(model, tokens, H200, fuse=False)) == 1 + len(command.RECIPES)
+    stored = command.estimates(model, tokens, H200, weight_storage="fp8", fuse=False)
+    assert [each.name for each in stored[1:]] == ["dynamic", "delayed", "blockwise"]
     with pytest.raises(PlanError, match="--head dynamic: no layer of this model computes logits"):
         command.estimates(nn.Linear(8, 8), (torch.ones(2, 8),), H200, head="dynamic")
 
@@ -94,6 +99,69 @@ def test_whether_a_step_fits() -> None:
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
     text = command.describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
     assert "A step in larger does not fit" in text and "delayed is the fastest" in text
+
+
+def test_tables_fit_a_line() -> None:
+    """A table of large numbers has at most 100 characters a line; a wider one goes on below."""
+    bf16, fp8 = steps(16384, 8192, 8192)
+    slow = [replace(fp8, name=name, products=5.0, casts=1.0, other=2.0) for name in ("blockwise", FUSED_BF16)]
+    lines = command.tables([bf16, *slow]).splitlines()
+    assert max(map(len, lines)) <= 100 and [len(line.split()) for line in lines[1:3]] == [14, 10]
+    assert lines[3].split()[5] == f"{1e3 * slow[0].total:.2f}"
+    rows = [["step", *(f"column {place}" for place in range(12))], ["bf16", *"abcdefghijkl"]]
+    one, other = (table.splitlines() for table in command.folded(rows).split("\n\n"))
+    assert max(map(len, (*one, *other))) <= 100 and one[1].split()[0] == other[1].split()[0] == "bf16"
+    assert [*one[1].split()[1:], *other[1].split()[1:]] == [*"abcdefghijkl"]
+
+
+def test_weights_in_fp8_and_updates_in_backward_are_planned_as_a_training_keeps_them() -> None:
+    config = ModelConfig(width=64, layers=2, heads=2, context=16)
+    model, inputs = GPT(config).bfloat16(), command.tokens_of(16, 16)
+    optimizer_class = command.optimizer_of(model, "adamw", "fp8", "split16", 1024)
+    stored: Any = {"optimizer": optimizer_class, "weight_storage": "fp8"}
+    planned = command.step_in("blockwise", model, inputs, H200, work_of(model, inputs), **stored)
+    octavo.convert(model, recipes.blockwise(), weight_storage="fp8")
+    optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split16")
+    handle = octavo.optim.update_in_backward(optimizer, 1024)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model(tokens).float().sum().backward()
+    optimizer.step()
+    weights: list[torch.Tensor] = []
+    for param in model.parameters():
+        pair = local_stored(param)
+        weights += [param] if pair is None else [pair.qdata, pair.scale_inv]
+    assert planned.name == "blockwise" and planned.memory.weights == sum(t.nbytes for t in weights)
+    sizes = sizes_of(optimizer)
+    assert planned.memory.masters == sizes["master_rest"] + sizes["master_amax"]
+    assert planned.memory.moments == sizes["exp_avg"] + sizes["exp_avg_sq"]
+    largest = max(2 * param.numel() for param in model.parameters())
+    assert handle.most_bytes <= planned.memory.gradients == 1024 + largest
+
+
+def test_the_smallest_change_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are tried from those that change least on; the bytes here are made up, and each change saves some."""
+
+    def step(name: str, model: Any, inputs: Any, rates: Any, work: Any, **options: Any) -> Any:
+        state = 100 if options.get("weight_storage") else {"fp32": 1000, "fp8": 500}[options["optimizer"]["moments"]]
+        return SimpleNamespace(peak=state + inputs[0].numel() * (0.9 if options.get("fuse") else 1))
+
+    monkeypatch.setattr(command, "step_in", step)
+    monkeypatch.setattr(command, "work_of", lambda model, inputs: None)
+    monkeypatch.setattr(command, "optimizer_of", lambda model, **options: options)
+
+    def change(room: float) -> str:
+        rates, state = replace(H200, memory=room), {"algorithm": "adamw", "moments": "fp32", "master": "auto"}
+        inputs = command.tokens_of(1024, 256)
+        return command.change_that_fits(nn.Linear(2, 2), inputs, rates, state, optimizer={"moments": "fp32"})
+
+    in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    for room, flags in (
+        (1950, "--fuse"), (1600, "--tokens 512, with as many more micro-batches"), (1300, "--tokens 256, with as many"),
+        (1200, in_fp8), (400, f"{in_fp8} --fuse --tokens 256. delayed takes 0 GiB then."),
+    ):  # fmt: skip
+        assert change(room).startswith(f"The smallest change that fits: {flags}")
+    too_large = f"Not even {in_fp8} --fuse --tokens 256 is enough (0 GiB). Plan for several devices: --gpus 4 or more."
+    assert change(100) == too_large
 
 
 def test_where_fp8_pays_grows_with_the_tokens() -> None:
@@ -127,6 +195,15 @@ def test_a_hugging_face_configuration(
         command.from_hugging_face(Path("nowhere"))
 
 
+def sizes_of(optimizer: Any) -> Counter[str]:
+    """Return the bytes of an optimizer's state by name, codes with their scales."""
+    sizes: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            sizes[name.removesuffix("_codes").removesuffix("_scale_inv")] += tensor.nbytes
+    return sizes
+
+
 @pytest.mark.parametrize(
     ("algorithm", "moments", "master"),
     [
@@ -143,10 +220,7 @@ def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moment
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    sizes: Counter[str] = Counter()
-    for state in optimizer.state.values():
-        for name, tensor in state.items():
-            sizes[name.removesuffix("_codes").removesuffix("_scale_inv")] += tensor.nbytes
+    sizes = sizes_of(optimizer)
     assert planned.memory.masters == sizes["master_rest"]
     assert planned.memory.moments == sizes["momentum_buffer"] + sizes["exp_avg"] + sizes["exp_avg_sq"]
     memory, products = planned.memory, 0.0
@@ -188,7 +262,12 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
     text = capsys.readouterr().out
     assert "4 sequences of 32 tokens" in text and "Don't" in text and "by muon, moments fp8, master split24" in text
-    assert "no layer is faster than in bf16: dynamic, mx" in text
+    assert "dynamic, mx: no layer is faster than in bf16: 1 of 192 x 64 (blocks.0.attention.qkv.linear), 1 of" in text
+    stored = ["--weight-storage", "fp8", "--moments", "fp8", "--master", "split16", "--update-in-backward", "1KB"]
+    assert cli.main(["plan", *size, *stored]) == 0
+    text = capsys.readouterr().out
+    assert "master split16, weights in FP8 under the recipes, updates in backward by 1KB\n" in text
+    assert "\ndynamic " in text and "\nmx " not in text  # whose weights can't be stored
     options = ["--device", "H100", "--attention", "cudnn", "--loss", "chunked"]
     assert cli.main(["plan", *size, *options]) == 2  # so small a head is not converted
     assert "a chunked loss: the gradients of head are no products in FP8" in capsys.readouterr().err
@@ -276,7 +355,7 @@ def test_the_command_for_a_mesh(
     assert cli.main([*asked, *layout]) == 0
     text = capsys.readouterr().out
     assert "64 sequences of 64 tokens" in text and f"{' '.join(layout[2:])}, micro-batches of 1 seq" in text
-    for words in ("bf16       ", "compiled", "eager", "tensor: waits of all", "masters", "NVIDIA H100 SXM has 79"):
+    for words in ("bf16 compiled ", "eager", "tensor: waits of all", "masters", "NVIDIA H100 SXM has 79"):
         assert words in text
     assert cli.main([*asked, "--algorithm", "muon"]) == 0  # the mesh is found
     text = capsys.readouterr().out
@@ -291,7 +370,10 @@ def test_the_command_for_a_mesh(
         (["--gpus", "16", "--mesh", "fsdp=16", "--micro-batches", "3"], "3 does not divide the 4 sequences"),
         (["--mesh", "fsdp=4"], "add --gpus"),
         (["--checkpoint-in-fp8"], "add --gpus"),
-        (["--gpus", "16", "--moments", "fp8"], "--moments, --master, --head, --attention and --loss are for"),
+        (
+            ["--gpus", "16", "--moments", "fp8"],
+            "--moments, --master, --weight-storage, --update-in-backward, --head, --attention and --loss are",
+        ),
         (["--gpus", "16", "--loss", "chunked"], "are for a step on one device"),
     ):
         assert cli.main(["plan", str(tmp_path), "--device", "H100", "--tokens", "256", *flags]) == 2

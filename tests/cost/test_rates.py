@@ -123,8 +123,14 @@ def test_published_rates() -> None:
     for each in PUBLISHED.values():
         assert set(each.products) == {*PRODUCTS} and each.source
         assert each.product_seconds("tensor", 1e12) < each.product_seconds(HIGH_PRECISION, 1e12)
-    with pytest.raises(ValueError, match=r"nothing is published of 'A100' here; known: H100, H200, B200"):
-        rates_of("A100")
+    with pytest.raises(ValueError, match=r"nothing is published of 'A1' here; known: H100, H200, B200"):
+        rates_of("A1")
+
+
+@pytest.mark.parametrize("name", ["A100", "NVIDIA A100-SXM4-80GB", "v100", "RTX A6000", "NVIDIA A100 80GB PCIe"])
+def test_a_gpu_without_fp8_hardware_is_answered(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has no FP8 hardware.*FP8 does not pay; plan for H100, H200, B200"):
+        rates_of(name)
 
 
 def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
-from octavo.inspect import Finding, Record, diagnose, verdict
+from octavo.inspect import Finding, Record, diagnose, report, verdict
 from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, Against, changes, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf
@@ -182,9 +182,28 @@ def test_as_json() -> None:
     assert window["high"] == pytest.approx(math.log2(448 * record.measures["scale_inv"][1, 3]), rel=1e-3)
 
 
+def test_the_first_step_without_a_finite_loss_is_said() -> None:
+    """A curve shows the largest of each few steps; the step at which a loss became NaN is said exactly."""
+    record = healthy(3, 4)
+    record.scalars["loss"] = list(range(3000)), [5.0 if step < 1372 else math.nan for step in range(3000)]
+    content = json.loads(to_json(record, [], against=Against("other", healthy(3, 4), [])))
+    assert content["not_finite"] == {"loss": 1372} and content["against"]["not_finite"] == {}
+    assert next(point["step"] for point in content["scalars"]["loss"] if point["value"] is None) == 1374
+
+
+def test_a_printed_page_is_light_and_has_the_names_of_columns() -> None:
+    style = Path(report.__file__).with_suffix(".html").read_text().partition("</style>")[0]
+    screen, _, printed = style.partition("@media print")
+    hidden = [selector.strip() for selectors in re.findall(r"([^{}]+)\{ display: none", printed)
+              for selector in selectors.split(",")]  # fmt: skip
+    assert hidden == [".copy", "#more", "nav", ".controls"]  # no th, and no button of one
+    assert "color-scheme: light;" in printed and "@media screen and (prefers-color-scheme: dark)" in screen
+    assert style.count("prefers-color-scheme") == 1
+
+
 def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(MissingExtraError, match=r"octavo\[inspect\]"):
+    with pytest.raises(MissingExtraError, match=r"vl_convert is not installed: pip install '.*\[inspect\]'"):
         to_html(healthy(), [], "run")
 
 

@@ -1,10 +1,10 @@
 """C++ that a CPU runs in place of many small torch operations, compiled at its first use by the machine's compiler.
 
-Without a compiler, or where compiling fails, nothing is lost but time: the reference runs instead. The library is kept
-in ``$XDG_CACHE_HOME/octavo``, by default ``~/.cache/octavo``, under a name made of its source, the compiler, the CPU's
-instruction set and the library's own bytes. A file whose bytes are not those of its name was damaged, and is compiled
-anew; from a folder that others may write to nothing is loaded. ``CXX`` names the compiler, else it is ``c++``; an empty
-``CXX`` turns it off.
+Without a compiler, or where compiling fails, nothing is lost but time: the reference runs instead, and a warning says
+so once. The library is kept in ``$XDG_CACHE_HOME/octavo``, by default ``~/.cache/octavo``, under a name made of its
+source, the compiler, the CPU's instruction set and the library's own bytes. A file whose bytes are not those of its
+name was damaged, and is compiled anew; from a folder that others may write to nothing is loaded. ``CXX`` names the
+compiler, else it is ``c++``; an empty ``CXX`` turns it off, without a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from octavo.cache import make_cache_folder, why_not_private
+from octavo.cache import cache_folder, make_cache_folder, why_not_private
+from octavo.kernels.capability import warn_once
 
 _FOLDER = Path(__file__).parent
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
@@ -35,8 +36,10 @@ _logger = logging.getLogger("octavo")
 @functools.cache
 def library(name: str) -> ctypes.CDLL | None:
     """Return ``name``.cpp, compiled; None where there is no compiler, or it can't compile the file."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
+    wanted = os.environ.get("CXX", "c++")
+    if (compiler := shutil.which(wanted)) is None:
+        if wanted:
+            _warn(f"there is no C++ compiler {wanted} (install one, such as g++, or name another by CXX)")
         return None
     source, shared = _FOLDER / f"{name}.cpp", _FOLDER / "float_bits.h"
     flags = *_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
@@ -48,8 +51,24 @@ def library(name: str) -> ctypes.CDLL | None:
             return None
         return ctypes.CDLL(str(_from_cache(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
-        _logger.debug("%s could not compile octavo's %s.cpp, so the reference runs: %s", compiler, name, error)
+        output = getattr(error, "stderr", None) or b""
+        _warn(f"{compiler} could not compile {name}.cpp ({error}{output.decode(errors='replace')[:200]})")
         return None
+
+
+def _warn(why: str) -> None:
+    warn_once(
+        "compiler", f"torch computes casts and optimizer steps on this CPU, more slowly than compiled code: {why}"
+    )
+
+
+def describe() -> str:
+    """Return whether casts on this CPU are compiled, which the first call does, and in which folder that is kept."""
+    if library("cast") is not None:
+        return f"compiled C++, kept in {cache_folder()}"
+    wanted = os.environ.get("CXX", "c++")
+    why = "CXX is empty" if not wanted else f"no C++ compiler {wanted}" if shutil.which(wanted) is None else "see above"
+    return f"PyTorch's operations, which are slower ({why}); compiled code would be kept in {cache_folder()}"
 
 
 @functools.cache

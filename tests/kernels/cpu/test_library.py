@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernels import cpu
-from octavo.kernels.cpu.library import library, may_load_from
+from octavo.kernels import capability, cpu
+from octavo.kernels.cpu.library import describe, library, may_load_from
 from tests.kernels.conftest import Ops
 from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
@@ -22,15 +22,24 @@ def fresh_library() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])
-def test_without_a_compiler_the_reference_runs(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None
+def test_without_a_compiler_the_reference_runs_and_a_warning_says_so_once(
+    compiler: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fresh_library: None,
 ) -> None:
+    monkeypatch.setattr(capability, "_warned", set())
     broken = tmp_path / "broken"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nexit 1\n')
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken) if compiler == "broken" else compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert library("optimizer_step") is library("cast") is None
+    said = [record.message for record in caplog.records]
+    assert len(said) == bool(compiler) and all("more slowly than compiled code: " in line for line in said)
+    assert all(f"no C++ compiler {compiler} (install one" in line or "could not compile" in line for line in said)
+    assert describe().startswith("PyTorch's operations") and str(tmp_path / "cache/octavo") in describe()
     assert differences_of(0, 3) == []
     check_casts(Ops(cpu.KERNELS.__getitem__, "cpu"), 10, 0)
 
@@ -66,6 +75,7 @@ def test_the_library_is_compiled_once(quick_compiler: Path) -> None:
     first = library_file.stat().st_mtime_ns
     assert answer_of_a_new_process() == 42
     assert [path.stat().st_mtime_ns for path in quick_compiler.iterdir()] == [first]
+    assert describe() == f"compiled C++, kept in {quick_compiler}"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
