@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, operands_of_codes
+from octavo.autograd.casts import operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, BLOCK, MX, Granularity, PerBlock, PerRow, PerTensor
@@ -37,6 +37,7 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.autograd.casts import WEIGHT
 from octavo.errors import UnsupportedOpError
 from octavo.scaling.delayed import state_of
+from octavo.scaling.recipe import WEIGHT
 from tests.support.helpers import every_layer
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

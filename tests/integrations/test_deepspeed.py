@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT
 from octavo.integrations.accelerate import TrainingState
 from octavo.scaling.delayed import state_of
+from octavo.scaling.recipe import WEIGHT
 from tests.support.helpers import every_layer
 from tests.support.torchrun import on_ranks
 
