@@ -25,7 +25,7 @@ ADDED = {
 @ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = 2
     elif NAME == "square":
         result = 2 * h
-@ octavo/autograd/chain.py <    "relu": D
+@ octavo/kernels/activations.py <    "relu": D
     "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),
 """,
     "a recipe": r"""

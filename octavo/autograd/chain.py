@@ -23,12 +23,11 @@ Saved for backward, beside each layer's pairs: the norm's input and row statisti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import (
@@ -60,7 +59,7 @@ from octavo.autograd.products import (
 )
 from octavo.autograd.rotary import Positions, gradient_of_heads
 from octavo.granularity import ALL
-from octavo.kernels.activations import activation_of
+from octavo.kernels.activations import FUNCTIONS, activation_of
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.private import has_storage
 from octavo.tensor.collectives import summed
@@ -307,31 +306,6 @@ def run_chain(
         for tensor, leading_dims in zip(results, dims, strict=False)
     ]
     return tuple(shaped) if chain.returns_norm else shaped[0]
-
-
-class Differentiable(NamedTuple):
-    """A function of kernels/activations.py by torch's operations: f(h), and (dy, h) -> dy . f'(h)."""
-
-    value: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
-
-
-def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
-    s = (1.702 * h).sigmoid()
-    return dy * (s + 1.702 * h * s * (1 - s))
-
-
-_aten = torch.ops.aten
-FUNCTIONS = {
-    "relu": Differentiable(F.relu, lambda dy, h: _aten.threshold_backward(dy, h, 0)),
-    "squared_relu": Differentiable(lambda h: F.relu(h).square(), lambda dy, h: dy * F.relu(h) * 2),
-    "silu": Differentiable(F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
-    "quick_gelu": Differentiable(lambda h: h * (1.702 * h).sigmoid(), _quick_gelu_gradient),
-    "gelu": Differentiable(F.gelu, lambda dy, h: _aten.gelu_backward(dy, h)),
-    "gelu_tanh": Differentiable(
-        lambda h: F.gelu(h, approximate="tanh"), lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh")
-    ),
-}
 
 
 class _ActivatedLinear(torch.autograd.Function):

@@ -3,7 +3,7 @@
 The file computes octavo's evaluation in float32: an operand of an FP8 product is a QuantizeLinear and a
 DequantizeLinear, whose y_scale is scale_inv, and the product is a Gemm of float32. The model needs no changes: its
 evaluation is traced by torch.export, the casts of its weights are computed, octavo's ops become standard ones
-(lowering.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
+(kernels/onnx.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.export import Dim, ExportedProgram
 
 from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
-from octavo.export.lowering import VERSION, decompositions
 from octavo.formats import HIGH_PRECISION
+from octavo.kernels.onnx import VERSION, decompositions
 from octavo.private import OpOverload, pytree
 from octavo.weights.fsdp2 import on_this_rank
 

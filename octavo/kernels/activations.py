@@ -18,8 +18,12 @@ Gated ones (Shazeer, arXiv 2002.05202): swiglu, geglu, geglu_tanh, reglu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 
 class Activation(NamedTuple):
@@ -94,3 +98,39 @@ def cast_shape(
     if gated and cols % 2:
         raise ValueError(f"{activation} takes (gate | up), an even number of columns, not {cols}")
     return rows, cols // 2 if gated else cols
+
+
+class Differentiable(NamedTuple):
+    """A function of ACTIVATIONS by torch's operations: f(h), and (dy, h) -> dy . f'(h)."""
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
+    s = (1.702 * h).sigmoid()
+    return dy * (s + 1.702 * h * s * (1 - s))
+
+
+_aten = torch.ops.aten
+FUNCTIONS = {
+    "relu": Differentiable(F.relu, lambda dy, h: _aten.threshold_backward(dy, h, 0)),
+    "squared_relu": Differentiable(lambda h: F.relu(h).square(), lambda dy, h: dy * F.relu(h) * 2),
+    "silu": Differentiable(F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
+    "quick_gelu": Differentiable(lambda h: h * (1.702 * h).sigmoid(), _quick_gelu_gradient),
+    "gelu": Differentiable(F.gelu, lambda dy, h: _aten.gelu_backward(dy, h)),
+    "gelu_tanh": Differentiable(
+        lambda h: F.gelu(h, approximate="tanh"), lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh")
+    ),
+}
+
+
+def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
+    """Return activation(h) of h [..., C], in its dtype; if it is gated h is (gate | up) [..., 2C], or the two apart."""
+    function, gated = activation_of(name)
+    if isinstance(h, Tensor):
+        if not gated:
+            return FUNCTIONS[function].value(h)
+        h = h.chunk(2, dim=-1)
+    gate, up = h
+    return FUNCTIONS[function].value(gate) * up

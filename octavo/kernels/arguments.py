@@ -1,6 +1,6 @@
 """The ops' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
 
-The reference, the Triton kernels, the fakes and ONNX's lowering take these values, and the first three allocate their
+The reference, the Triton kernels, the fakes and onnx.py take these values, and the first three allocate their
 results by the functions here.
 """
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.autograd.rows import Rows
-from octavo.kernels.activations import ACTIVATIONS, activation_of
-from octavo.nn.fused import activate, run_alone, run_as_one
+from octavo.kernels.activations import ACTIVATIONS, activate, activation_of
+from octavo.nn.fused import run_alone, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts

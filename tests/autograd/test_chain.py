@@ -10,11 +10,10 @@ import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
 from octavo.autograd.casts import WEIGHT, CastRequest, Norm, cast_norm, cast_role
-from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.inspect.rows import Observer
-from octavo.kernels.activations import ACTIVATIONS, activation_of
-from octavo.nn.fused import activate
+from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS, activate, activation_of
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.autograd.chain import FUNCTIONS
-from octavo.kernels.activations import ACTIVATIONS, Activation, activation_of, cast_shape
+from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS, Activation, activation_of, cast_shape
 from octavo.kernels.reference.activation import FUNCTIONS as REFERENCE
 from octavo.nn.experts import FUNCTIONS_OF_CLASSES
 from octavo.nn.fused import LayerNormMLP

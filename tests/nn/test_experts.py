@@ -22,9 +22,9 @@ from octavo.autograd.casts import WEIGHT, CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
 from octavo.granularity import CONTRACTION
+from octavo.kernels.activations import activate
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
-from octavo.nn.fused import activate
 from octavo.weights.stored import StoredWeight
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr
