@@ -8,55 +8,25 @@ whose results equal the reference's is taken.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from octavo.kernels.triton.launch import SHIPPED, Config
-from octavo.tune import cases
+from octavo.kernels.triton import cases
+from octavo.kernels.triton.launch import Config, table, using_rows
 from octavo.tune.timing import ON_GPU, timings
 
-# by its path: the function of the same name hides the module
-launch = importlib.import_module("octavo.kernels.triton.launch")
 LIBRARY = "library"
 FINALISTS = 6
 
+Shape = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
 Ranking = dict[Config, float]  # time over the best's
-Buckets = Mapping[int, Sequence[cases.Shape]]  # largest log2 of elements -> shapes timed
+Buckets = Mapping[int, Sequence[Shape]]  # largest log2 of elements -> shapes timed
 
-# the cases of each row of configs.json; the first one decides which configurations are timed again
-KINDS = {
-    "cast_transpose": ("cast+transpose delayed", "cast+transpose+sum+commit"),
-    "cast": ("cast delayed",),
-    "amax": ("amax",),
-    "cast_rows": ("cast rows",),
-    "amax_lines": ("cast columns", "cast rows + columns"),
-    "cast_lines": ("cast rows + columns", "cast columns"),
-    "cast_blocks": ("cast 1x128",),
-    "cast_blocks_transpose": ("cast 1x128 + 128x1", "cast+transpose 128x128"),
-    "amax_gated_gradient": ("swiglu gradient + cast+transpose+sum dynamic",),
-    "cast_gated_gradient": ("swiglu gradient + cast+sum delayed",),
-    "cast_transpose_gated_gradient": ("swiglu gradient + cast+transpose+sum+commit",),
-    "cast_transpose_gated_gradient_and_value": ("swiglu gradient and swiglu + cast+transpose+sum+commit",),
-    "cast_transpose_gated_gradient_of_codes": ("swiglu gradient of codes + cast+transpose+sum+commit",),
-    "cast_rows_gated_gradient": ("swiglu gradient + rows",),
-    "norm_cast": ("rmsnorm + cast delayed", "rmsnorm + rows"),
-    "norm_cast_transpose": ("rmsnorm + cast+transpose delayed", "layernorm + cast+transpose delayed"),
-    "norm_cast_blocks": ("rmsnorm + 1x128",),
-    "norm_cast_blocks_transpose": ("rmsnorm + 1x32 + 32x1",),
-    "norm_backward": ("rmsnorm gradient + residual", "layernorm gradient + residual"),
-    "optimizer_step": ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
-    "matmul_blocks": ("1x128 . 1x128, Triton",),
-    "matmul_square_blocks": ("1x128 . 128x128, Triton",),
-    "matmul_scaled": ("1x32 . 1x32, Triton",),
-    "matmul": ("rows . rows, Triton",),
-}
 SIZES: Buckets = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}
 PRODUCTS: Buckets = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
 TOY_SIZES: Buckets = {20: ((32, 64),), 64: ((64, 64),)}
@@ -72,7 +42,7 @@ class Tuned(NamedTuple):
 
 def buckets_of(kind: str, toy: bool) -> Buckets:
     """Return the shapes at which a kind is timed, by the bucket that they represent."""
-    if kind == LIBRARY or KINDS[kind][0] in cases.PRODUCTS:
+    if kind == LIBRARY or kind.startswith("matmul"):
         return TOY_PRODUCTS if toy else PRODUCTS
     buckets = TOY_SIZES if toy else SIZES
     return {64: buckets[64]} if kind == "optimizer_step" else buckets  # whose kernel takes one row for all sizes
@@ -80,7 +50,7 @@ def buckets_of(kind: str, toy: bool) -> Buckets:
 
 def shipped(kind: str, bucket: int) -> Config:
     """Return octavo's own configuration of a bucket."""
-    rows: list[list[int]] = json.loads(SHIPPED.read_text())["configs"][kind]
+    rows: list[list[int]] = table(None)["configs"][kind]
     return Config(*next((row for row in rows if bucket <= row[0]), rows[-1])[1:])
 
 
@@ -90,7 +60,7 @@ def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    base, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
+    base, is_product = shipped(kind, bucket), kind.startswith("matmul")
     factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
@@ -104,12 +74,12 @@ def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
 call_of = functools.lru_cache(maxsize=4)(cases.call_of)
 
 
-def _calling(kind: str, config: Config, name: str, shape: cases.Shape) -> Callable[[], Any]:
+def _calling(kind: str, config: Config, name: str, shape: Shape) -> Callable[[], Any]:
     """Return a call of a case with one configuration for all sizes of a kind."""
     call = call_of(name, shape)
 
     def run() -> Any:
-        with launch.using_rows({kind: [[64, *config]]}):
+        with using_rows({kind: [[64, *config]]}):
             return call()
 
     return run
@@ -123,14 +93,14 @@ def tasks(kinds: Sequence[str], toy: bool) -> list[tuple[Any, ...]]:
 
 def compile_one(kind: str, bucket: int, config: Config, toy: bool) -> None:
     """Run all of a kind's cases once with a configuration, in a worker."""
-    for shape, name in itertools.product(buckets_of(kind, toy)[bucket], KINDS[kind]):
+    for shape, name in itertools.product(buckets_of(kind, toy)[bucket], cases.KINDS[kind]):
         _calling(kind, config, name, shape)()
 
 
-def _wrong(kind: str, config: Config, shape: cases.Shape) -> str:
+def _wrong(kind: str, config: Config, shape: Shape) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
-    with launch.using_rows({kind: [[64, *config]]}):
-        return next((f"{name}: {problem}" for name in KINDS[kind] if (problem := cases.wrong(name, shape))), "")
+    with using_rows({kind: [[64, *config]]}):
+        return next((f"{name}: {problem}" for name in cases.KINDS[kind] if (problem := cases.wrong(name, shape))), "")
 
 
 def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
@@ -151,15 +121,15 @@ def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    first = costs(grid_of(kind, bucket, toy), KINDS[kind][:1], 1 if toy else 4)
+    first = costs(grid_of(kind, bucket, toy), cases.KINDS[kind][:1], 1 if toy else 4)
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), KINDS[kind], 1 if toy else 15)
+    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), cases.KINDS[kind], 1 if toy else 15)
 
 
 def tune(kind: str, toy: bool, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
-        with launch.using_rows(rows):
+        with using_rows(rows):
             return _tune_library(toy) if kind == LIBRARY else _tune_kind(kind, toy)
     finally:  # memory for the next kind
         call_of.cache_clear()
@@ -201,5 +171,5 @@ def _tune_library(toy: bool) -> Tuned:
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
         print(f"{name}, fast_accum={fast}: torch by Triton {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
-            rows.append([*map(list, cases.TILES[name]), fast])
+            rows.append([*map(list, cases.TORCH[name]), fast])
     return Tuned(rows, math.nan)

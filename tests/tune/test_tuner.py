@@ -13,18 +13,18 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType, kernels: TritonKernels) -> None:
-    assert tuner.launch.TABLE.keys() == tuner.KINDS.keys()
-    for kind, names in tuner.KINDS.items():
+    assert kernels.module("launch").TABLE.keys() == tuner.cases.KINDS.keys()
+    for kind, names in tuner.cases.KINDS.items():
         if kind == "matmul_scaled" and kernels.module("matmul")._architecture() // 10 not in (0, 10):
             continue  # the interpreter and sm_100 alone read it
         for name in names:
             call = tuner.cases.call_of(name, tuner.buckets_of(kind, True)[64][0])
-            with tuner.launch.using_rows({kind: []}), pytest.raises(IndexError):
+            with tuner.using_rows({kind: []}), pytest.raises(IndexError):
                 call()
 
 
 def test_grids(tuner: ModuleType) -> None:
-    for kind, names in tuner.KINDS.items():
+    for kind, names in tuner.cases.KINDS.items():
         assert names and max(tuner.buckets_of(kind, False)) == 64, kind
         for bucket in tuner.buckets_of(kind, False):
             configs = tuner.grid_of(kind, bucket, False)
@@ -34,7 +34,7 @@ def test_grids(tuner: ModuleType) -> None:
             assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
 
 
-def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
     large, small = (tuner.shipped("cast", bucket) for bucket in (64, 20))
     (first,) = set(tuner.grid_of("cast", 64, True)) - {large}
@@ -49,11 +49,12 @@ def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tuner, "_calling", calling)
     monkeypatch.setattr(tuner, "timings", timings)
-    before = dict(tuner.launch.TABLE)
+    launch = kernels.module("launch")
+    before = dict(launch.TABLE)
     tuned_rows = tuner.tune("cast", True, {"amax": []})
     assert tuned_rows.rows == [[20, *small], [64, *first]] and tuned_rows.gain == pytest.approx(2**0.5)
-    assert tuner.launch.TABLE == before
-    monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if tuner.launch.config("cast", 64) != first else "wrong")
+    assert before == launch.TABLE
+    monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if launch.config("cast", 64) != first else "wrong")
     assert tuner.tune("cast", True, {}).rows == [[20, *small], [64, *large]]
 
 
