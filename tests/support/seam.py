@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 120
+MOST = 116
 SEAM = {
     "autograd.casts": "CastRequest cast_role",
     "autograd.linear_cross_entropy": "ROWS",
@@ -53,8 +53,7 @@ SEAM = {
     "nn.where": "described_on",
     "numerics": "exponents_of scale_from_amax",
     "optim.base": "CompactOptimizer",
-    "optim.conversion": "bytes_kept change_in_model check_change put_blanks",
-    "optim.gradients": "refuse_ddp",
+    "optim.conversion": "Change",
     "optim.masters": "MasterForm master_of",
     "optim.state": "Settings largest matrix_of",
     "private": "OpOverload TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
