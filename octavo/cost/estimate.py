@@ -41,7 +41,7 @@ from octavo.cost.rates import (
     forms_of,
     host_kind,
 )
-from octavo.nn.candidates import Select, experts_class, features, fp8_class
+from octavo.nn.candidates import Select, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import fused_modules, refusal
 from octavo.nn.linear import Grouped
@@ -299,7 +299,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
+    _convert(twin, high_precision(), lambda module, name: fp8_class(module) is None)
     works_by_name, sizes = _watch(twin)
     products = formulas()
     traffic, name = _Counter(products), blocks_of(twin)

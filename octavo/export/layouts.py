@@ -34,7 +34,6 @@ from octavo.granularity import ALL, PerBlock
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import on_this_rank, whole
@@ -154,7 +153,7 @@ class Entry(NamedTuple):
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
-            scale_inv = exponents_of(scale_inv)
+            scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())

@@ -43,7 +43,7 @@ from octavo.recipes import COMPARED, as_recipe, high_precision
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 from octavo.weights.fsdp2 import whole as full_tensor
-from octavo.weights.plain import check_recipe, weight_of
+from octavo.weights.plain import weight_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
@@ -329,9 +329,10 @@ def compare(
     twin, layers = _twin(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            check_recipe(recipe_of(recipe, *module.names(layer)), weight_of(module))
+            module.recipe = recipe_of(recipe, *module.names(layer))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
+        module.recipe = high_precision()
     passes = _Passes(twin, loss, layers, chosen)
     for batch in batches:
         passes.measure(batch, runs // (len(batches) * len(chosen)))

@@ -21,16 +21,19 @@ from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padde
 from octavo.kernels.layouts import padded, plain_scales
 from octavo.numerics import E8M0, scale_inv_dtype
 
-# the numbers that cast_statistics adds up or raises; reference/cast_statistics.py explains them
-SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
-EXTREMES = ("amax", "scale_inv", "scale")
-EXPONENTS = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
-LOWEST = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
+
+class Counted:
+    """The numbers that cast_statistics and note_faults add up or raise; reference/cast_statistics.py explains them."""
+
+    sums = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
+    extremes = ("amax", "scale_inv", "scale")
+    exponents = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
+    lowest = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
+    faults = ("faulty", "rows", "scale_inv", "amax")
+
 
 # (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
 LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
-
-FOUND = ("faulty", "rows", "scale_inv", "amax")  # the numbers that note_faults adds up or raises
 
 
 class CastSource(NamedTuple):
