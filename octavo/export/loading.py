@@ -28,9 +28,9 @@ from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.weights.files import SCALE_INV, check_scales
+from octavo.weights.files import SCALE_INV, granularity_of_file
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
-from octavo.weights.stored import StoredWeight, granularity_of_scales, local_stored, put_into
+from octavo.weights.stored import StoredWeight, local_stored, put_into
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -466,11 +466,8 @@ def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] 
     if not scales.is_floating_point():
         raise ValueError(f"{name} is {scales.dtype}: store scales as float32, or as E8M0 (float8_e8m0fnu, uint8)")
     scales = scales.to(torch.float32, copy=True)
-    check_scales(scales, name)
     if scales.numel() == 1:
         scales = scales.reshape([1] * len(stored.shape))
     elif scales.ndim == 1:
         scales = scales.unsqueeze(1)
-    if (granularity := granularity_of_scales(torch.Size(stored.shape), scales.shape)) is None:
-        raise ValueError(f"{name} of shape {tuple(scales.shape)} fits no layout of codes {stored.shape}")
-    return scales, granularity
+    return scales, granularity_of_file(torch.Size(stored.shape), scales, name)

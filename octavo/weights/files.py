@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.granularity import PerTensor
+from octavo.granularity import Granularity, PerTensor
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
@@ -123,6 +123,18 @@ def check_scales(scale_inv: Tensor, name: str) -> None:
     values = scale_inv.float()
     if not values.is_meta and not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+
+
+def granularity_of_file(shape: torch.Size, scale_inv: Tensor, name: str) -> Granularity:
+    """Return the granularity of scales of codes of this shape.
+
+    Raises:
+        ValueError: for scales of another shape, or that no cast can have written.
+    """
+    check_scales(scale_inv, name)
+    if (granularity := granularity_of_scales(shape, scale_inv.shape)) is None:
+        raise ValueError(f"{name} of shape {tuple(scale_inv.shape)} fits no layout of codes {tuple(shape)}")
+    return granularity
 
 
 def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
