@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, PerBlock
-from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
@@ -180,7 +179,7 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
     dropped = _tied(model, state, weights)
     dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     tensor_entries = []
-    renaming_model = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
+    renaming_model = model if any(module.part_name for module in layers.values()) else None
     for key, tensor in state.items():
         if key in dropped:
             continue
@@ -216,10 +215,7 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    experts = (
-        m for m in modules_by_name.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None
-    )
-    in_fp8 = {*layers.values(), *experts}
+    in_fp8 = {*layers.values(), *(module.holder for module in layers.values())}
     others = {name: m for name, m in modules_by_name.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
@@ -228,7 +224,7 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     """Return why the layout can't hold a layer's pair, and the remedy; None if it can."""
     cast, chosen_layout = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen_layout.recipe}()) makes weights that it holds"
-    if isinstance(module, ExpertsPart):
+    if module.part_name:
         holder: Any = module.holder
         expert_remedy = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
         if module.stores_transposed:
@@ -338,7 +334,7 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     """Return compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
     names: dict[tuple[int, int], list[str]] = {}
     for name, module in layers.items():
-        pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name
+        pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if module.part_name else name
         names.setdefault(weight_cast(module).tile, []).append(pattern)
     args = {"num_bits": 8, "type": "float", "symmetric": True}
     groups = {

@@ -30,7 +30,7 @@ from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.files import SCALE_INV, granularity_of_file
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
-from octavo.weights.stored import StoredWeight, local_stored, put_into
+from octavo.weights.stored import StoredWeight, put_into
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -39,7 +39,9 @@ OpenFile = Callable[[Path], CheckedFile]
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
     """Return ``places_in`` of each parameter of experts that are stored in FP8, by its name."""
-    stored = {key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and local_stored(p) is not None}
+    stored = {
+        key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and isinstance(on_this_rank(p), StoredWeight)
+    }
     return {key: places_in(model, key, shape) for key, shape in stored.items()}
 
 
@@ -323,7 +325,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
         _scales_of(matrix, reader)
     if stored.matrices:
         return
-    if stored.scale is not None and local_stored(parameter) is None:
+    if stored.scale is not None and not isinstance(on_this_rank(parameter), StoredWeight):
         raise ValueError(
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"

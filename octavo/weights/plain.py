@@ -17,7 +17,8 @@ A write through .data changes no counter that octavo could read: call ``invalida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -323,3 +324,22 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
 def weight_of(module: nn.Module) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))
+
+
+@contextlib.contextmanager
+def plain_within(module: nn.Module) -> Iterator[None]:
+    """Give a module plain parameters in place of its weights in FP8 within a block, at whose end they are cast.
+
+    All ranks that share a weight call it.
+    """
+    stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
+    module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
+    try:
+        yield
+    finally:
+        values: dict[str, Any] = {name: module._parameters[name].detach() for name in stored}  # type: ignore[union-attr]
+        module._parameters.update(stored)
+    for name, weight in stored.items():
+        assert weight is not None
+        load_stored(weight, values, name)
+        weight.copy_(values[name])
