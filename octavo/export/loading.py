@@ -29,8 +29,8 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.files import SCALE_INV, granularity_of_file
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
-from octavo.weights.stored import StoredWeight, put_into
+from octavo.weights.fsdp2 import on_this_rank, own_slices
+from octavo.weights.stored import StoredWeight, take_values
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -362,13 +362,10 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
     else:
         value = _read(stored, reader, own_slices(stored.shape, target), place)
         value = value.to(target.dtype) if target.is_floating_point() else value
-    with torch.no_grad():
-        if not local.is_meta:
-            target.copy_(value if local is target else like_sharded(value, target, target.shape))
-        elif isinstance(target, nn.Parameter):
-            put_into(target, value)
-        else:
-            setattr(module, key.rpartition(".")[2], value)
+    if local.is_meta and not isinstance(target, nn.Parameter):
+        setattr(module, key.rpartition(".")[2], value)  # a buffer
+    else:
+        take_values(target, value)
     return rounds
 
 

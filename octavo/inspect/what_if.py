@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.cost.command import columns
-from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
+from octavo.cost.work import LinearWork
 from octavo.errors import OctavoError, first_line
 from octavo.inspect.rows import sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select

@@ -85,14 +85,14 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     from octavo.kernels.triton import cases
     from octavo.tune import timing, tuner
 
-    deadline = timing.Deadline(options.minutes)
+    deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
     library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
     all_kinds = [*cases.KINDS, *library]  # library last, as it is compared with the products' new rows
     kinds, failed = options.kinds or all_kinds, False
     if unknown := set(kinds) - set(all_kinds):
         raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
-    if timing.ON_GPU and (tasks := tuner.tasks(kinds, options.toy)):
+    if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):
         failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
     try:
@@ -101,7 +101,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:
-                tuned = tuner.tune(kind, options.toy, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
+                tuned = tuner.tune(kind, extent, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
             except Exception as error:
                 print(f"{kind}: FAILED, {timing.describe(error)}", file=sys.stderr, flush=True)
                 failed = True

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo import recipes
 from octavo.autograd.casts import GRAD_OUTPUT
-from octavo.cost.estimate import Estimate, LinearWork, estimate, head_of, on_meta, work_of
+from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.parts import BF16_KERNELS, PARTS
 from octavo.cost.rates import PUBLISHED, HostTime, PlanError
+from octavo.cost.work import LinearWork, head_of, on_meta, work_of
 from octavo.scaling.recipe import RecipeMap
 from octavo.train import GPT, ModelConfig
 

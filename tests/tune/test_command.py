@@ -25,7 +25,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tuner, of which "amax" finds a row, "cast" fails, and "cast_rows" is interrupted."""
     module = importlib.import_module("octavo.tune.tuner")
 
-    def tune(kind: str, toy: bool, rows: dict[str, Any]) -> Any:
+    def tune(kind: str, extent: object, rows: dict[str, Any]) -> Any:
         if kind == "cast":
             raise RuntimeError("no room")
         if kind == "cast_rows":
