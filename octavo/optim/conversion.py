@@ -90,8 +90,8 @@ class BytesKept(NamedTuple):
     gradients: int
 
 
-class Change(NamedTuple):
-    """A change of how a model's weights and their optimizer's state are kept.
+class Conversion(NamedTuple):
+    """A conversion of how a model's weights and their optimizer's state are kept.
 
     Attributes:
         settings: of moments and masters; None with an optimizer of torch's.

@@ -16,7 +16,7 @@ from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import Change
+from octavo.optim.conversion import Conversion
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -106,14 +106,14 @@ class Target:
     settings: Settings | None
     storage: tuple[Granularity | None, ...]
 
-    def change(self, model: nn.Module) -> Change:
-        """Return the change that puts a model's weights, and its optimizer, into the phase."""
+    def conversion(self, model: nn.Module) -> Conversion:
+        """Return the conversion that puts a model's weights, and its optimizer, into the phase."""
         pairs = zip(stored_now(model).items(), self.storage, strict=True)
-        return Change(self.settings, {weight: new for (weight, present), new in pairs if new != present})
+        return Conversion(self.settings, {weight: new for (weight, present), new in pairs if new != present})
 
-    def kept(self, model: nn.Module) -> Change:
-        """Return as ``change``, with the storage of all weights, also of those that stay as they are."""
-        return Change(self.settings, dict(zip(stored_now(model), self.storage, strict=True)))
+    def conversion_of_all(self, model: nn.Module) -> Conversion:
+        """Return as ``conversion``, with the storage of all weights, also of those that stay as they are."""
+        return Conversion(self.settings, dict(zip(stored_now(model), self.storage, strict=True)))
 
 
 def targets_of(
@@ -135,7 +135,7 @@ def targets_of(
             settings = _settings_of(phase, optimizer, settings)
             now = storages(model, phase.recipe, phase.weight_storage, now)
             target = Target(phase, settings, tuple(now.values()))
-            target.change(model).check(optimizer)
+            target.conversion(model).check(optimizer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"phase {index}, {phase}: {error}") from None
         targets.append(target)
@@ -163,9 +163,9 @@ def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     """Put a model and its optimizer into a phase, one tensor after the other, so that little is in memory twice."""
-    change = target.change(model)
-    change.refuse_ddp()
-    if any(weight is not on_this_rank(weight) for weight in change.storage):
+    conversion = target.conversion(model)
+    conversion.refuse_ddp()
+    if any(weight is not on_this_rank(weight) for weight in conversion.storage):
         gather_anew(model)
-    change.apply(model, optimizer)
+    conversion.apply(model, optimizer)
     set_recipe(model, target.phase.recipe)

@@ -128,12 +128,14 @@ def plan_of(
 
 def _put_into(target: Target, twin: nn.Module) -> None:
     """Put a model without data into a phase."""
-    target.change(twin).put_blanks()
+    target.conversion(twin).put_blanks()
     set_recipe(twin, target.phase.recipe)
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    return PhasePlan(target.phase.name, *target.kept(model).bytes_kept(model.parameters(), optimizer), saved)
+    return PhasePlan(
+        target.phase.name, *target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer), saved
+    )
 
 
 def _cheapest(

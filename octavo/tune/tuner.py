@@ -22,16 +22,16 @@ from octavo.tune.timing import ON_GPU, timings
 LIBRARY = "library"
 FINALISTS = 6
 
-Shape = tuple[int, ...]
+Sizes = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
 Ranking = dict[Config, float]  # time over the best's
-Buckets = Mapping[int, Sequence[Shape]]  # largest log2 of elements -> shapes timed
+Buckets = Mapping[int, Sequence[Sizes]]  # largest log2 of elements -> shapes timed
 
 
 class Extent(NamedTuple):
-    """How much is timed: the shapes, of products too; rounds of all configurations and of the best; how many at most.
+    """The extent of a tuning: shapes, of products too, and the rounds of all configurations and of the best.
 
-    ``most``: configurations of a kind and bucket; None: all.
+    ``most``: so many configurations of a kind and bucket; None: all.
     """
 
     sizes: Buckets
@@ -88,7 +88,7 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> list[Config]:
 call_of = functools.lru_cache(maxsize=4)(cases.call_of)
 
 
-def _calling(kind: str, config: Config, name: str, shape: Shape) -> Callable[[], Any]:
+def _calling(kind: str, config: Config, name: str, shape: Sizes) -> Callable[[], Any]:
     """Return a call of a case with one configuration for all sizes of a kind."""
     call = call_of(name, shape)
 
@@ -105,13 +105,13 @@ def tasks(kinds: Sequence[str], extent: Extent) -> list[tuple[Any, ...]]:
     return [(kind, shapes, config) for kind, bucket, shapes in buckets for config in grid_of(kind, bucket, extent)]
 
 
-def compile_one(kind: str, shapes: Sequence[Shape], config: Config) -> None:
+def compile_one(kind: str, shapes: Sequence[Sizes], config: Config) -> None:
     """Run all of a kind's cases once at each shape with a configuration, in a worker."""
     for shape, name in itertools.product(shapes, cases.KINDS[kind]):
         _calling(kind, config, name, shape)()
 
 
-def _wrong(kind: str, config: Config, shape: Shape) -> str:
+def _wrong(kind: str, config: Config, shape: Sizes) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
     with using_rows({kind: [[64, *config]]}):
         return next((f"{name}: {problem}" for name in cases.KINDS[kind] if (problem := cases.wrong(name, shape))), "")

@@ -47,7 +47,7 @@ SEAM = {
     "nn.summary": "formulas",
     "nn.where": "described_on",
     "optim.base": "CompactOptimizer",
-    "optim.conversion": "Change",
+    "optim.conversion": "Conversion",
     "optim.masters": "MasterForm master_of",
     "optim.state": "Settings largest",
     "private": "TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
