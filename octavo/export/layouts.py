@@ -36,8 +36,8 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import on_this_rank, whole
-from octavo.weights.plain import fp8_pair
 
+PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
 SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile  # tiles
@@ -130,17 +130,16 @@ class Entry(NamedTuple):
     layer: RecipeModule | None
     model: nn.Module | None = None
 
-    def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
+    def read(self, training: bool, pair_of: PairReader) -> WrittenTensors:
         """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
 
         Args:
             training: see octavo.weights.plain.fp8_pair.
-            policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
+            pair_of: octavo.weights.plain.pair_reader of the model.
         """
         if self.layer is None:
             return self._written(whole(self.tensor.detach()))
-        policy = policies.get(id(self.layer.weight_parameter))
-        codes, scale_inv = fp8_pair(self.layer, training, policy)
+        codes, scale_inv = pair_of(self.layer, training)
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:

@@ -42,30 +42,13 @@ def change(
     ``storage``: {weight whose storage changes: its new storage}; ``stored`` is called with each of them as soon as it
     has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
-    check_change(optimizer, settings, storage)
+    Conversion(settings, storage).check(optimizer)
     optimizer.forget_kept()
     for param in optimizer.all_params():
         _change(optimizer, param, settings, storage)
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
-
-
-def check_change(
-    optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
-) -> None:
-    """Raise ValueError if ``change`` would refuse these arguments."""
-    for param, granularity in storage.items():
-        if granularity is not None and (why := why_cut(param, granularity)) is not None:
-            raise ValueError(why)
-    targets = [
-        (blank(param, storage[param], "meta") if param in storage else param, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ]
-    bounds = optimizer.will_bound(settings, any(local_stored(target) is not None for target, _ in targets))
-    for target, group in targets:
-        optimizer.check(target, group, settings, bounds)
 
 
 def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
@@ -103,11 +86,22 @@ class Conversion(NamedTuple):
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if ``apply`` would fail."""
-        if isinstance(optimizer, CompactOptimizer):
-            assert self.settings is not None
-            check_change(optimizer, self.settings, self.storage)
-        elif self.storage:
-            raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+        if not isinstance(optimizer, CompactOptimizer):
+            if self.storage:
+                raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+            return
+        assert self.settings is not None
+        for param, granularity in self.storage.items():
+            if granularity is not None and (why := why_cut(param, granularity)) is not None:
+                raise ValueError(why)
+        targets = [
+            (blank(param, self.storage[param], "meta") if param in self.storage else param, group)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        bounds = optimizer.will_bound(self.settings, any(local_stored(target) is not None for target, _ in targets))
+        for target, group in targets:
+            optimizer.check(target, group, self.settings, bounds)
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""

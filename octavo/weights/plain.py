@@ -37,7 +37,7 @@ from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
-from octavo.weights.fsdp2 import gather_alone, on_this_rank
+from octavo.weights.fsdp2 import gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
 
@@ -324,6 +324,12 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
 def weight_of(module: nn.Module) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))
+
+
+def pair_reader(model: nn.Module) -> Callable[[WeightReader, bool], tuple[Tensor, Tensor]]:
+    """Return ``fp8_pair`` of (the model's module, whether it is for training), by FSDP2's policy for the module."""
+    policies = mp_policies(model)
+    return lambda module, training: fp8_pair(module, training, policies.get(id(module.weight_parameter)))
 
 
 @contextlib.contextmanager

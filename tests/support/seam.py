@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 93
+MOST = 92
 SEAM = {
     "autograd.linear_cross_entropy": "ROWS",
     "autograd.observer": "LayerCounts Notes Observer shared_scales",
@@ -56,8 +56,8 @@ SEAM = {
     "scaling.delayed": "State",
     "scaling.recipe": "OPERANDS PRODUCTS ROLES RecipeRule recipe_of",
     "weights.files": "SCALE_INV granularity_of_file",
-    "weights.fsdp2": "mp_policies on_this_rank own_slices whole",
-    "weights.plain": "fp8_pair plain_within weight_of why_not_stored",
+    "weights.fsdp2": "on_this_rank own_slices whole",
+    "weights.plain": "pair_reader plain_within weight_of why_not_stored",
     "weights.stored": "StoredWeight take_values",
 }
 REMEDY = "use a public name, move it to the one room that uses it, or let one function below answer in its place"

@@ -321,10 +321,6 @@ def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) 
     return WeightUpdate(master, moments, torch.empty(shape, dtype=gradient), step, BitNumbers(1), 0)
 
 
-def _in_float32(shape: Shape) -> MasterWeight:
-    return MasterWeight(torch.empty(shape, dtype=torch.float32), "weight")
-
-
 def _in_bfloat16(shape: Shape) -> MasterWeight:
     """Return a weight with the 16 lower bits of its master."""
     low_bits = torch.zeros(shape, dtype=torch.int16)
@@ -374,8 +370,10 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 STEPS = {
     "AdamW fp8, split32": _step(lambda s: _update(_in_bfloat16(s), "fp8")),
-    "AdamW fp8, fp32": _step(lambda s: _update(_in_float32(s), "fp8")),
-    "AdamW fp32, fp32": _step(lambda s: _update(_in_float32(s), "fp32", torch.float32)),
+    "AdamW fp8, fp32": _step(lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp8")),
+    "AdamW fp32, fp32": _step(
+        lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp32", torch.float32)
+    ),
     "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: _update(_in_fp8(s), "fp8")),
 }
 
