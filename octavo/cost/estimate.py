@@ -253,9 +253,8 @@ def estimate(
         key = linear.reads, linear.grad_weight, followed.input_casts
         spared = {INPUT} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        spared |= ({WEIGHT} if weight_storage else set()) | (
-            {GRAD_OUTPUT} if linear is head and writes_codes else set()
-        )
+        spared |= {WEIGHT} if weight_storage else set()
+        spared |= {GRAD_OUTPUT} if linear is head and writes_codes else set()
         layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):

@@ -333,10 +333,7 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
-            recipe, role = (
-                recipe_of.get("block" if kind == "vector" else kind),
-                INPUT if kind == "vector" else WEIGHT,
-            )
+            recipe, role = recipe_of.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
             points.append((flop, flop / time(product_call(x, weight, recipe, role))))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()

@@ -80,9 +80,8 @@ class LinearWork(NamedTuple):
         wanted, casts = self.products, []
         readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
         for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
-            needed_casts = [
-                cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed
-            ]
+            layouts = (role.as_is, as_is), (role.transposed, transposed)
+            needed_casts = [cast for cast, needed in layouts if cast and needed]
             casts.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
         return tuple(casts)
 
@@ -120,9 +119,7 @@ class Work(NamedTuple):
     other: Traffic  # with the loss of a language model
     blocks: Blocks | None
     attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
-    inputs: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # elements of the input of each norm that octavo knows, by its name
+    inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each norm that octavo knows, by name
     logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
