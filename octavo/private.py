@@ -70,7 +70,6 @@ NAMES = {
     "TorchDispatchMode": Name(
         "torch.utils._python_dispatch.TorchDispatchMode", "counts the bytes of operations, records an op's calls"
     ),
-    "OpOverload": Name("torch._ops.OpOverload", "finds octavo's ops in exported programs"),
     "pytree": Name("torch.utils._pytree", "looks into nested arguments"),
     "cpu_attention": Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "counts attention's FLOPs"),
     "cpu_attention_backward": Name(

@@ -28,8 +28,6 @@ __all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise",
 __all__ += ["blockwise", "mx", "batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
-# the recipes that commands and benchmarks compare: one for each way to share scales
-COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 AnyRecipe = Recipe | RecipeMap | str | Path  # as_recipe's argument: a str is the name of a recipe or a file
 
 

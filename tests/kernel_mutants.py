@@ -210,7 +210,7 @@ LAST = [  # cases of kernels whose last program ends the work, or whose programs
 
 def results_in_orders(name: str, seeds: int) -> tuple[str, int]:
     """Return the fault that an order shows, and how many different results a case has beside the reference's."""
-    from octavo.tune import cases
+    from octavo.kernels.triton import cases
 
     seen: set[bytes] = set()
 

@@ -213,7 +213,7 @@ def of_defaults(code: str) -> list[int]:
 
 def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
     assert of_defaults("import torch\na = torch.zeros(3)\nb = torch.ones(2, dtype=torch.float32, device='cpu')") == [2]
-    may = {"octavo/train/model.py", "octavo/tune/cases.py"}  # a model is built where its user says; a benchmark's cases
+    may = {"octavo/train/model.py", "octavo/kernels/triton/cases.py"}  # a model is built where its user says; cases
     assert not {
         name(path): lines for path in SOURCES if (lines := of_defaults(text_of(path))) and name(path) not in may
     }

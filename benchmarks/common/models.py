@@ -7,7 +7,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 
-OCTAVO = recipes.COMPARED
+OCTAVO = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

@@ -9,8 +9,8 @@ import dataclasses
 
 from benchmarks.common.pages import markdown
 from octavo import recipes
-from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, Rates
+from octavo.cost.work import LinearWork
 from octavo.scaling.recipe import Recipe
 
 EXPERTS = 32

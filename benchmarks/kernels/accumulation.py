@@ -19,7 +19,7 @@ import torch
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read, signed
 from emulator.tensor_cores import multiply_add, rule_of
-from octavo.tune.agreement import sqnr
+from octavo.kernels.triton.agreement import sqnr
 
 TAKES = "1 minute"
 MEASURES = ("emulator/tensor_cores.py", "benchmarks/kernels/accumulation.py")

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read
 from octavo import recipes
+from octavo.kernels.triton.agreement import sqnr
 from octavo.nn import GroupedLinear
-from octavo.tune.agreement import sqnr
 
 TAKES = "1 minute"
 MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd")

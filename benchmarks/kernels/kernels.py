@@ -24,7 +24,7 @@ from benchmarks.common.rehearsal import rehearsed
 from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
 from benchmarks.kernels.libraries import torchao_product
 from benchmarks.kernels.rivals import RIVALS, rivals_of
-from octavo.tune import cases
+from octavo.kernels.triton import cases
 from octavo.tune.timing import ON_GPU, Deadline, describe, precompile, timings
 
 TAKES = "a GPU; 4 minutes"

@@ -23,7 +23,7 @@ from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
 from benchmarks.common.pages import markdown, read
 from octavo import kernels, recipes
-from octavo.tune.agreement import sqnr
+from octavo.kernels.triton.agreement import sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, Deadline, Timings, describe, precompile, timings
 
 TAKES = "a GPU; 1 minute"

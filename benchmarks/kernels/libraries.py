@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.plain_torch import Work, compiled, transposed
-from octavo.tune import cases
-from octavo.tune.cases import E4M3, normal
+from octavo.kernels.triton import cases
+from octavo.kernels.triton.cases import E4M3, normal
 from octavo.tune.timing import DEVICE, ON_GPU
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from octavo.tune.cases import E4M3, E5M2, EPS, FUSED_SCALE, SCALE
+from octavo.kernels.triton.cases import E4M3, E5M2, EPS, FUSED_SCALE, SCALE
 
 Work = Callable[..., Any]
 

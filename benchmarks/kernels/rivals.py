@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels import libraries
 from benchmarks.kernels.libraries import Rival
 from benchmarks.kernels.plain_torch import PLAIN, compiled
-from octavo.tune import cases
+from octavo.kernels.triton import cases
 
 RIVALS = ("inductor", "torchao", "liger", "te")
 

@@ -1,7 +1,7 @@
 """The first minute on a GPU: every case of ``kernels`` once against its reference, then a training step of each recipe.
 
-Codes, scales, sums and products must be what octavo/tune/agreement.py permits; of a step the loss, the gradients
-and the update must be finite and near those in bf16.
+Codes, scales, sums and products must be what octavo/kernels/triton/agreement.py permits; of a step the loss, the
+gradients and the update must be finite and near those in bf16.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 import octavo
 from benchmarks.common.models import OCTAVO, with_octavo
 from benchmarks.common.rehearsal import rehearsed
-from octavo.tune import cases
-from octavo.tune.agreement import sqnr
+from octavo.kernels.triton import cases
+from octavo.kernels.triton.agreement import sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, describe, precompile
 
 TAKES = "a GPU; 1 minute"

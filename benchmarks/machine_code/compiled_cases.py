@@ -16,22 +16,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import formats
-from octavo.granularity import ALL, PerBlock, PerTensor, Tile, granularity_of, scale_shape
+from octavo.granularity import ALL, Granularity, PerBlock, PerTensor, Tile, granularity_of, scale_shape
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.triton import KERNELS, optimizer_step
+from octavo.kernels.triton.cases import ADAM
+from octavo.kernels.triton.cases import second as second_scaling
 from octavo.kernels.triton.grouped_matmul import triton_grouped_matmul
 from octavo.kernels.triton.launch import TABLE
 from octavo.kernels.triton.library_matmul import library_grouped_matmul
 from octavo.kernels.triton.matmul import triton_matmul
 from octavo.numerics import E8M0, scale_inv_dtype
+from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED, Moment
-from octavo.optim.state import new_update as update
-from octavo.tune.cases import ADAM, stored_update
-from octavo.tune.cases import second as second_scaling
+from octavo.optim.moment import NAMED, Moment, as_matrix, moments_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -590,6 +590,36 @@ def coded(update: WeightUpdate) -> WeightUpdate:
     rows, cols = update.gradient.shape
     codes = tensor((rows, cols), torch.uint8)
     return update._replace(gradient=codes, gradient_scale_inv=torch.empty(rows, -(-cols // 128)))
+
+
+def update(
+    shape: Sequence[int],
+    moments: str | tuple[Moment, ...],
+    master: str | None,
+    dtype: torch.dtype,
+    grad: torch.dtype,
+    scale_inv: Tensor | None = None,
+) -> WeightUpdate:
+    """Return the update of an empty weight on the default device, with a new state; ``scale_inv``: of codes."""
+    device = torch.get_default_device()
+    weight = torch.empty(tuple(shape), dtype=dtype, device=device)
+    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
+    state = form.new_state(weight)
+    if scale_inv is not None:
+        state["master_amax"] = torch.empty_like(scale_inv)
+    chosen = moments_of(moments) if isinstance(moments, str) else moments
+    for number, moment in enumerate(chosen):
+        state |= moment.new_state(str(number), weight.shape, weight.device)
+    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(chosen))
+    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
+    step, gradient = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(weight, dtype=grad)
+    return WeightUpdate(kernel_master, stored, gradient, step, BitNumbers(1), 0)
+
+
+def stored_update(shape: Sequence[int], master: str | None, granularity: Granularity) -> WeightUpdate:
+    """Return the update of a weight that is stored in FP8."""
+    scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
+    return update(shape, "fp8", master, torch.uint8, BF16, scale_inv)
 
 
 def optimizer() -> Iterator[Case]:

@@ -28,8 +28,8 @@ from benchmarks.subjects import change_since
 from emulator import Options
 from emulator.memory import SECTOR, Count
 from emulator.parse import Instruction
+from octavo.kernels.triton import cases
 from octavo.kernels.triton import launch as launching
-from octavo.tune import cases
 from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
 from tests.support import triton_kernels

@@ -38,8 +38,7 @@ from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Laun
 from emulator.memory import SECTOR
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton import KERNELS as OPS
-from octavo.kernels.triton import optimizer_step
-from octavo.tune import cases
+from octavo.kernels.triton import cases, optimizer_step
 
 TAKES = "5 minutes"
 MEASURES = ("octavo/kernels/triton", ":!octavo/kernels/triton/replay.py")  # a first call's

@@ -30,8 +30,8 @@ import emulator
 from benchmarks.common.measure import commit, device_name, table, write_results
 from benchmarks.common.pages import markdown, read
 from emulator.memory import GlobalMemory
+from octavo.kernels.triton import cases
 from octavo.kernels.triton.launch import launch
-from octavo.tune import cases
 from octavo.tune.timing import DEVICE, describe, synchronize
 from tests.kernels.triton import test_compiled
 from tests.support import emulated, triton_kernels

@@ -21,11 +21,11 @@ import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read, signed
 from benchmarks.training.saved_bytes import build
+from octavo.kernels.triton.agreement import sqnr
 from octavo.nn import checkpointing
 from octavo.nn.saved import predicted_by_kind
 from octavo.train import BASELINE, GPT, Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
-from octavo.tune.agreement import sqnr
 
 TAKES = "10 minutes"
 MEASURES = ("octavo/nn/checkpointing.py", "octavo/kernels/reference/cast.py", "octavo/recipes.py")

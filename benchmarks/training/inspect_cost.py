@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from benchmarks.common.measure import table, write_results
-from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.arguments import Counted
 from octavo.kernels.cpu import codes
 from octavo.nn.recipe_module import RecipeModule
 from octavo.train import ModelConfig, TrainConfig, load_corpus
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         model = build_model(ModelConfig(), recipe, 0)
         layers = sum(isinstance(module, RecipeModule) for module in model.modules())
         casts = len(octavo.inspect.rows.Table(model).rows)
-        size = 8 * (len(SUMS) + EXPONENTS) + 4 * len(EXTREMES)
+        size = 8 * (len(Counted.sums) + Counted.exponents) + 4 * len(Counted.extremes)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         more = {
             name: 100 * statistics.median(a / b - 1 for a, b in zip(times, seconds["plain"], strict=True))

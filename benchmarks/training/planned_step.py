@@ -21,9 +21,9 @@ import octavo
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, markdown, read
 from octavo.cost import PUBLISHED, Estimate, Rates, estimate
-from octavo.cost.estimate import work_of
 from octavo.cost.parts import PARTS, Moved
 from octavo.cost.rates import HIGH_PRECISION, HostTime, with_attention
+from octavo.cost.work import work_of
 
 TAKES = "half a minute"
 MEASURES = (

@@ -16,9 +16,10 @@ from octavo import kernels
 from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
-from octavo.granularity import Tile
+from octavo.granularity import ALL, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
+from octavo.numerics import scale_from_amax
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
@@ -37,6 +38,44 @@ class LayerCounts(NamedTuple):
     roles: Sequence[RoleCounts]
     first: int
     seen: set[int]
+
+    def count_weight(
+        self,
+        matrices: Tensor,
+        pair: tuple[Tile, CodesAndScale] | None,
+        swaps: bool,
+        scales: tuple[Tensor | None, Tensor | None],
+        experts: slice | None,
+    ) -> None:
+        """Count what the weight's casts do, as the next forward will make them.
+
+        Args:
+            matrices: the weight [N, K], or this rank's experts [E, N, K], in high precision.
+            pair: the tile, and (codes, scale_inv), of a weight that has only these: nothing is cast.
+            swaps: whether the weight is stored with its last two dimensions swapped.
+            scales: the [3] scales of roles of a Delayed cast, and of one that ranks share; None: by the weight's amax.
+            experts: which experts these matrices are; None: it is one matrix.
+        """
+        x_RC, ends = matrices.flatten(0, -2), None
+        if experts is not None:
+            height = matrices.shape[1]
+            ends = torch.arange(height, len(x_RC) + 1, height, dtype=torch.int32, device=x_RC.device)
+        delayed_scale, shared_scale = scales
+        for cast, counts, is_transposed in zip(
+            self.recipe.weight_casts[:2], self.roles[WEIGHT], (False, True), strict=True
+        ):
+            if cast is None or counts is None:
+                continue
+            if pair is not None:
+                tile, codes = pair
+            else:
+                scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
+                tile = cast.tile[::-1] if is_transposed != swaps else cast.tile
+                dtype, _, *options = cast.arguments
+                q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, dtype, tile, *options, offsets=ends)
+                codes = q, scale_inv
+            sums, extremes = counts if experts is None else (counts[0][experts], counts[1][experts])
+            kernels.cast_statistics(x_RC, *codes, tile, sums, extremes, ends)
 
 
 class Notes(NamedTuple):
@@ -124,21 +163,9 @@ class Observer(NamedTuple):
         kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
 
 
-def count_weight(
-    x_RC: Tensor,
-    cast: Cast,
-    tile: Tile,
-    scale: Tensor | None,
-    codes: CodesAndScale | None,
-    counts: Counts,
-    ends: Tensor | None,
-) -> None:
-    """Count what a weight's cast does, as the next forward will make it, or its ``codes`` if it has only these.
-
-    ``scale``: the [3] scales of roles, None for one by the weight's amax; ``ends``: of each expert's rows.
-    """
-    if codes is None:
-        dtype, _, *options = cast.arguments
-        q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, dtype, tile, *options, offsets=ends)
-        codes = q, scale_inv
-    kernels.cast_statistics(x_RC, *codes, tile, *counts, ends)
+def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the [3] scales of per-tensor casts of sharded weights; ``largest`` takes amaxes' maximum over ranks."""
+    amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
+    pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
+    scales = [scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin) for amax, cast in pairs]
+    return [scale.expand(3).contiguous() for scale in scales]

@@ -17,20 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo import recipes
-from octavo.cost.estimate import (
-    FUSED_BF16,
-    Estimate,
-    LayerTime,
-    LinearWork,
-    Work,
-    blocks_of,
-    estimate,
-    head_of,
-    on_meta,
-    work_of,
-)
+from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime, estimate
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, HIGH_PRECISION, PRODUCTS, PlanError, Rates
+from octavo.cost.work import LinearWork, Work, blocks_of, head_of, on_meta, work_of
 from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.optim.base import CompactOptimizer

@@ -2,157 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from octavo.autograd.linear_cross_entropy import ROWS
-from octavo.cost.parts import (
-    BF16_KERNELS,
-    CHUNKED_LOSS,
-    COUNTED,
-    FUSED_LOSS,
-    LOSS,
-    OF_CHUNK,
-    PARTS,
-    Moved,
-    fused_parts,
-)
-from octavo.cost.rates import (
-    GRAD_OUTPUT,
-    HIGH_PRECISION,
-    INPUT,
-    WEIGHT,
-    HostTime,
-    PlanError,
-    Rates,
-    form_of,
-    forms_of,
-    host_kind,
-)
-from octavo.nn.candidates import Select, experts_class, features, fp8_class
+from octavo.cost.parts import BF16_KERNELS, CHUNKED_LOSS, COUNTED, FUSED_LOSS, LOSS, OF_CHUNK, PARTS, Moved, fused_parts
+from octavo.cost.rates import GRAD_OUTPUT, HIGH_PRECISION, INPUT, WEIGHT, HostTime, PlanError, Rates, form_of, host_kind
+from octavo.cost.work import LinearWork, Traffic, Work, convert_quietly, head_of, on_meta, work_of
+from octavo.nn.candidates import Select
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.known_forwards import fused_modules, refusal
-from octavo.nn.linear import Grouped
+from octavo.nn.known_forwards import fused_modules
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import fakes_of, storage_of
-from octavo.nn.summary import formulas
-from octavo.private import TorchDispatchMode, pytree
+from octavo.private import pytree
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
 FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with ``fuse``
-
-
-class LinearWork(NamedTuple):
-    """The products of a linear layer in a step, and their sizes."""
-
-    name: str
-    tokens: int  # rows of its input
-    in_features: int
-    out_features: int
-    grad_input: bool  # whether backward needs it
-    grad_weight: bool
-    groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
-    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: unknown
-
-    @property
-    def products(self) -> tuple[bool, bool, bool]:
-        """Whether output, grad_input and grad_weight are computed."""
-        return True, self.grad_input, self.grad_weight
-
-    @property
-    def flop(self) -> float:
-        """FLOP of one product."""
-        return 2.0 * self.tokens * self.in_features * self.out_features
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Elements of input, weight and grad_output."""
-        weight = self.groups * self.in_features * self.out_features
-        return self.tokens * self.in_features, weight, self.tokens * self.out_features
-
-    @property
-    def shape(self) -> str:
-        """The weight's shape, as text."""
-        one = f"{self.out_features} x {self.in_features}"
-        return one if self.groups == 1 else f"{self.groups} x {one}"
-
-    def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
-        """Return (seconds of products, seconds of casts) of a step under a recipe."""
-        return sum(self.product_seconds(recipe, rates)), sum(self.cast_seconds(recipe, rates))
-
-    def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Return seconds of output, grad_input and grad_weight in a step under a recipe."""
-        wanted, sizes, products = self.products, self.sizes, []
-        # output is as large as grad_output, and grad_input as input
-        for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
-            width = 2 if form == HIGH_PRECISION else 1
-            moved = width * (sum(sizes) - result) + 2 * result
-            products.append(rates.product_seconds(form, self.flop, moved) if computed else 0.0)
-        return tuple(products)
-
-    def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Return seconds of the casts of input, weight and grad_output in a step under a recipe."""
-        wanted, casts = self.products, []
-        readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
-        for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
-            needed_casts = [
-                cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed
-            ]
-            casts.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
-        return tuple(casts)
-
-
-class Traffic(NamedTuple):
-    """The traffic of operations that are no products: bytes read and written in eager, how many, bytes compiled.
-
-    A compiled step writes a tensor once, if a product or an operation after one reads it, and reads it once between two
-    products.
-    """
-
-    bytes: float
-    ops: float
-    fused: float
-
-    def less(self, other: Traffic) -> Traffic:
-        """Return this traffic less the other."""
-        return Traffic(*(size - other_size for size, other_size in zip(self, other, strict=True)))
-
-
-class Blocks(NamedTuple):
-    """A model's list of blocks: its name, how many, their share of ``Work.other``, and their forward's share."""
-
-    name: str
-    size: int
-    other: Traffic
-    forward: Traffic
-
-
-class Work(NamedTuple):
-    """The work of a model's training step: products and the traffic of other operations."""
-
-    linears: tuple[LinearWork, ...]  # that run, those of experts included
-    other_flop: float  # of other products: attention, convolutions, experts that convert does not take
-    other: Traffic  # with the loss of a language model
-    blocks: Blocks | None
-    attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
-    inputs: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # elements of the input of each norm that octavo knows, by its name
-    logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
 @dataclass(frozen=True)
@@ -229,184 +101,6 @@ class Estimate:
         return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
 
 
-class _Counter(TorchDispatchMode):
-    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
-
-    ``origins``: {storage: (after how many products it was computed, whether by a product)}.
-    """
-
-    def __init__(self, products: Mapping[Any, Any]) -> None:
-        super().__init__()
-        self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
-        self.attention: Counter[int] = Counter()  # FLOP by the size of a head
-        self.origins: dict[int, tuple[int, bool]] = {}
-        self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
-        self.held: list[Any] = []  # so that no other storage gets its number
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read, written = (
-            [x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result)
-        )
-        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-        if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
-            return result
-        is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
-        if func._overloadpacket in self.products and "attention" in func._schema.name:
-            flop: Any = self.products[func._overloadpacket]
-            self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
-        after = max((self.origins.get(storage_of(x), (0, True))[0] for x in read), default=0)
-        if not is_product:
-            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *written))
-            self.ops += 1
-        for x in read:
-            key, size = storage_of(x), x.numel() * x.element_size()
-            written_after, of_product = self.origins.get(key, (-1, True))
-            if is_product or of_product or written_after < after:
-                uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
-                self.fused += size * len(uses - self.moved)
-                self.moved |= uses
-        self.origins |= {storage_of(x): (after + is_product, is_product) for x in written}
-        self.held += written
-        return result
-
-    @property
-    def counts(self) -> Traffic:
-        """The traffic counted so far."""
-        return Traffic(self.bytes, self.ops, self.fused)
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in high precision whose parameters and buffers have no memory."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        twin: Tensor = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    copied = copy.deepcopy(model, memo)
-    if any(isinstance(module, RecipeModule) for module in copied.modules()):
-        set_recipe(copied, high_precision())
-    return copied
-
-
-def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
-    """Return the Work of a model's step in high precision, by running forward and backward without data.
-
-    The loss of a model that returns logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
-    for ``estimate``. Raises ValueError if no result of the forward needs a gradient.
-    """
-    mode, twin, arguments = fakes_of(on_meta(model), tuple(inputs))
-    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(tuple(inputs)), strict=True):
-        if isinstance(x, Tensor):
-            fake.requires_grad_(x.requires_grad)
-    # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
-    works_by_name, sizes = _watch(twin)
-    products = formulas()
-    traffic, name = _Counter(products), blocks_of(twin)
-    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
-    with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
-        outputs = pytree.tree_leaves(twin(*arguments))
-        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not results:
-            raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
-        logits = _logits(twin, results, arguments)
-        _loss(results, logits).backward()
-    linears = tuple(works_by_name.values())
-    of_linears = sum(work.flop * sum(work.products) for work in linears)
-    other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    of_blocks = None
-    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
-        nothing = Traffic(0, 0, 0)
-        before, after, begin, end = marks if len(marks) == 4 else (nothing, nothing, nothing, traffic.counts)
-        forward, size = after.less(before), len(list(twin.get_submodule(name).children()))
-        other = Traffic(*(sum(both) for both in zip(forward, end.less(begin), strict=True)))
-        of_blocks = Blocks(name, size, other, forward)
-    count = 0 if logits is None else logits.numel()
-    return Work(linears, other_flop, traffic.counts, of_blocks, dict(traffic.attention), sizes, count)
-
-
-def _logits(model: nn.Module, results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
-    """Return the result that has a row for each token and a column for each word; None: it is no language model."""
-    words = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    tokens = [x.shape for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64]
-    return next((y for y in results if y.ndim and y.shape[-1] in words and y.shape[:-1] in tokens), None)
-
-
-def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
-    """Return the loss as training computes it: transformers', octavo.train's; of no language model a sum."""
-    if logits is None:
-        return sum(result.float().sum() for result in results)  # type: ignore[return-value]
-    rows = logits.float().flatten(0, -2)
-    return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
-
-
-def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
-    """Return the LinearWork of layers, and elements of the inputs of norms that octavo knows: filled by a forward."""
-    works_by_name: dict[str, LinearWork] = {}
-    sizes: dict[str, int] = {}
-    numbers: dict[tuple[int, int], int] = {}
-    live_inputs: list[Tensor] = []  # so that no other tensor gets its place
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, groups = arguments[0], 1
-            if isinstance(module, Grouped):
-                weight: Tensor = module.operands()[0]
-                groups, rows, columns = weight.shape
-            else:
-                weight, (columns, rows) = next(module.parameters()), features(module)
-            tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
-            live_inputs.append(x)
-            if name in works_by_name:  # called more than once: the rows of its products add up
-                tokens, reads = tokens + works_by_name[name].tokens, 0
-            needs = x.requires_grad, weight.requires_grad
-            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
-
-        return hook
-
-    def size(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
-            sizes[name] = sizes.get(name, 0) + (*arguments, *keywords.values())[0].numel()
-
-        return hook
-
-    for name, module in twin.named_modules():
-        if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
-            module.register_forward_hook(note(name))
-        elif refusal(module) is None:
-            module.register_forward_hook(size(name), with_kwargs=True)
-    return works_by_name, sizes
-
-
-def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
-    """Return the counts before and after a step's blocks, in forward and then in backward: filled by the step."""
-    marks: list[Traffic] = []
-
-    def mark(_: object, inputs: Any, output: Any = None) -> None:
-        marks.append(traffic.counts)
-        x = next(leaf for leaf in pytree.tree_leaves(inputs if output is None else output) if isinstance(leaf, Tensor))
-        if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
-            x.register_hook(lambda _: marks.append(traffic.counts))
-
-    blocks[0].register_forward_pre_hook(mark)
-    blocks[-1].register_forward_hook(mark)
-    return marks
-
-
-def blocks_of(model: nn.Module) -> str | None:
-    """Return the name of the list of modules that has the most parameters; None without any."""
-    lists = [(sum(p.numel() for p in module.parameters()), name) for name, module in model.named_modules()
-             if isinstance(module, nn.ModuleList)]  # fmt: skip
-    return max(lists)[1] if lists else None
-
-
-def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None, fuse: bool = False) -> None:
-    """Call octavo.convert, without the warning that there is nothing to convert or fuse."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
-        convert(model, recipe, select, fuse=fuse)
-
-
 def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
     """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
     *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
@@ -463,15 +157,10 @@ class _Times:
         return layer
 
 
-def head_of(work: Work) -> LinearWork | None:
-    """Return the layer that computes the logits; None in a model without any."""
-    return next((each for each in reversed(work.linears) if work.logits and each.sizes[2] == work.logits), None)
-
-
 def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
     """Return the parts, as fused_parts yields them, that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
-    parts = [part for part in fused_parts(twin, work.inputs, work) if part[1] in kernels]
+    parts = [part for part in fused_parts(twin, work) if part[1] in kernels]
     return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
 
 
@@ -545,7 +234,7 @@ def estimate(
     twin = on_meta(model)
     work = work or work_of(model, inputs)
     if recipe is not None or fuse:  # the same modules are fused in bf16 as in FP8
-        _convert(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
+        convert_quietly(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
     modules = dict(twin.named_modules())
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
     parts = _fused(model, twin, work, kernels) if fuse else []
@@ -564,9 +253,8 @@ def estimate(
         key = linear.reads, linear.grad_weight, followed.input_casts
         spared = {INPUT} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        spared |= ({WEIGHT} if weight_storage else set()) | (
-            {GRAD_OUTPUT} if linear is head and writes_codes else set()
-        )
+        spared |= {WEIGHT} if weight_storage else set()
+        spared |= {GRAD_OUTPUT} if linear is head and writes_codes else set()
         layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):

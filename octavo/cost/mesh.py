@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from octavo import recipes
-from octavo.cost.estimate import LinearWork, orthogonalising
+from octavo.cost.estimate import orthogonalising
 from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates, forms_of, rates_of
+from octavo.cost.work import LinearWork
 from octavo.scaling.recipe import Recipe
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes

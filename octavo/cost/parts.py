@@ -6,12 +6,13 @@ against the operations of a block of transformers' Llama, before and after ``oct
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import nn
 
-from octavo.nn.known_forwards import FusedModule, fused_modules
+from octavo.cost.work import Work
+from octavo.nn.known_forwards import fused_modules
 
 
 class Moved(NamedTuple):
@@ -69,36 +70,29 @@ COUNTED = ("norm", "residual")
 LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK = 3 * 4, 2 * 2, 1, 2 + 1
 
 
-def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Iterator[tuple[str, str, float]]:
-    """Yield (module, part, elements) for each module that octavo.convert(..., fuse=True) has given its own forward.
-
-    ``inputs``: elements of the input of norms and decoder layers, by name; ``work``: the model's Work.
-    """
+def fused_parts(model: nn.Module, work: Work) -> Iterator[tuple[str, str, float]]:
+    """Yield (module, part, elements) for each module that octavo.convert(..., fuse=True) has given its own forward."""
     linears = {linear.name: linear for linear in work.linears}
     for module in fused_modules(model):
+        name, names, prefix = module.name, module.readers, f"{module.name}." * bool(module.name)
         if module.kind == "loss":
-            yield f"{module.name}.loss_function", "loss", work.logits
-        elif module.kind in ("norm", "residual"):
-            yield module.name, module.kind, inputs.get(module.name, 0)
-        else:
-            yield from _of_layers(module, linears)
-
-
-def _of_layers(module: FusedModule, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield the parts of a feed-forward or an attention; ``linears``: {a layer's name: its LinearWork}."""
-    name, names, prefix = module.name, module.readers, f"{module.name}." * bool(module.name)
-    readers = [linears[f"{prefix}{child}"] for child in names if f"{prefix}{child}" in linears]
-    is_attention, is_gated = module.kind == "attention", len(names) == 2
-    if (down := linears.get(f"{prefix}{module.down}")) is not None:
-        gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
-        yield name, gated if is_gated else "feed-forward", down.sizes[0]
-    if not module.is_joined or len(names) == 1 or len(readers) < len(names):
-        return
-    yield name, "query, key and value" if is_attention else "gate and up", readers[0].sizes[0]
-    yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)
-    if is_attention:
-        yield name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2]
-        yield name, "values", readers[2].sizes[2]
-    if module.norms_heads:
-        yield name, "norms of heads", readers[0].sizes[2] + readers[1].sizes[2]
-        yield name, "heads side by side", sum(reader.sizes[2] for reader in readers)
+            yield f"{name}.loss_function", "loss", work.logits
+            continue
+        if module.kind in ("norm", "residual"):
+            yield name, module.kind, work.inputs.get(name, 0)
+            continue
+        readers = [linears[f"{prefix}{child}"] for child in names if f"{prefix}{child}" in linears]
+        is_attention, is_gated = module.kind == "attention", len(names) == 2
+        if (down := linears.get(f"{prefix}{module.down}")) is not None:
+            gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
+            yield name, gated if is_gated else "feed-forward", down.sizes[0]
+        if not module.is_joined or len(names) == 1 or len(readers) < len(names):
+            continue
+        yield name, "query, key and value" if is_attention else "gate and up", readers[0].sizes[0]
+        yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)
+        if is_attention:
+            yield name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2]
+            yield name, "values", readers[2].sizes[2]
+        if module.norms_heads:
+            yield name, "norms of heads", readers[0].sizes[2] + readers[1].sizes[2]
+            yield name, "heads side by side", sum(reader.sizes[2] for reader in readers)

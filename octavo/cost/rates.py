@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from octavo import kernels, recipes
-from octavo.autograd.casts import CastRequest, State, cast_role
+from octavo import recipes
+from octavo.autograd.timed import cast_call, product_call
 from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
@@ -351,37 +349,13 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
-            recipe, role = (
-                recipe_of.get("block" if kind == "vector" else kind),
-                INPUT if kind == "vector" else WEIGHT,
-            )
-            points.append((flop, flop / time(_product(x, weight, recipe, role))))
+            recipe, role = recipe_of.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
+            points.append((flop, flop / time(product_call(x, weight, recipe, role))))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()
-    casts = {kind: time(_cast(x, recipe)) / x.numel() for kind, recipe in recipe_of.items()}
-    launch = time(_cast(x[:16, :16], recipe_of["delayed"]))
+    casts = {kind: time(cast_call(x, recipe)) / x.numel() for kind, recipe in recipe_of.items()}
+    launch = time(cast_call(x[:16, :16], recipe_of["delayed"]))
     sorted_points = {kind: tuple(sorted(points)) for kind, points in products.items()}
     label = device_label(device)
     rates = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))
     return _with_published(rates)
-
-
-def _product(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Callable[[], Any]:
-    """Return a call of a product of two operands, cast before as an input and as ``role``; without a recipe in bf16."""
-    if recipe is None:
-        return lambda: F.linear(x, weight)
-    operands: list[Any] = []
-    for tensor, which in ((x, INPUT), (weight, role)):
-        cast, pair = recipe.casts[which].as_is, cast_role(tensor, CastRequest(recipe, which, True, False), None).as_is
-        assert cast is not None and pair is not None
-        operands += [*pair, cast.tile]
-    return lambda: kernels.matmul(*operands, None, x.dtype, True)
-
-
-def _cast(x: Tensor, recipe: Recipe) -> Callable[[], Any]:
-    """Return a call of a recipe's cast of a gradient in both layouts; a Delayed one has a scale already."""
-    state = None
-    if (rule := recipe.delayed) is not None:
-        state = State.empty(rule.history_length, x.device)
-        state.scale.fill_(1.0)
-    return lambda: cast_role(x, CastRequest(recipe, GRAD_OUTPUT, True, True), state)

@@ -30,7 +30,8 @@ from octavo.export.layouts import (
     scale_name,
     weight_cast,
 )
-from octavo.weights.fsdp2 import mp_policies, on_this_rank
+from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.plain import pair_reader
 
 
 def to_safetensors(
@@ -98,7 +99,7 @@ def to_safetensors(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         reason = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
         raise ExportError(f"{folder} {reason}; name a folder that is new or empty")
-    written_entries, layers, skipped = entries(model, layout)
+    (written_entries, layers, skipped), pair_of = entries(model, layout), pair_reader(model)
     if shard := next((entry.key for entry in written_entries if on_this_rank(entry.tensor) is not entry.tensor), None):
         raise ExportError(f"{shard} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
     likes = dict(pair for entry in written_entries for pair in _keyed(entry.likes(), chosen))
@@ -112,7 +113,7 @@ def to_safetensors(
         plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
         waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
         for entry in written_entries:
-            for key, tensor in _keyed(entry.read(training=False, policies={}), chosen):
+            for key, tensor in _keyed(entry.read(False, pair_of), chosen):
                 file = plan.tensor_to_filename[key]
                 # in a storage of its own: safetensors takes no shared ones
                 waiting[file][key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -221,7 +222,7 @@ def iterate_fp8(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, LAYOUTS))}")
-    model_entries, policies = entries(model, layout)[0], mp_policies(model)
+    model_entries, pair_of = entries(model, layout)[0], pair_reader(model)
     wanted = (entry for entry in model_entries if entry.layer is not None or not fp8_only)
-    read = (entry.read(entry.layer is not None and entry.layer.training, policies) for entry in wanted)
+    read = (entry.read(entry.layer is not None and entry.layer.training, pair_of) for entry in wanted)
     return itertools.chain.from_iterable(read)

@@ -31,15 +31,13 @@ from torch import Tensor, nn
 from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, PerBlock
-from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import on_this_rank, whole
-from octavo.weights.plain import fp8_pair
 
+PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
 SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile  # tiles
@@ -132,17 +130,16 @@ class Entry(NamedTuple):
     layer: RecipeModule | None
     model: nn.Module | None = None
 
-    def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
+    def read(self, training: bool, pair_of: PairReader) -> WrittenTensors:
         """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
 
         Args:
             training: see octavo.weights.plain.fp8_pair.
-            policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
+            pair_of: octavo.weights.plain.pair_reader of the model.
         """
         if self.layer is None:
             return self._written(whole(self.tensor.detach()))
-        policy = policies.get(id(self.layer.weight_parameter))
-        codes, scale_inv = fp8_pair(self.layer, training, policy)
+        codes, scale_inv = pair_of(self.layer, training)
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
@@ -154,7 +151,7 @@ class Entry(NamedTuple):
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
-            scale_inv = exponents_of(scale_inv)
+            scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())
@@ -181,7 +178,7 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
     dropped = _tied(model, state, weights)
     dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     tensor_entries = []
-    renaming_model = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
+    renaming_model = model if any(module.part_name for module in layers.values()) else None
     for key, tensor in state.items():
         if key in dropped:
             continue
@@ -217,10 +214,7 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    experts = (
-        m for m in modules_by_name.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None
-    )
-    in_fp8 = {*layers.values(), *experts}
+    in_fp8 = {*layers.values(), *(module.holder for module in layers.values())}
     others = {name: m for name, m in modules_by_name.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
@@ -229,7 +223,7 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     """Return why the layout can't hold a layer's pair, and the remedy; None if it can."""
     cast, chosen_layout = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen_layout.recipe}()) makes weights that it holds"
-    if isinstance(module, ExpertsPart):
+    if module.part_name:
         holder: Any = module.holder
         expert_remedy = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
         if module.stores_transposed:
@@ -339,7 +333,7 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     """Return compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
     names: dict[tuple[int, int], list[str]] = {}
     for name, module in layers.items():
-        pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name
+        pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if module.part_name else name
         names.setdefault(weight_cast(module).tile, []).append(pattern)
     args = {"num_bits": 8, "type": "float", "symmetric": True}
     groups = {

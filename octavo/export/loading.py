@@ -28,9 +28,9 @@ from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.weights.files import SCALE_INV, check_scales
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
-from octavo.weights.stored import StoredWeight, granularity_of_scales, local_stored, put_into
+from octavo.weights.files import SCALE_INV, granularity_of_file
+from octavo.weights.fsdp2 import on_this_rank, own_slices
+from octavo.weights.stored import StoredWeight, take_values
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -39,7 +39,9 @@ OpenFile = Callable[[Path], CheckedFile]
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
     """Return ``places_in`` of each parameter of experts that are stored in FP8, by its name."""
-    stored = {key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and local_stored(p) is not None}
+    stored = {
+        key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and isinstance(on_this_rank(p), StoredWeight)
+    }
     return {key: places_in(model, key, shape) for key, shape in stored.items()}
 
 
@@ -323,7 +325,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
         _scales_of(matrix, reader)
     if stored.matrices:
         return
-    if stored.scale is not None and local_stored(parameter) is None:
+    if stored.scale is not None and not isinstance(on_this_rank(parameter), StoredWeight):
         raise ValueError(
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
@@ -360,13 +362,10 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
     else:
         value = _read(stored, reader, own_slices(stored.shape, target), place)
         value = value.to(target.dtype) if target.is_floating_point() else value
-    with torch.no_grad():
-        if not local.is_meta:
-            target.copy_(value if local is target else like_sharded(value, target, target.shape))
-        elif isinstance(target, nn.Parameter):
-            put_into(target, value)
-        else:
-            setattr(module, key.rpartition(".")[2], value)
+    if local.is_meta and not isinstance(target, nn.Parameter):
+        setattr(module, key.rpartition(".")[2], value)  # a buffer
+    else:
+        take_values(target, value)
     return rounds
 
 
@@ -466,11 +465,8 @@ def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] 
     if not scales.is_floating_point():
         raise ValueError(f"{name} is {scales.dtype}: store scales as float32, or as E8M0 (float8_e8m0fnu, uint8)")
     scales = scales.to(torch.float32, copy=True)
-    check_scales(scales, name)
     if scales.numel() == 1:
         scales = scales.reshape([1] * len(stored.shape))
     elif scales.ndim == 1:
         scales = scales.unsqueeze(1)
-    if (granularity := granularity_of_scales(torch.Size(stored.shape), scales.shape)) is None:
-        raise ValueError(f"{name} of shape {tuple(scales.shape)} fits no layout of codes {stored.shape}")
-    return scales, granularity
+    return scales, granularity_of_file(torch.Size(stored.shape), scales, name)

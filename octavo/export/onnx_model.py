@@ -3,7 +3,7 @@
 The file computes octavo's evaluation in float32: an operand of an FP8 product is a QuantizeLinear and a
 DequantizeLinear, whose y_scale is scale_inv, and the product is a Gemm of float32. The model needs no changes: its
 evaluation is traced by torch.export, the casts of its weights are computed, octavo's ops become standard ones
-(lowering.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
+(kernels/onnx.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from torch.export import Dim, ExportedProgram
 
 from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
-from octavo.export.lowering import VERSION, decompositions
-from octavo.formats import HIGH_PRECISION
-from octavo.private import OpOverload, pytree
+from octavo.kernels.onnx import VERSION, decompositions
+from octavo.private import pytree
 from octavo.weights.fsdp2 import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
@@ -44,7 +43,7 @@ def in_float32(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach().cpu()
-    return leaf.float() if leaf.dtype in HIGH_PRECISION else leaf
+    return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
@@ -156,7 +155,7 @@ def _fold(module: fx.GraphModule) -> None:
 
 
 def _is_octavos(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "octavo"
+    return getattr(node.target, "namespace", "") == "octavo"
 
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:

@@ -29,11 +29,10 @@ from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import COMPARED, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
-from octavo.recipes import COMPARED
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
 

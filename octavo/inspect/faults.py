@@ -26,7 +26,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
 from octavo.inspect.rows import first_here, observe, sizes_of
 from octavo.inspect.weights import first_expert
-from octavo.kernels.arguments import FOUND
+from octavo.kernels.arguments import Counted
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
@@ -134,7 +134,7 @@ class FaultTrace:
         self._readings: list[tuple[int, Tensor, Any]] = []  # (step, _send's signals, event) on the way to the host
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
-        self._statistics = torch.zeros(len(roles), len(FOUND), device=self._device, dtype=torch.float32)
+        self._statistics = torch.zeros(len(roles), len(Counted.faults), device=self._device, dtype=torch.float32)
         self._ring = self._statistics.new_zeros(BEFORE + 1 + self._late, *self._statistics.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
         # number roles, or experts of a role, from 1 on

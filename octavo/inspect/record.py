@@ -30,7 +30,7 @@ from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
-from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
+from octavo.kernels.arguments import Counted
 from octavo.reading import parse_json, read_json
 
 FORMAT = 3
@@ -212,7 +212,7 @@ class Record:
     experts: OfExperts | None = None
     others: list[str] = field(default_factory=list)
     of_others: dict[str, Any] = field(default_factory=dict)
-    lowest: ClassVar[int] = LOWEST
+    lowest: ClassVar[int] = Counted.lowest
 
     @property
     def of_worst(self) -> Record:
@@ -278,8 +278,8 @@ def _record_in(folder: Path) -> Record:
     layers = list(dict.fromkeys(row.layer for row in places))
     files = files_of(folder, "counts")
     shape = len(files), len(places)
-    counts = {"sums": np.zeros((*shape, len(SUMS))), "extremes": np.zeros((*shape, len(EXTREMES)))}
-    counts["exponents"] = np.zeros((*shape, EXPONENTS), dtype="float32")
+    counts = {"sums": np.zeros((*shape, len(Counted.sums))), "extremes": np.zeros((*shape, len(Counted.extremes)))}
+    counts["exponents"] = np.zeros((*shape, Counted.exponents), dtype="float32")
     tokens = {row.layer: np.full((len(files), row.experts), np.nan) for row in places if row.experts}
     of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
     worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")

@@ -22,7 +22,7 @@ from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.twin import LOSS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
-from octavo.kernels.arguments import SUMS
+from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
@@ -342,7 +342,7 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
     if not of_experts:
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
-    severity = severities(measures_of(row_of_line, counts[:, : len(SUMS)], extremes), row_of_line)
+    severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
     worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
     beyond = [(severity[its] > 1).sum() for _, its in of_experts]
     arrays |= _counts("worst_", counts[worst], extremes[worst])
@@ -356,5 +356,5 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
 
 
 def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:
-    sums, exponents = counts[:, : len(SUMS)], counts[:, len(SUMS) :].astype("float32")
+    sums, exponents = counts[:, : len(Counted.sums)], counts[:, len(Counted.sums) :].astype("float32")
     return {f"{prefix}sums": sums, f"{prefix}exponents": exponents, f"{prefix}extremes": extremes}

@@ -22,7 +22,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PerTensor
 from octavo.inspect.record import np
 from octavo.inspect.rows import Row
-from octavo.kernels.arguments import LOWEST
+from octavo.kernels.arguments import Counted
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
@@ -35,7 +35,7 @@ class Exponents:
     """The histogram of a tensor's magnitudes, in one recorded step or in each of several.
 
     Args:
-        counts: [..., 64], how many numbers have each binary exponent, from LOWEST on; zeros are not counted.
+        counts: [..., 64], how many numbers have each binary exponent, from -48 on; zeros are not counted.
         amax: [...], the largest magnitude.
     """
 
@@ -49,7 +49,7 @@ class Exponents:
         last = self.counts.shape[-1] - 1
         magnitude, _ = np.broadcast_arrays(np.nan_to_num(magnitude), self.amax)
         mantissa, exponent = np.frexp(magnitude)
-        place = exponent - 1 - LOWEST
+        place = exponent - 1 - Counted.lowest
         counts, so_far = (np.broadcast_to(array, (*magnitude.shape, last + 1)) for array in (self.counts, self._so_far))
         at = np.clip(place, 0, last)[..., None]
         alike = np.take_along_axis(counts, at, -1)[..., 0]
@@ -61,12 +61,12 @@ class Exponents:
         """Return how many octaves the amax lies above the exponents of all numbers but this share."""
         place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
         amax = np.where(self.amax > 0, self.amax, 1)
-        return np.where(self.amax > 0, np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
+        return np.where(self.amax > 0, np.log2(amax) - (Counted.lowest + place + 1), 0).clip(min=0)
 
     def bound(self, tile: int, format: Format, least: float) -> float:
         """Return a bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
         room = format.max / 2  # a scale that is a power of two is up to twice too small
-        tops = 2.0 ** (LOWEST + 1.0 + np.arange(len(self.counts)))
+        tops = 2.0 ** (Counted.lowest + 1.0 + np.arange(len(self.counts)))
         tops[-1] = max(tops[-1], float(self.amax))
         flushed = self.below(2.0 ** np.ceil(np.log2(least * tops / room)))  # to a whole exponent, as it is a bound
         return min(1.0, float((tile * (1 - self.below(tops)) + flushed).min()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo.autograd.observer import LayerCounts, Observer
-from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.arguments import Counted
 from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
@@ -96,8 +96,8 @@ class Table:
             if cast
         ]
         lines = [row.experts or 1 for row in self.rows]  # each row's lines of counts: one, or one for each expert
-        self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
-        self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device, dtype=torch.float32)
+        self.sums = torch.zeros(sum(lines), len(Counted.sums) + Counted.exponents, dtype=torch.float64, device=device)
+        self.extremes = torch.zeros(sum(lines), len(Counted.extremes), device=device, dtype=torch.float32)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []

@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import kernels
-from octavo.autograd.observer import count_weight
+from octavo.autograd.observer import shared_scales
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import WEIGHT, RecordedLayer
+from octavo.inspect.rows import RecordedLayer
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
-from octavo.optim.state import matrix_of
 from octavo.scaling.recipe import Cast
 from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.plain import weight_of
@@ -50,30 +47,18 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part has ndim 1
             continue
         local = on_this_rank(weight).detach()
-        stored = local if isinstance(local, StoredWeight) else None
-        matrices = local if stored is None else stored.dequantize()
-        x, ends, experts_here = matrices.flatten(0, -2), None, slice(None)
-        if x.numel() == 0:
+        if local.numel() == 0:
             continue
-        is_stored_transposed = not isinstance(module, nn.Linear)
-        if isinstance(module, Grouped):  # a rank has whole experts
-            ends = torch.arange(matrices.shape[1], len(x) + 1, matrices.shape[1], dtype=torch.int32, device=x.device)
-            experts_here = slice(first := first_expert(weight), first + len(ends))
-            is_stored_transposed = module.stores_transposed
-        for cast, counted, is_transposed in zip(
-            layer.recipe.weight_casts[:2], layer.roles[WEIGHT], (False, True), strict=True
-        ):
-            if cast is None or counted is None:
-                continue
-            if stored is not None:  # the weight has only codes: nothing is cast
-                tile, codes = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
-                scale = None
-            else:
-                scale, codes = module.delayed_scale if cast.is_delayed else None, None
-                scale = shared.get(place) if scale is None and cast.tile == (ALL, ALL) else scale
-                tile = cast.tile[::-1] if is_transposed != is_stored_transposed else cast.tile
-            sums, extremes = counted
-            count_weight(x, cast, tile, scale, codes, (sums[experts_here], extremes[experts_here]), ends)
+        stored = local if isinstance(local, StoredWeight) else None
+        pair, scale = None, module.delayed_scale if module.recipe.delayed else None
+        if stored is not None:
+            codes, scale_inv = stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2)
+            pair = stored.granularity.tile, (codes, scale_inv)
+        is_grouped = isinstance(module, Grouped)
+        experts = slice(first := first_expert(weight), first + len(local)) if is_grouped else None
+        swaps = module.stores_transposed if is_grouped else not isinstance(module, nn.Linear)
+        matrices = local if stored is None else stored.dequantize()
+        layer.count_weight(matrices, pair, swaps, (scale, shared.get(place)), experts)
 
 
 def first_expert(weight: Tensor) -> int:
@@ -94,10 +79,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
             shards[place] = shard.detach(), cast
     if not shards:
         return {}
-    amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards.values()]))
-    pairs = zip(amax, (cast for _, cast in shards.values()), strict=True)
-    scales = [scale_from_amax(value, cast.format.max, cast.power_of_two, cast.margin) for value, cast in pairs]
-    return {place: scale.expand(3).contiguous() for place, scale in zip(shards, scales, strict=True)}
+    return dict(zip(shards, shared_scales([*shards.values()], ranks.largest), strict=True))
 
 
 class _Sample(NamedTuple):
@@ -127,7 +109,7 @@ class _Sample(NamedTuple):
             low_bits = _strided(low_bits.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
-        elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)
+        elements = _strided(weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight)
         second = _strided(state[SECOND]) if SECOND in state else elements[:0]
         return cls(weight, elements, master, low_bits, state, codes if len(codes) == 2 else (), second)
 

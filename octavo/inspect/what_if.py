@@ -32,18 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from octavo.cost.command import columns
-from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
+from octavo.cost.work import LinearWork
 from octavo.errors import OctavoError, first_line
 from octavo.inspect.rows import sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
-from octavo.recipes import COMPARED, as_recipe, high_precision
+from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 from octavo.weights.fsdp2 import whole as full_tensor
-from octavo.weights.plain import check_recipe, weight_of
+from octavo.weights.plain import weight_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
@@ -52,6 +52,7 @@ Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its grad
 EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
+COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
 WITHOUT = high_precision().name
 LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
 SHOWN = 10  # layers of each recipe, in a table
@@ -329,9 +330,10 @@ def compare(
     twin, layers = _twin(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            check_recipe(recipe_of(recipe, *module.names(layer)), weight_of(module))
+            module.recipe = recipe_of(recipe, *module.names(layer))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
+        module.recipe = high_precision()
     passes = _Passes(twin, loss, layers, chosen)
     for batch in batches:
         passes.measure(batch, runs // (len(batches) * len(chosen)))

@@ -31,7 +31,6 @@ from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.files import SCALE_INV
 from octavo.weights.plain import weight_of
-from octavo.weights.stored import local_stored
 
 __all__ = ["TrainingState", "follow_accumulation"]
 
@@ -109,7 +108,8 @@ class TrainingState:
         initial_state = schedule.state_dict()
         for index in (initial_state["index"], *range(len(schedule.phases))):
             schedule.load_state_dict({**initial_state, "index": index})
-            if [local_stored(weight_of(layer)) is not None for layer in layers.values()] == stored_in_state:
+            storage: dict[Any, Any] = {**stored_now(model)}
+            if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == stored_in_state:
                 break
         else:
             schedule.load_state_dict(initial_state)

@@ -17,12 +17,10 @@ from torch import nn
 from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
-from octavo.nn.convert import convert
-from octavo.nn.experts import ExpertsPart
+from octavo.nn.convert import convert, stored_now
+from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import AnyRecipe
-from octavo.weights.files import load_stored
-from octavo.weights.plain import widened
-from octavo.weights.stored import local_stored
+from octavo.weights.plain import plain_within
 
 __all__ = ["OctavoConverter"]
 
@@ -48,16 +46,8 @@ def _initialise(module: Any) -> None:
 
     All ranks that share a weight call it, as functions such as trunc_normal_ read all its values.
     """
-    stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
-    module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
-    try:
+    with plain_within(module):
         type(module)._init_self_parameters(module)
-    finally:
-        values = {name: module._parameters[name].detach() for name in stored}
-        module._parameters.update(stored)
-    for name, weight in stored.items():
-        load_stored(weight, values, name)
-        weight.copy_(values[name])
 
 
 def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
@@ -70,10 +60,11 @@ def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
         def build(self, **kwargs: Any) -> nn.Module:
             model: nn.Module = kind.build(self, **kwargs)
             convert(model, config.recipe, config.chosen, config.weight_storage)  # type: ignore[arg-type]
+            stored = {weight for weight, granularity in stored_now(model).items() if granularity is not None}
             for module in model.modules():
-                if isinstance(module, ExpertsPart):
-                    module.__class__ = of_subclass(ExpertsPart, Module)
-                if any(local_stored(weight) is not None for weight in module._parameters.values()):
+                if isinstance(module, RecipeModule) and module.part_name:
+                    module.__class__ = of_subclass(type(module), Module)  # type: ignore[arg-type]  # no hash in torch's
+                if not stored.isdisjoint(module._parameters.values()):
                     vars(module)["_init_self_parameters"] = functools.partial(_initialise, module)
             return model
 

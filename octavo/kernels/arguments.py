@@ -1,6 +1,6 @@
 """The ops' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
 
-The reference, the Triton kernels, the fakes and ONNX's lowering take these values, and the first three allocate their
+The reference, the Triton kernels, the fakes and onnx.py take these values, and the first three allocate their
 results by the functions here.
 """
 
@@ -21,16 +21,19 @@ from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padde
 from octavo.kernels.layouts import padded, plain_scales
 from octavo.numerics import E8M0, scale_inv_dtype
 
-# the numbers that cast_statistics adds up or raises; reference/cast_statistics.py explains them
-SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
-EXTREMES = ("amax", "scale_inv", "scale")
-EXPONENTS = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
-LOWEST = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
+
+class Counted:
+    """The numbers that cast_statistics and note_faults add up or raise; reference/cast_statistics.py explains them."""
+
+    sums = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
+    extremes = ("amax", "scale_inv", "scale")
+    exponents = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
+    lowest = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
+    faults = ("faulty", "rows", "scale_inv", "amax")
+
 
 # (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
 LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in FORMATS.items()}
-
-FOUND = ("faulty", "rows", "scale_inv", "amax")  # the numbers that note_faults adds up or raises
 
 
 class CastSource(NamedTuple):

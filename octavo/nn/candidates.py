@@ -38,7 +38,15 @@ REPLACED_SINCE = "its forward was replaced on the instance after octavo.convert"
 
 
 def large_enough(module: nn.Module, name: str) -> bool:
-    """Whether an nn.Linear, a Conv1D or experts have at least 512 features in and out: the default ``select``."""
+    """Whether an nn.Linear, a Conv1D or experts have at least 512 features in and out: the default ``select``.
+
+    A ``select`` that leaves more layers out calls it: ``lambda module, name: name != "head" and large_enough(module,
+    name)``.
+
+    Example:
+        >>> large_enough(nn.Linear(512, 1024), ""), large_enough(nn.Linear(512, 8), "")
+        (True, False)
+    """
     return min(features(module)) >= MIN_FEATURES
 
 

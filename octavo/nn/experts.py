@@ -27,7 +27,8 @@ from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.autograd.rows import Rows
 from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, activation_of
-from octavo.nn.fused import activate, run_alone, run_as_one
+from octavo.kernels.reference.activation import activate
+from octavo.nn.fused import run_alone, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts

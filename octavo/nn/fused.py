@@ -25,7 +25,7 @@ from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
-from octavo.kernels.reference.activation import FUNCTIONS
+from octavo.kernels.reference.activation import activate
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, style_of
@@ -106,17 +106,6 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
         """Return the description by which fused kernels compute this norm."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch does for None
         return Norm("rms_norm", eps, self.zero_centered_gamma)
-
-
-def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
-    """Return activation(h) of h [..., C], in its dtype; if it is gated h is (gate | up) [..., 2C], or the two apart."""
-    function, gated = activation_of(name)
-    if isinstance(h, Tensor):
-        if not gated:
-            return FUNCTIONS[function].value(h)
-        h = h.chunk(2, dim=-1)
-    gate, up = h
-    return FUNCTIONS[function].value(gate) * up
 
 
 def runs_alone(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from octavo.kernels import amax
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
@@ -40,48 +41,13 @@ def change(
     ``storage``: {weight whose storage changes: its new storage}; ``stored`` is called with each of them as soon as it
     has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
-    check_change(optimizer, settings, storage)
+    Conversion(settings, storage).check(optimizer)
     optimizer.forget_kept()
     for param in optimizer.all_params():
         _change(optimizer, param, settings, storage)
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
-
-
-def change_in_model(
-    model: nn.Module, optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
-) -> None:
-    """Change an optimizer's weights as ``change`` does, those of the model that it lacks too, and give FSDP2 shards."""
-
-    def give_to_fsdp2(weight: nn.Parameter) -> None:
-        if on_this_rank(weight) is not weight:
-            take_shards(model, [weight])
-
-    if storage or settings != optimizer.settings:
-        change(optimizer, settings, storage, give_to_fsdp2)
-    owned = set(optimizer.all_params())
-    for weight in storage:
-        if weight not in owned:  # such as a frozen weight, which no optimizer has
-            store(weight, storage[weight])
-            give_to_fsdp2(weight)
-
-
-def check_change(
-    optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
-) -> None:
-    """Raise ValueError if ``change`` would refuse these arguments."""
-    for param, granularity in storage.items():
-        if granularity is not None and (why := why_cut(param, granularity)) is not None:
-            raise ValueError(why)
-    targets = [
-        (blank(param, storage[param], "meta") if param in storage else param, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ]
-    bounds = optimizer.will_bound(settings, any(local_stored(target) is not None for target, _ in targets))
-    for target, group in targets:
-        optimizer.check(target, group, settings, bounds)
 
 
 def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
@@ -96,12 +62,6 @@ def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
     return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
 
 
-def put_blanks(storage: Mapping[nn.Parameter, WeightStorage]) -> None:
-    """Put zeros of their new storage into the weights of a model without data."""
-    for weight, granularity in storage.items():
-        put_into(weight, blank(weight, granularity))
-
-
 class BytesKept(NamedTuple):
     """Elements of weights, and the bytes on this rank of weights, masters, moments and gradients; see PhasePlan."""
 
@@ -112,42 +72,97 @@ class BytesKept(NamedTuple):
     gradients: int
 
 
-def bytes_kept(
-    params: Iterable[nn.Parameter],
-    optimizer: Optimizer,
-    settings: Settings | None,
-    storage: Mapping[nn.Parameter, WeightStorage],
-) -> BytesKept:
-    """Return the bytes of a model's parameters with their optimizer, after a change to ``settings`` and ``storage``.
+class Conversion(NamedTuple):
+    """A conversion of how a model's weights and their optimizer's state are kept.
 
-    TypeError for an optimizer of others whose state is known after its first step only.
+    Attributes:
+        settings: of moments and masters; None with an optimizer of torch's.
+        storage: {weight: its new storage}.
     """
-    trained = {param: group for group in optimizer.param_groups for param in group["params"]}
-    weights = masters = moments = parameters = 0
-    params, gradients = list(params), [0]
-    for param in params:
-        local = states.local(param.detach())
-        stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
-        weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
-        parameters += local.numel()
-        if (
-            settings is not None
-            and isinstance(optimizer, CompactOptimizer)
-            and param in trained
-            and param.requires_grad
-        ):
-            of_group = settings.only(optimizer.names_of(trained[param]))
-            master = master_of(nn.Parameter(stored, False), of_group.master)
-            masters += states.bytes_of(master.new_state(stored).values())
-            moments += states.bytes_of(states.new_moments(of_group.moments_of(param), stored).values())
-        if param in trained and not isinstance(optimizer, CompactOptimizer):
-            moments += _torch_moments(optimizer, param)
-        if param.requires_grad:
-            gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))
-    waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
-    all_gradients = sum(gradients)  # at most those that wait for their update, and the largest
-    most = all_gradients if waiting is None else min(all_gradients, waiting + max(gradients))
-    return BytesKept(parameters, weights, masters, moments, most)
+
+    settings: Settings | None
+    storage: Mapping[nn.Parameter, WeightStorage]
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if ``apply`` would fail."""
+        if not isinstance(optimizer, CompactOptimizer):
+            if self.storage:
+                raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+            return
+        assert self.settings is not None
+        for param, granularity in self.storage.items():
+            if granularity is not None and (why := why_cut(param, granularity)) is not None:
+                raise ValueError(why)
+        targets = [
+            (blank(param, self.storage[param], "meta") if param in self.storage else param, group)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        bounds = optimizer.will_bound(self.settings, any(local_stored(target) is not None for target, _ in targets))
+        for target, group in targets:
+            optimizer.check(target, group, self.settings, bounds)
+
+    def refuse_ddp(self) -> None:
+        """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
+        if self.storage:
+            refuse_ddp(
+                self.storage,
+                "DistributedDataParallel keeps the tensors that it was built with, so the storage of weights can't "
+                "change under it; use fully_shard (FSDP2), or phases with the same weight_storage",
+            )
+
+    def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Change an optimizer's weights as ``change`` does, those of the model that it lacks too; FSDP2 gets shards."""
+        if not isinstance(optimizer, CompactOptimizer):
+            return
+
+        def give_to_fsdp2(weight: nn.Parameter) -> None:
+            if on_this_rank(weight) is not weight:
+                take_shards(model, [weight])
+
+        assert self.settings is not None
+        if self.storage or self.settings != optimizer.settings:
+            change(optimizer, self.settings, self.storage, give_to_fsdp2)
+        owned = set(optimizer.all_params())
+        for weight in self.storage:
+            if weight not in owned:  # such as a frozen weight, which no optimizer has
+                store(weight, self.storage[weight])
+                give_to_fsdp2(weight)
+
+    def put_blanks(self) -> None:
+        """Put zeros of their new storage into the weights, which are those of a model without data."""
+        for weight, granularity in self.storage.items():
+            put_into(weight, blank(weight, granularity))
+
+    def bytes_kept(self, params: Iterable[nn.Parameter], optimizer: Optimizer) -> BytesKept:
+        """Return the bytes of a model's parameters with their optimizer after the change.
+
+        TypeError for an optimizer of others whose state is known after its first step only.
+        """
+        trained = {param: group for group in optimizer.param_groups for param in group["params"]}
+        weights = masters = moments = parameters = 0
+        gradients = [0]
+        for param in params:
+            local = states.local(param.detach())
+            changes = param in self.storage
+            stored = blank(local, self.storage[param], "meta") if changes else torch.empty_like(local, device="meta")
+            weights += states.bytes_of(
+                [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
+            )
+            parameters += local.numel()
+            if not isinstance(optimizer, CompactOptimizer):
+                moments += _torch_moments(optimizer, param) if param in trained else 0
+            elif param in trained and self.settings is not None and param.requires_grad:
+                of_group = self.settings.only(optimizer.names_of(trained[param]))
+                master = master_of(nn.Parameter(stored, False), of_group.master)
+                masters += states.bytes_of(master.new_state(stored).values())
+                moments += states.bytes_of(states.new_moments(of_group.moments_of(param), stored).values())
+            if param.requires_grad:
+                gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))
+        waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
+        all_gradients = sum(gradients)  # at most those that wait for their update, and the largest
+        most = all_gradients if waiting is None else min(all_gradients, waiting + max(gradients))
+        return BytesKept(parameters, weights, masters, moments, most)
 
 
 def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import BLOCK, PerTensor
 from octavo.kernels.reference.optimizer_state import Master, MomentTensors, pieces
-from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, BitNumbers, WeightUpdate
+from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
     is_fp8_experts,
@@ -21,9 +21,8 @@ from octavo.optim.layout import (
     like_param,
     ranks_share_blocks,
 )
-from octavo.optim.masters import MASTER_KINDS, OF_FP8_WEIGHTS, master_of
-from octavo.optim.masters import NAMED as MASTERS
-from octavo.optim.moment import GRANULARITIES, Moment, as_matrix, moments_of
+from octavo.optim.masters import MASTER_KINDS, master_of
+from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
@@ -265,30 +264,6 @@ def for_kernel(
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
     stored = tuple(moment.for_kernel(name, tensors, fp8_experts) for name, moment in moments.items())
     return master.for_kernel(matrix, tensors, scale_inv), stored
-
-
-def new_update(
-    shape: Sequence[int],
-    moments: str | tuple[Moment, ...],
-    master: str | None,
-    dtype: torch.dtype,
-    grad: torch.dtype,
-    scale_inv: Tensor | None = None,
-) -> WeightUpdate:
-    """Return the update of an empty weight on the default device, with a new state; ``scale_inv``: of codes."""
-    device = torch.get_default_device()
-    weight = torch.empty(tuple(shape), dtype=dtype, device=device)
-    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
-    state = form.new_state(weight)
-    if scale_inv is not None:
-        state["master_amax"] = torch.empty_like(scale_inv)
-    chosen = moments_of(moments) if isinstance(moments, str) else moments
-    for number, moment in enumerate(chosen):
-        state |= moment.new_state(str(number), weight.shape, weight.device)
-    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(chosen))
-    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
-    step, gradient = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(weight, dtype=grad)
-    return WeightUpdate(kernel_master, stored, gradient, step, BitNumbers(1), 0)
 
 
 # --- a loaded state: whether it fits, its tensors that are copied or converted, and the warning about conversions -----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import change_in_model, check_change
-from octavo.optim.gradients import refuse_ddp
+from octavo.optim.conversion import Conversion
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -107,10 +106,14 @@ class Target:
     settings: Settings | None
     storage: tuple[Granularity | None, ...]
 
-    def moved(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-        """Return {weight: new granularity, or None for a plain tensor} of the weights whose storage changes."""
+    def conversion(self, model: nn.Module) -> Conversion:
+        """Return the conversion that puts a model's weights, and its optimizer, into the phase."""
         pairs = zip(stored_now(model).items(), self.storage, strict=True)
-        return {weight: new for (weight, present), new in pairs if new != present}
+        return Conversion(self.settings, {weight: new for (weight, present), new in pairs if new != present})
+
+    def conversion_of_all(self, model: nn.Module) -> Conversion:
+        """Return as ``conversion``, with the storage of all weights, also of those that stay as they are."""
+        return Conversion(self.settings, dict(zip(stored_now(model), self.storage, strict=True)))
 
 
 def targets_of(
@@ -132,11 +135,7 @@ def targets_of(
             settings = _settings_of(phase, optimizer, settings)
             now = storages(model, phase.recipe, phase.weight_storage, now)
             target = Target(phase, settings, tuple(now.values()))
-            if isinstance(optimizer, CompactOptimizer):
-                assert settings is not None
-                check_change(optimizer, settings, target.moved(model))
-            elif target.moved(model):
-                raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+            target.conversion(model).check(optimizer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"phase {index}, {phase}: {error}") from None
         targets.append(target)
@@ -162,23 +161,11 @@ def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     return [param for name, param in named if name.rpartition(".")[2] == "weight"]
 
 
-def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
-    """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
-    if weights := set(moved):
-        refuse_ddp(
-            weights,
-            "DistributedDataParallel keeps the tensors that it was built with, so the storage of weights can't change "
-            "under it; use fully_shard (FSDP2), or phases with the same weight_storage",
-        )
-
-
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     """Put a model and its optimizer into a phase, one tensor after the other, so that little is in memory twice."""
-    moved = target.moved(model)
-    refuse_moves(moved)
-    if any(weight is not on_this_rank(weight) for weight in moved):
+    conversion = target.conversion(model)
+    conversion.refuse_ddp()
+    if any(weight is not on_this_rank(weight) for weight in conversion.storage):
         gather_anew(model)
-    if isinstance(optimizer, CompactOptimizer):
-        assert target.settings is not None
-        change_in_model(model, optimizer, target.settings, moved)
+    conversion.apply(model, optimizer)
     set_recipe(model, target.phase.recipe)

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
-from octavo.nn.convert import set_recipe, stored_now
+from octavo.nn.convert import set_recipe
 from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import bytes_kept, put_blanks
 from octavo.schedule.phase import Target
 
 MIB = 1 << 20
@@ -129,13 +128,14 @@ def plan_of(
 
 def _put_into(target: Target, twin: nn.Module) -> None:
     """Put a model without data into a phase."""
-    put_blanks(target.moved(twin))
+    target.conversion(twin).put_blanks()
     set_recipe(twin, target.phase.recipe)
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    storage = dict(zip(stored_now(model), target.storage, strict=True))
-    return PhasePlan(target.phase.name, *bytes_kept(model.parameters(), optimizer, target.settings, storage), saved)
+    return PhasePlan(
+        target.phase.name, *target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer), saved
+    )
 
 
 def _cheapest(

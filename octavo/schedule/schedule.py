@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from octavo.distributed.ranks import Ranks
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.conversion import Conversion
 from octavo.optim.state import largest
-from octavo.schedule.phase import Phase, Target, fp8_weights, refuse_moves, switch, targets_of
+from octavo.schedule.phase import Phase, Target, fp8_weights, switch, targets_of
 from octavo.schedule.plan import Plan, plan_of
 
 FAULTS = {1: "a gradient or the loss is not finite", 2: "the loss is a spike"}
@@ -236,8 +237,8 @@ class PrecisionSchedule:
 
     def _refuse_ddp(self) -> None:
         """Raise RuntimeError if a later phase changes the storage of weights that DistributedDataParallel has."""
-        to_come = (*self._targets[self.index :], *self._rescues)
-        refuse_moves(weight for target in to_come for weight in target.moved(self.model))
+        conversions = [target.conversion(self.model) for target in (*self._targets[self.index :], *self._rescues)]
+        Conversion(None, dict(pair for each in conversions for pair in each.storage.items())).refuse_ddp()
 
     def _before_step(self) -> None:
         """Clear a faulty step's gradients; runs before each optimizer step that no GradScaler skips."""

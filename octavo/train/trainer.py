@@ -15,6 +15,7 @@ import octavo
 from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
+from octavo.nn.convert import stored_now
 from octavo.nn.linear import SeparateSplits
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -40,7 +41,6 @@ from octavo.train.data import Batches, Corpus
 from octavo.train.model import GPT, HEAD, ROUTER, balance, next_byte_loss
 from octavo.train.shard import shard, share_of, syncing
 from octavo.weights.fsdp2 import whole
-from octavo.weights.stored import local_stored
 
 DEFAULT_STATE = StateConfig()
 
@@ -271,7 +271,7 @@ class Trainer:
             name: state_holder.state_dict() for name, state_holder in stateful.items() if state_holder is not None
         }
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
-        content["weights_in_fp8"] = any(local_stored(weight) is not None for weight in self.model.parameters())
+        content["weights_in_fp8"] = any(granularity is not None for granularity in stored_now(self.model).values())
         content["separate_splits"] = any(isinstance(module, SeparateSplits) for module in self.model.modules())
         folder.save(self.model, self.optimizer, content)
 

@@ -82,16 +82,17 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     Raises:
         TuneError: for an unknown kind.
     """
-    from octavo.tune import cases, timing, tuner
+    from octavo.kernels.triton import cases
+    from octavo.tune import timing, tuner
 
-    deadline = timing.Deadline(options.minutes)
+    deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
     library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
-    all_kinds = [*tuner.KINDS, *library]  # library last, as it is compared with the products' new rows
+    all_kinds = [*cases.KINDS, *library]  # library last, as it is compared with the products' new rows
     kinds, failed = options.kinds or all_kinds, False
     if unknown := set(kinds) - set(all_kinds):
         raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
-    if timing.ON_GPU and (tasks := tuner.tasks(kinds, options.toy)):
+    if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):
         failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
     try:
@@ -100,7 +101,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:
-                tuned = tuner.tune(kind, options.toy, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
+                tuned = tuner.tune(kind, extent, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
             except Exception as error:
                 print(f"{kind}: FAILED, {timing.describe(error)}", file=sys.stderr, flush=True)
                 failed = True
@@ -137,7 +138,7 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
 
 def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
     """Return lines that say where the rows were written, and how many times as fast as octavo's own they are."""
-    from octavo.kernels.triton.launch import SHIPPED, tuned_file
+    from octavo.kernels.triton.launch import tuned_file
 
     if not tuned_by_kind:
         return "nothing was found, nothing is written"
@@ -148,6 +149,6 @@ def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
         gain_by_kind = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
         lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({gain_by_kind})"]
     written = "nothing is kept" if output is None else f"wrote {output}"
-    if output in (SHIPPED, tuned_file()):
+    if output is not None and output == tuned_file():
         written += ": new processes use it"
     return "\n".join([*lines, f"{len(tuned_by_kind)} kinds tuned; {written}"])

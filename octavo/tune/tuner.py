@@ -8,59 +8,51 @@ whose results equal the reference's is taken.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from octavo.kernels.triton.launch import SHIPPED, Config
-from octavo.tune import cases
+from octavo.kernels.triton import cases
+from octavo.kernels.triton.launch import Config, table, using_rows
 from octavo.tune.timing import ON_GPU, timings
 
-# by its path: the function of the same name hides the module
-launch = importlib.import_module("octavo.kernels.triton.launch")
 LIBRARY = "library"
 FINALISTS = 6
 
+Sizes = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
 Ranking = dict[Config, float]  # time over the best's
-Buckets = Mapping[int, Sequence[cases.Shape]]  # largest log2 of elements -> shapes timed
+Buckets = Mapping[int, Sequence[Sizes]]  # largest log2 of elements -> shapes timed
 
-# the cases of each row of configs.json; the first one decides which configurations are timed again
-KINDS = {
-    "cast_transpose": ("cast+transpose delayed", "cast+transpose+sum+commit"),
-    "cast": ("cast delayed",),
-    "amax": ("amax",),
-    "cast_rows": ("cast rows",),
-    "amax_lines": ("cast columns", "cast rows + columns"),
-    "cast_lines": ("cast rows + columns", "cast columns"),
-    "cast_blocks": ("cast 1x128",),
-    "cast_blocks_transpose": ("cast 1x128 + 128x1", "cast+transpose 128x128"),
-    "amax_gated_gradient": ("swiglu gradient + cast+transpose+sum dynamic",),
-    "cast_gated_gradient": ("swiglu gradient + cast+sum delayed",),
-    "cast_transpose_gated_gradient": ("swiglu gradient + cast+transpose+sum+commit",),
-    "cast_transpose_gated_gradient_and_value": ("swiglu gradient and swiglu + cast+transpose+sum+commit",),
-    "cast_transpose_gated_gradient_of_codes": ("swiglu gradient of codes + cast+transpose+sum+commit",),
-    "cast_rows_gated_gradient": ("swiglu gradient + rows",),
-    "norm_cast": ("rmsnorm + cast delayed", "rmsnorm + rows"),
-    "norm_cast_transpose": ("rmsnorm + cast+transpose delayed", "layernorm + cast+transpose delayed"),
-    "norm_cast_blocks": ("rmsnorm + 1x128",),
-    "norm_cast_blocks_transpose": ("rmsnorm + 1x32 + 32x1",),
-    "norm_backward": ("rmsnorm gradient + residual", "layernorm gradient + residual"),
-    "optimizer_step": ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
-    "matmul_blocks": ("1x128 . 1x128, Triton",),
-    "matmul_square_blocks": ("1x128 . 128x128, Triton",),
-    "matmul_scaled": ("1x32 . 1x32, Triton",),
-    "matmul": ("rows . rows, Triton",),
-}
-SIZES: Buckets = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}
-PRODUCTS: Buckets = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
-TOY_SIZES: Buckets = {20: ((32, 64),), 64: ((64, 64),)}
-TOY_PRODUCTS: Buckets = {64: ((32, 48, 128),)}
+
+class Extent(NamedTuple):
+    """The extent of a tuning: shapes, of products too, and the rounds of all configurations and of the best.
+
+    ``most``: so many configurations of a kind and bucket; None: all.
+    """
+
+    sizes: Buckets
+    products: Buckets
+    rounds: tuple[int, int]
+    most: int | None = None
+
+    def buckets_of(self, kind: str) -> Buckets:
+        """Return the shapes at which a kind is timed, by the bucket that they represent."""
+        if kind == LIBRARY or kind.startswith("matmul"):
+            return self.products
+        # an optimizer's step takes one row for all sizes
+        return {64: self.sizes[64]} if kind == "optimizer_step" else self.sizes
+
+
+FULL = Extent(
+    {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))},
+    {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))},
+    rounds=(4, 15),
+)
+TOY = Extent({20: ((32, 64),), 64: ((64, 64),)}, {64: ((32, 48, 128),)}, rounds=(1, 1), most=2)
 
 
 class Tuned(NamedTuple):
@@ -70,27 +62,19 @@ class Tuned(NamedTuple):
     gain: float
 
 
-def buckets_of(kind: str, toy: bool) -> Buckets:
-    """Return the shapes at which a kind is timed, by the bucket that they represent."""
-    if kind == LIBRARY or KINDS[kind][0] in cases.PRODUCTS:
-        return TOY_PRODUCTS if toy else PRODUCTS
-    buckets = TOY_SIZES if toy else SIZES
-    return {64: buckets[64]} if kind == "optimizer_step" else buckets  # whose kernel takes one row for all sizes
-
-
 def shipped(kind: str, bucket: int) -> Config:
     """Return octavo's own configuration of a bucket."""
-    rows: list[list[int]] = json.loads(SHIPPED.read_text())["configs"][kind]
+    rows: list[list[int]] = table(None)["configs"][kind]
     return Config(*next((row for row in rows if bucket <= row[0]), rows[-1])[1:])
 
 
-def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
+def grid_of(kind: str, bucket: int, extent: Extent) -> list[Config]:
     """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    base, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
+    base, is_product = shipped(kind, bucket), kind.startswith("matmul")
     factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
@@ -98,44 +82,44 @@ def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
         warps = min(16, int(base.num_warps * w))
         if r * c / w in factors and base.block_r * r >= least and warps > 0:
             configs.append(Config(int(base.block_r * r), int(base.block_c * c), tiles, warps))
-    return list(dict.fromkeys(configs))[: 2 if toy else None]
+    return list(dict.fromkeys(configs))[: extent.most]
 
 
 call_of = functools.lru_cache(maxsize=4)(cases.call_of)
 
 
-def _calling(kind: str, config: Config, name: str, shape: cases.Shape) -> Callable[[], Any]:
+def _calling(kind: str, config: Config, name: str, shape: Sizes) -> Callable[[], Any]:
     """Return a call of a case with one configuration for all sizes of a kind."""
     call = call_of(name, shape)
 
     def run() -> Any:
-        with launch.using_rows({kind: [[64, *config]]}):
+        with using_rows({kind: [[64, *config]]}):
             return call()
 
     return run
 
 
-def tasks(kinds: Sequence[str], toy: bool) -> list[tuple[Any, ...]]:
+def tasks(kinds: Sequence[str], extent: Extent) -> list[tuple[Any, ...]]:
     """Return the arguments of ``compile_one`` for all that will be timed."""
-    buckets = ((kind, bucket) for kind in kinds if kind != LIBRARY for bucket in buckets_of(kind, toy))
-    return [(kind, bucket, config, toy) for kind, bucket in buckets for config in grid_of(kind, bucket, toy)]
+    buckets = ((kind, *each) for kind in kinds if kind != LIBRARY for each in extent.buckets_of(kind).items())
+    return [(kind, shapes, config) for kind, bucket, shapes in buckets for config in grid_of(kind, bucket, extent)]
 
 
-def compile_one(kind: str, bucket: int, config: Config, toy: bool) -> None:
-    """Run all of a kind's cases once with a configuration, in a worker."""
-    for shape, name in itertools.product(buckets_of(kind, toy)[bucket], KINDS[kind]):
+def compile_one(kind: str, shapes: Sequence[Sizes], config: Config) -> None:
+    """Run all of a kind's cases once at each shape with a configuration, in a worker."""
+    for shape, name in itertools.product(shapes, cases.KINDS[kind]):
         _calling(kind, config, name, shape)()
 
 
-def _wrong(kind: str, config: Config, shape: cases.Shape) -> str:
+def _wrong(kind: str, config: Config, shape: Sizes) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
-    with launch.using_rows({kind: [[64, *config]]}):
-        return next((f"{name}: {problem}" for name in KINDS[kind] if (problem := cases.wrong(name, shape))), "")
+    with using_rows({kind: [[64, *config]]}):
+        return next((f"{name}: {problem}" for name in cases.KINDS[kind] if (problem := cases.wrong(name, shape))), "")
 
 
-def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
+def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
     """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
-    shapes = buckets_of(kind, toy)[bucket]
+    shapes = extent.buckets_of(kind)[bucket]
 
     def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
         """Return the geometric mean over cases and shapes of the time over the best's."""
@@ -151,28 +135,28 @@ def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    first = costs(grid_of(kind, bucket, toy), KINDS[kind][:1], 1 if toy else 4)
+    first = costs(grid_of(kind, bucket, extent), cases.KINDS[kind][:1], extent.rounds[0])
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), KINDS[kind], 1 if toy else 15)
+    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), cases.KINDS[kind], extent.rounds[1])
 
 
-def tune(kind: str, toy: bool, rows: Mapping[str, TableRows]) -> Tuned:
+def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
-        with launch.using_rows(rows):
-            return _tune_library(toy) if kind == LIBRARY else _tune_kind(kind, toy)
+        with using_rows(rows):
+            return _tune_library(extent) if kind == LIBRARY else _tune_kind(kind, extent)
     finally:  # memory for the next kind
         call_of.cache_clear()
         if ON_GPU:
             torch.cuda.empty_cache()
 
 
-def _tune_kind(kind: str, toy: bool) -> Tuned:
+def _tune_kind(kind: str, extent: Extent) -> Tuned:
     """Tune a kind; its rows leave out a bucket of which no configuration is right."""
     rows: TableRows = []
     gains: list[float] = []
-    for bucket, shapes in sorted(buckets_of(kind, toy).items()):
-        ranking = _rank(kind, bucket, toy)
+    for bucket, shapes in sorted(extent.buckets_of(kind).items()):
+        ranking = _rank(kind, bucket, extent)
         tops = [f"{','.join(map(str, config))} {cost:.3f}" for config, cost in list(ranking.items())[:5]]
         print(f"{kind} <=2^{bucket} (config, time by the best's): {'; '.join(tops)}", flush=True)
         for config in (config for config, cost in ranking.items() if cost < math.inf):
@@ -187,19 +171,19 @@ def _tune_kind(kind: str, toy: bool) -> Tuned:
     return Tuned(rows, math.exp(sum(finite) / len(finite)) if finite else math.nan)
 
 
-def _tune_library(toy: bool) -> Tuned:
+def _tune_library(extent: Extent) -> Tuned:
     """Return the products that torch's function is to compute: where it is right, and as fast as Triton's kernel."""
     rows: TableRows = []
-    shapes = buckets_of(LIBRARY, toy)[64]
+    shapes = extent.buckets_of(LIBRARY)[64]
     for name, fast in itertools.product(cases.TORCH, (True, False)):
         named = {maker: f"{name}, {maker}{', fast' * fast}" for maker in ("torch", "Triton")}
         problem, log_ratio = cases.wrong(named["torch"], shapes[0]), 0.0
         for shape in () if problem else shapes:
-            times = timings({maker: cases.call_of(name, shape) for maker, name in named.items()}, 1 if toy else 15)
+            times = timings({maker: cases.call_of(name, shape) for maker, name in named.items()}, extent.rounds[1])
             log_ratio += math.log(times.median("torch") / times.median("Triton"))
         taken = not problem and log_ratio <= 0
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
         print(f"{name}, fast_accum={fast}: torch by Triton {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
-            rows.append([*map(list, cases.TILES[name]), fast])
+            rows.append([*map(list, cases.TORCH[name]), fast])
     return Tuned(rows, math.nan)

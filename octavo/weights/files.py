@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.granularity import PerTensor
+from octavo.granularity import Granularity, PerTensor
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
@@ -116,9 +116,21 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, scale_inv: Tensor | 
 
 def check_scales(scale_inv: Tensor, name: str) -> None:
     """Raise ValueError for scales that no cast can have written."""
-    values = scale_inv.float()
+    values = on_this_rank(scale_inv).float()
     if not values.is_meta and not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+
+
+def granularity_of_file(shape: torch.Size, scale_inv: Tensor, name: str) -> Granularity:
+    """Return the granularity of scales of codes of this shape.
+
+    Raises:
+        ValueError: for scales of another shape, or that no cast can have written.
+    """
+    if (granularity := granularity_of_scales(shape, scale_inv.shape)) is None:
+        raise ValueError(f"{name} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
+    check_scales(scale_inv, name)
+    return granularity
 
 
 def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
@@ -130,10 +142,7 @@ def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, k
         )
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
-    shape = _shape_of(entry)
-    if granularity_of_scales(shape, scale_inv.shape) is None:
-        raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
-    check_scales(on_this_rank(scale_inv), f"{key}{SCALE_INV}")
+    granularity_of_file(_shape_of(entry), scale_inv, f"{key}{SCALE_INV}")
 
 
 def _codes_of(entry: Tensor) -> Tensor | None:

@@ -17,7 +17,8 @@ A write through .data changes no counter that octavo could read: call ``invalida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,7 @@ from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
-from octavo.weights.fsdp2 import gather_alone, on_this_rank
+from octavo.weights.fsdp2 import gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
 
@@ -306,3 +307,28 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
 def weight_of(module: Any) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))
+
+
+def pair_reader(model: nn.Module) -> Callable[[WeightReader, bool], tuple[Tensor, Tensor]]:
+    """Return ``fp8_pair`` of (the model's module, whether it is for training), by FSDP2's policy for the module."""
+    policies = mp_policies(model)
+    return lambda module, training: fp8_pair(module, training, policies.get(id(module.weight_parameter)))
+
+
+@contextlib.contextmanager
+def plain_within(module: nn.Module) -> Iterator[None]:
+    """Give a module plain parameters in place of its weights in FP8 within a block, at whose end they are cast.
+
+    All ranks that share a weight call it.
+    """
+    stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
+    module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
+    try:
+        yield
+    finally:
+        values: dict[str, Any] = {name: module._parameters[name].detach() for name in stored}  # type: ignore[union-attr]
+        module._parameters.update(stored)
+    for name, weight in stored.items():
+        assert weight is not None
+        load_stored(weight, values, name)
+        weight.copy_(values[name])

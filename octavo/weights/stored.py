@@ -41,7 +41,7 @@ from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
-from octavo.weights.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
+from octavo.weights.fsdp2 import After, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
 from octavo.weights.reader import WeightReader
 
 aten = torch.ops.aten
@@ -702,3 +702,13 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         weight.low_bits.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight
+
+
+@torch.no_grad()
+def take_values(target: Tensor, values: Tensor) -> None:
+    """Copy this rank's part of new values into a tensor; a parameter on the meta device takes them as they are."""
+    local = on_this_rank(target)
+    if local.is_meta:
+        put_into(target, values)  # type: ignore[arg-type]
+    else:
+        target.copy_(values if local is target else like_sharded(values, target, target.shape))

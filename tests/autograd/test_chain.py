@@ -15,8 +15,7 @@ from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.products import Layer, linear
 from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
-from octavo.kernels.reference.activation import FUNCTIONS
-from octavo.nn.fused import activate
+from octavo.kernels.reference.activation import FUNCTIONS, activate
 from octavo.scaling.recipe import WEIGHT
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr

@@ -18,9 +18,10 @@ from torch import nn
 import octavo
 from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
-from octavo.cost.estimate import FUSED_BF16, Estimate, estimate, orthogonalising, work_of
+from octavo.cost.estimate import FUSED_BF16, Estimate, estimate, orthogonalising
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
+from octavo.cost.work import work_of
 from octavo.nn.checkpointing import watched
 from octavo.train import GPT, ModelConfig
 from octavo.weights.stored import local_stored

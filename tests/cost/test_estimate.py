@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo import recipes
-from octavo.cost.estimate import Estimate, LinearWork, estimate, head_of, on_meta, work_of
+from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.parts import BF16_KERNELS, PARTS
 from octavo.cost.rates import PUBLISHED, HostTime, PlanError
+from octavo.cost.work import LinearWork, head_of, on_meta, work_of
 from octavo.scaling.recipe import GRAD_OUTPUT, RecipeMap
 from octavo.train import GPT, ModelConfig
 
@@ -26,49 +26,6 @@ TOKENS = torch.zeros(4, 16, dtype=torch.int64)
 
 def gpt(width: int = 64) -> nn.Module:
     return GPT(ModelConfig(width=width, layers=1, heads=2, context=16)).to(torch.bfloat16)
-
-
-def test_work_is_that_of_a_real_step() -> None:
-    model = gpt()
-    work = work_of(on_meta(model), (TOKENS,))
-    with FlopCounterMode(display=False) as counter:
-        model(TOKENS).float().sum().backward()
-    # torch's counter knows nothing of a CPU's attention
-    assert sum(layer.flop * sum(layer.products) for layer in work.linears) == counter.get_total_flops()
-    scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of query . key^T: batch, heads, C, C, head width
-    assert work.other_flop == scores * (2 + 5)  # forward two products, backward five
-    assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert work.other.bytes > sum(p.numel() for p in model.parameters())
-
-
-def test_operations_between_products_are_one_kernel_where_compiled() -> None:
-    class Neg(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return -x
-
-    x = torch.ones(4, 8, requires_grad=True)
-    once, twice = (
-        work_of(on_meta(nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False))), (x,))
-        for times in (1, 2)
-    )
-    assert twice.other.fused == once.other.fused and twice.other.ops == once.other.ops + 2
-    assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
-
-
-def test_what_backward_needs_and_a_layer_called_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen, self.own = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.own(self.own(self.frozen(x)))
-
-    layers = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
-    assert layers["frozen"].products == (True, False, False)
-    assert layers["own"] == LinearWork("own", 6, 8, 8, True, True)
-    with pytest.raises(ValueError, match="nothing to train"):
-        work_of(on_meta(Twice().requires_grad_(False)), (torch.ones(3, 8),))
 
 
 def test_layers_that_read_one_tensor_cast_it_once() -> None:
@@ -158,38 +115,6 @@ def test_a_product_takes_its_operations_or_its_bytes() -> None:
     apart = many._replace(tokens=8, groups=8)  # of eight matrices, a row each
     assert apart.seconds(mx, rates)[0] == pytest.approx(8 * few.seconds(mx, rates)[0])
     assert (few.shape, apart.shape) == ("8192 x 8192", "8 x 8192 x 8192")
-
-
-def test_experts_are_counted_as_the_loop_over_them() -> None:
-    """The trainer's experts and transformers', whichever way those compute themselves, are counted as loops."""
-    mixed = GPT(ModelConfig(64, 1, 2, 16, experts=4, top_k=2)).to(torch.bfloat16)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
-    mixtral = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
-    for model, name in ((mixed, "blocks.0.mlp"), (mixtral, "model.layers.0.mlp")):
-        work = work_of(on_meta(model), (TOKENS,))
-        rows, layers = (
-            TOKENS.numel() * 2,
-            {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears},
-        )
-        assert layers["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and layers["down"] == (
-            rows,
-            96,
-            64,
-            True,
-            True,
-            4,
-        )
-        scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4
-        routers = [one for one in work.linears if one.name.endswith("router")]  # the trainer's is a layer
-        others = work.other_flop + sum(one.flop * sum(one.products) for one in routers)
-        assert others == scores * (2 + 5) + router * 3
-        fp8 = estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, work=work)
-        assert {"4 x 192 x 64", "4 x 64 x 96"} <= {layer.work.shape for layer in fp8.layers}
-    small = estimate(mixtral, (TOKENS,), recipes.delayed(), H200, work=work)
-    assert not small.layers and small.casts == 0.0  # the default select takes none of this size
 
 
 def test_only_what_convert_would_convert_is_in_fp8() -> None:

@@ -19,8 +19,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 import octavo
 from octavo.autograd import casts
-from octavo.cost.estimate import LinearWork
 from octavo.cost.parts import PARTS, Moved, fused_parts
+from octavo.cost.work import LinearWork
 from octavo.private import FakeTensorMode
 
 TOKENS, WIDTH, WIDE, HEADS = 4096, 2048, 5632, 32
@@ -77,7 +77,7 @@ def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledg
     sizes = {name: TOKENS * WIDTH for name, _ in module.named_modules()}
     layers = ((name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear))
     linears = [LinearWork(name, TOKENS, each.in_features, each.out_features, True, True) for name, each in layers]
-    return (forward, backward), [*fused_parts(module, sizes, SimpleNamespace(linears=linears, logits=0))]
+    return (forward, backward), [*fused_parts(module, SimpleNamespace(linears=linears, inputs=sizes, logits=0))]
 
 
 def config() -> transformers.LlamaConfig:

@@ -15,6 +15,7 @@ from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
+from octavo.weights.plain import pair_reader
 from tests.export.test_checkpoints import seen_operands
 from tests.support.helpers import to_fp8
 from tests.support.pool import Pool
@@ -204,7 +205,7 @@ def test_the_recipe_that_is_named_fits(layout):
     planned, layers, skipped = entries(net, layout)
     assert [(entry.key, entry.layer) for entry in planned] == [("0.weight", net[0]), ("0.bias", None)]
     assert (layers, skipped) == ({"0": net[0]}, [])
-    ((name, codes, scales),) = planned[0].read(True, {})
+    ((name, codes, scales),) = planned[0].read(True, pair_reader(net))
     assert name == "0.weight"
     assert (codes.shape, codes.dtype) == ((300, 192), torch.float8_e4m3fn)
     shapes = {"blockwise": (3, 2), "rowwise": (300, 1), "mx": (300, 6)}

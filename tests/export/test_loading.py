@@ -323,7 +323,7 @@ NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         ({"weight": torch.zeros(256, 256).to(torch.float8_e5m2)}, "weight is F8_E5M2, not in E4M3"),
         ({"weight": torch.zeros(256, 256, dtype=torch.int8)}, "weight is I8, not in E4M3"),
         ({"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn)}, r"weight is \(256, 256\) in the model and \(128"),
-        ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) fits no layout of codes"),
+        ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) does not fit"),
         ({"weight_scale_inv": NAN}, "weight_scale_inv holds scales that are not finite and positive"),
         (
             {"weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)},

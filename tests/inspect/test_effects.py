@@ -8,8 +8,8 @@ import pytest
 
 import octavo
 from octavo import recipes
-from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED
+from octavo.cost.work import LinearWork
 from octavo.inspect.what_if import DESCENT, SHOWN, Effect, WhatIf
 
 NAMES = ("dynamic", "blockwise")

@@ -16,7 +16,7 @@ import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, Recipe, RecipeMap, recipes
 from octavo.inspect import Finding, Record, diagnose
 from octavo.inspect.rows import Row
-from octavo.kernels.arguments import EXPONENTS, LOWEST
+from octavo.kernels.arguments import Counted
 from octavo.scaling.recipe import RecipeRule
 
 np = pytest.importorskip("numpy")
@@ -72,8 +72,8 @@ def healthy(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED
 
 def _normal(amax: Any) -> Any:
     """Return how many of 10,000 numbers have each exponent, each further below the amax's half as many."""
-    top = np.floor(np.log2(amax)).astype(int) - LOWEST
-    below = top[..., None] - np.arange(EXPONENTS)
+    top = np.floor(np.log2(amax)).astype(int) - Counted.lowest
+    below = top[..., None] - np.arange(Counted.exponents)
     return np.where(below >= 0, 10000 * 0.5 ** (below + 1.0), 0).round().astype("float32")
 
 

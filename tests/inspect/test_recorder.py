@@ -21,7 +21,7 @@ from octavo.inspect.recorder import Recorder, arrays_of, severities
 from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
 from octavo.inspect.twin import Comparison
-from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.arguments import Counted
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from tests.support.helpers import observers
 
@@ -221,18 +221,21 @@ GRADIENT = Row("1", "grad_output", ("grad_input", "grad_weight"), Cast(E5M2, Per
 def test_sums_the_worst_and_tokens_are_kept() -> None:
     rows = [OF_EXPERTS, PLAIN, GRADIENT]
     random = np.random.default_rng(0)
-    counts, extremes = random.random((7, len(SUMS) + EXPONENTS)), random.random((7, len(EXTREMES)))
+    counts, extremes = (
+        random.random((7, len(Counted.sums) + Counted.exponents)),
+        random.random((7, len(Counted.extremes))),
+    )
     for name, value in {"zeros": 0, "flushed": 0, "clipped": 0, "nonfinite": 0, "power": 1e4, "error": 1}.items():
-        counts[:, SUMS.index(name)] = value
+        counts[:, Counted.sums.index(name)] = value
     counts[:, 0] = [800, 0, 400, 50, 400, 0, 200]  # elements: tokens are those of the gradient, which is cast once
-    counts[[0, 2], SUMS.index("flushed")] = 100
-    counts[6, SUMS.index("nonfinite")] = 1
+    counts[[0, 2], Counted.sums.index("flushed")] = 100
+    counts[6, Counted.sums.index("nonfinite")] = 1
     arrays = arrays_of(rows, counts, extremes)
     np.testing.assert_allclose(arrays["sums"][:, 0], [1200, 50, 600])
-    np.testing.assert_allclose(arrays["exponents"][0], counts[:3, len(SUMS) :].sum(0), rtol=1e-6)
+    np.testing.assert_allclose(arrays["exponents"][0], counts[:3, len(Counted.sums) :].sum(0), rtol=1e-6)
     np.testing.assert_allclose(arrays["extremes"][2], extremes[4:].max(0))
     assert arrays["worst"].tolist() == [[2, 2], [2, 1]] and arrays["tokens"].tolist() == [20, 0, 10]
-    np.testing.assert_allclose(arrays["worst_sums"], counts[[2, 6], : len(SUMS)])
+    np.testing.assert_allclose(arrays["worst_sums"], counts[[2, 6], : len(Counted.sums)])
     assert "worst" not in arrays_of([PLAIN], counts[:1], extremes[:1])
 
 

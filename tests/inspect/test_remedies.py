@@ -12,15 +12,15 @@ import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
 from octavo.inspect.remedies import Exponents, as_text, remedies, together, with_cast
 from octavo.inspect.rows import Row, Table
-from octavo.kernels.arguments import EXPONENTS, LOWEST
+from octavo.kernels.arguments import Counted
 from octavo.scaling.recipe import OPERANDS
 
 pytest.importorskip("numpy")
 
 
 def exponents_of(x: Tensor) -> Exponents:
-    bins = (torch.frexp(x[x != 0].double()).exponent - 1 - LOWEST).clamp(0, EXPONENTS - 1)
-    return Exponents(torch.bincount(bins.flatten(), minlength=EXPONENTS).tolist(), float(x.abs().max()))
+    bins = (torch.frexp(x[x != 0].double()).exponent - 1 - Counted.lowest).clamp(0, Counted.exponents - 1)
+    return Exponents(torch.bincount(bins.flatten(), minlength=Counted.exponents).tolist(), float(x.abs().max()))
 
 
 def flushed(x: Tensor, cast: Cast) -> float:

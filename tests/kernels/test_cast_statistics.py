@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
+from octavo.kernels.arguments import Counted
 from octavo.kernels.cpu import codes as codes_in_cpp
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.kernels.conftest import Ops
@@ -19,7 +19,7 @@ MAX, NEXT = {FORMATS[0]: 448, FORMATS[1]: 57344}, {FORMATS[0]: 480, FORMATS[1]: 
 
 def counted(x: Tensor, q: Tensor, scales: Tensor) -> list[float]:
     """Count by the definition; q as numbers, scales as large as x."""
-    counts = dict.fromkeys((*SUMS, *range(EXPONENTS)), 0.0)
+    counts = dict.fromkeys((*Counted.sums, *range(Counted.exponents)), 0.0)
     numbers = [t.double().flatten().tolist() for t in (x, q.float(), scales)]
     largest, beyond = MAX[q.dtype], (MAX[q.dtype] + NEXT[q.dtype]) / 2
     for value, code, scale_inv in zip(*numbers, strict=True):
@@ -33,7 +33,7 @@ def counted(x: Tensor, q: Tensor, scales: Tensor) -> list[float]:
         counts["power"] += value * value
         counts["error"] += (value - code * scale_inv) ** 2
         if value != 0:
-            counts[min(max(math.frexp(value)[1] - 1 - LOWEST, 0), EXPONENTS - 1)] += 1
+            counts[min(max(math.frexp(value)[1] - 1 - Counted.lowest, 0), Counted.exponents - 1)] += 1
     return list(counts.values())
 
 
@@ -65,14 +65,17 @@ def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     x, q, scale_inv, tile = pair_of(case)
-    sums, extremes = counts = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
+    sums, extremes = counts = (
+        torch.zeros(len(Counted.sums) + Counted.exponents, dtype=torch.float64),
+        torch.zeros(len(Counted.extremes)),
+    )
     for _ in range(times):  # counts are added to
         ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *counts)
     codes = q[:, : x.shape[1]]
     ones = torch.ones_like(codes.float()).to(codes.dtype)
     scales = REFERENCE["dequantize"](ones, scale_inv, tile, torch.float32)
     expected = times * torch.tensor(counted(x, codes, scales), dtype=torch.float64)
-    error, power = SUMS.index("error"), SUMS.index("power")
+    error, power = Counted.sums.index("error"), Counted.sums.index("power")
     # a code is read by a product that float32 rounds
     rounding = 2**-22 * (expected[error] * expected[power]).sqrt() + 2**-46 * expected[power]
     assert (sums - expected)[error].abs() <= rounding
@@ -106,7 +109,10 @@ def check_groups(ops: Ops, case: dict[str, Any]) -> None:
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, cast = values_of(case["values"], (sum(sizes) + 2, case["cols"]), case["dtype"]), (case["fmt"], tile, False, 0)
     q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, *cast, offsets=offsets)
-    counts = torch.zeros(len(sizes), len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(sizes), len(EXTREMES))
+    counts = (
+        torch.zeros(len(sizes), len(Counted.sums) + Counted.exponents, dtype=torch.float64),
+        torch.zeros(len(sizes), len(Counted.extremes)),
+    )
     ops.of("cast_statistics")(x, q, scale_inv, tile, *counts, offsets)
     for x_of_group, sums, extremes in zip(x.split([*sizes, 2])[:-1], *counts, strict=True):
         alone = torch.zeros_like(counts[0][0]), torch.zeros_like(counts[1][0])

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from octavo.kernels.arguments import FOUND
+from octavo.kernels.arguments import Counted
 from tests.kernels.conftest import Ops
 from tests.support.casts import DTYPES, FORMATS, laid
 from tests.support.combinations import dealt
@@ -54,7 +54,7 @@ def test_the_group_of_a_fault_is_found(ops: Ops) -> None:
     x[[289, 297], [3, 5]] = torch.nan  # in the fourth and the sixth
     y, scale_inv = x @ torch.randn(17, 3), torch.tensor([[9.0], [0.5], [9.0], [3.0], [9.0], [2.0]])
     for rows, groups in ((300, {3, 5} if ops.kernels else {3}), (297, {3})):
-        notes, first, place = torch.zeros(len(FOUND)), torch.zeros(1).int(), torch.tensor([20]).int()
+        notes, first, place = torch.zeros(len(Counted.faults)), torch.zeros(1).int(), torch.tensor([20]).int()
         args = y[:rows], x[:rows], scale_inv, None, place, notes, first, ENDS
         ops.of("note_faults")(*args)
         assert notes.tolist() == [1 + (rows == 300), rows, 3.0, 0]  # of groups without rows the largest, 9, is no scale

@@ -21,9 +21,9 @@ from octavo import recipes
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
+from octavo.kernels.reference.activation import activate
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
-from octavo.nn.fused import activate
 from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
 from tests.support.fused_cases import SAVED

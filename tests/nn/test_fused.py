@@ -8,11 +8,10 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import HigherOrderGradientError, recipes
-from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.activations import ACTIVATIONS, activate
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.norm import normalise
 from octavo.nn import LayerNorm, RMSNorm
-from octavo.nn.fused import activate
 from tests.support.combinations import each_pair
 from tests.support.fused_cases import LINEARS, in_float64, linear, mlp, results
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr

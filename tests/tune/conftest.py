@@ -8,7 +8,7 @@ from tests.support.triton_kernels import TritonKernels
 
 @pytest.fixture
 def tuner(kernels: TritonKernels) -> Iterator[ModuleType]:
-    """octavo.tune.tuner, by whose kernels cases run; in Triton's interpreter where there is no GPU."""
+    """octavo.tune.tuner, by whose kernels its cases run; in Triton's interpreter where there is no GPU."""
     import triton
 
     with triton.knobs.runtime.scope():

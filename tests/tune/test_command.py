@@ -25,7 +25,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tuner, of which "amax" finds a row, "cast" fails, and "cast_rows" is interrupted."""
     module = importlib.import_module("octavo.tune.tuner")
 
-    def tune(kind: str, toy: bool, rows: dict[str, Any]) -> Any:
+    def tune(kind: str, extent: object, rows: dict[str, Any]) -> Any:
         if kind == "cast":
             raise RuntimeError("no room")
         if kind == "cast_rows":
@@ -33,7 +33,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
 
     monkeypatch.setattr(module, "tune", tune)
-    monkeypatch.setattr("octavo.tune.cases.TORCH", ["tensor . tensor"])
+    monkeypatch.setattr("octavo.kernels.triton.cases.TORCH", {"tensor . tensor": ()})
     monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, minutes: [])
     return module
 
@@ -79,7 +79,7 @@ def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert tuned.table(tmp_path / "table.json")["library"] == []  # none is faster
     with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
         command.tune(None, ORIGIN, options("cost"))
-    monkeypatch.setattr("octavo.tune.cases.TORCH", [])
+    monkeypatch.setattr("octavo.kernels.triton.cases.TORCH", {})
     with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
         command.tune(None, ORIGIN, options("library"))
 

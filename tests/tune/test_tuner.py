@@ -13,32 +13,32 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType, kernels: TritonKernels) -> None:
-    assert tuner.launch.TABLE.keys() == tuner.KINDS.keys()
-    for kind, names in tuner.KINDS.items():
+    assert kernels.module("launch").TABLE.keys() == tuner.cases.KINDS.keys()
+    for kind, names in tuner.cases.KINDS.items():
         if kind == "matmul_scaled" and kernels.module("matmul")._architecture() // 10 not in (0, 10):
             continue  # the interpreter and sm_100 alone read it
         for name in names:
-            call = tuner.cases.call_of(name, tuner.buckets_of(kind, True)[64][0])
-            with tuner.launch.using_rows({kind: []}), pytest.raises(IndexError):
+            call = tuner.cases.call_of(name, tuner.TOY.buckets_of(kind)[64][0])
+            with tuner.using_rows({kind: []}), pytest.raises(IndexError):
                 call()
 
 
 def test_grids(tuner: ModuleType) -> None:
-    for kind, names in tuner.KINDS.items():
-        assert names and max(tuner.buckets_of(kind, False)) == 64, kind
-        for bucket in tuner.buckets_of(kind, False):
-            configs = tuner.grid_of(kind, bucket, False)
+    for kind, names in tuner.cases.KINDS.items():
+        assert names and max(tuner.FULL.buckets_of(kind)) == 64, kind
+        for bucket in tuner.FULL.buckets_of(kind):
+            configs = tuner.grid_of(kind, bucket, tuner.FULL)
             assert configs[0] == tuner.shipped(kind, bucket) and len(set(configs)) == len(configs) >= 18, kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.tiles for c in configs) > 0
             assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
             assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
 
 
-def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
     large, small = (tuner.shipped("cast", bucket) for bucket in (64, 20))
-    (first,) = set(tuner.grid_of("cast", 64, True)) - {large}
-    (other,) = set(tuner.grid_of("cast", 20, True)) - {small}
+    (first,) = set(tuner.grid_of("cast", 64, tuner.TOY)) - {large}
+    (other,) = set(tuner.grid_of("cast", 20, tuner.TOY)) - {small}
     times = {(64, 64): {first: 1.0, large: 2.0}, (32, 64): {other: 3.0, small: 1.0}}
 
     def calling(kind: str, config: Any, name: str, shape: tuple[int, int]) -> Any:
@@ -49,12 +49,13 @@ def test_rows_and_their_gain(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tuner, "_calling", calling)
     monkeypatch.setattr(tuner, "timings", timings)
-    before = dict(tuner.launch.TABLE)
-    tuned_rows = tuner.tune("cast", True, {"amax": []})
+    launch = kernels.module("launch")
+    before = dict(launch.TABLE)
+    tuned_rows = tuner.tune("cast", tuner.TOY, {"amax": []})
     assert tuned_rows.rows == [[20, *small], [64, *first]] and tuned_rows.gain == pytest.approx(2**0.5)
-    assert tuner.launch.TABLE == before
-    monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if tuner.launch.config("cast", 64) != first else "wrong")
-    assert tuner.tune("cast", True, {}).rows == [[20, *small], [64, *large]]
+    assert before == launch.TABLE
+    monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if launch.config("cast", 64) != first else "wrong")
+    assert tuner.tune("cast", tuner.TOY, {}).rows == [[20, *small], [64, *large]]
 
 
 def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +64,14 @@ def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyP
     timings = importlib.import_module("octavo.tune.timing").Timings
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [1.0], "Triton": [2.0]}, {}))
     monkeypatch.setattr(tuner.cases, "wrong", lambda name, shape: "rows" in name and "noise")
-    rows = tuner.tune(tuner.LIBRARY, True, {}).rows
+    rows = tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows
     assert [[-1, -1], [-1, -1], True] in rows and all(a != [1, -1] for a, _, _ in rows)
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [2.0], "Triton": [1.0]}, {}))
-    assert tuner.tune(tuner.LIBRARY, True, {}).rows == []
+    assert tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows == []
 
 
 def test_what_a_worker_does(tuner: ModuleType) -> None:
-    assert tuner.tasks([tuner.LIBRARY], True) == []
-    tuner.compile_one(*tuner.tasks(["amax"], True)[0])
+    assert tuner.tasks([tuner.LIBRARY], tuner.TOY) == []
+    tuner.compile_one(*tuner.tasks(["amax"], tuner.TOY)[0])
     assert tuner.call_of.cache_info().currsize
     assert importlib.import_module("octavo.tune.tuner") is not tuner or tuner.ON_GPU or triton_kernels.compiled_for

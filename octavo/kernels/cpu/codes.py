@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.kernels.arguments import SUMS, CastTarget, Scaling
+from octavo.kernels.arguments import CastTarget, Counted, Scaling
 from octavo.kernels.cpu.library import library
 from octavo.kernels.layouts import tile_rows
 from octavo.kernels.reference.cast_statistics import measured as reference_measured
@@ -115,7 +115,7 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
         sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
         return sums.sum(0), amaxes.max(), exponents.sum(0)
     x, codes = (matrix if matrix.stride(1) == 1 else matrix.resolve_neg().contiguous() for matrix in (x, codes))
-    counts = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
+    counts = torch.zeros(len(Counted.sums) + 1 + 256, dtype=torch.float64, device=x.device)
     arguments = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), counts.data_ptr()
     functions.octavo_count(_read(codes, scale_inv, tile), *arguments)
-    return counts[: len(SUMS)], counts[len(SUMS)], counts[len(SUMS) + 1 :]
+    return counts[: len(Counted.sums)], counts[len(Counted.sums)], counts[len(Counted.sums) + 1 :]

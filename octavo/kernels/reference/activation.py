@@ -162,3 +162,14 @@ FUNCTIONS = {
         lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh"),
     ),
 }
+
+
+def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
+    """Return activation(h) of h [..., C], in its dtype; if it is gated h is (gate | up) [..., 2C], or the two apart."""
+    function, gated = activation_of(name)
+    if isinstance(h, Tensor):
+        if not gated:
+            return FUNCTIONS[function].value(h)
+        h = h.chunk(2, dim=-1)
+    gate, up = h
+    return FUNCTIONS[function].value(gate) * up

@@ -1,8 +1,8 @@
 """Statistics of a cast: how many elements it flushed to zero or clipped, and how large its rounding errors are.
 
-The counts are in two tensors, to which any number of casts are added. SUMS, float64, has the numbers below and then the
-histogram of binary exponents. EXTREMES, float32, has the largest amax, scale_inv and scale so far, or 0. Rows in groups
-have a row of counts for each group.
+The counts are in two tensors, to which any number of casts are added. ``sums``, float64, has the numbers below and then
+the histogram of binary exponents. ``extremes``, float32, has the largest amax, scale_inv and scale so far, or 0. Rows
+in groups have a row of counts for each group.
 
     elements    all
     zeros       elements that are 0
@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.kernels.arguments import EXPONENTS, LARGEST, LOWEST, SUMS
+from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.codes import decode
 
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (SUMS, amax, how many elements have each of float32's exponents, 0 to 255) of x [R, C] and codes; float64.
+    """Return (sums, amax, how many elements have each of float32's exponents, 0 to 255) of x [R, C] and codes, float64.
 
     The exponents show faults and zeros without further passes.
     """
@@ -77,10 +77,10 @@ def count(
     counts, amax, exponents = measured(x, codes, scale_inv, tile)
     largest = torch.stack((amax.float(), scale_inv.max(), 1 / scale_inv.min()))
     torch.maximum(extremes, largest, out=extremes)
-    sums[: len(SUMS)] += counts
-    exponents[0] -= counts[SUMS.index("zeros")]
-    bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
-    sums[len(SUMS) :].index_add_(0, bins, exponents[:255])
+    sums[: len(Counted.sums)] += counts
+    exponents[0] -= counts[Counted.sums.index("zeros")]
+    bins = (torch.arange(255, device=x.device) - 127 - Counted.lowest).clamp_(0, Counted.exponents - 1)
+    sums[len(Counted.sums) :].index_add_(0, bins, exponents[:255])
 
 
 def cast_statistics(

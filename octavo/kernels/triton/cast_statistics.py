@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import EXPONENTS, LARGEST, LOWEST, SUMS
+from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
 
-COUNTED: tl.constexpr = tl.constexpr(len(SUMS))
-BINS: tl.constexpr = tl.constexpr(EXPONENTS)
-FIRST: tl.constexpr = tl.constexpr(LOWEST)
+COUNTED: tl.constexpr = tl.constexpr(len(Counted.sums))
+BINS: tl.constexpr = tl.constexpr(Counted.exponents)
+FIRST: tl.constexpr = tl.constexpr(Counted.lowest)
 
 
 class Counting(NamedTuple):

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from emulator import Options
 from octavo.granularity import Tile
-from octavo.tune import cases
+from octavo.kernels.triton import cases
 from tests.kernels import (
     test_cast_statistics,
     test_cross_entropy,
@@ -166,7 +166,7 @@ def check(name: str, kernels: TritonKernels) -> None:
         CALLS[name](kernels)
     else:
         shape = PRODUCT if name in cases.PRODUCTS else SHAPES.get(name, SHAPE)
-        assert kernels.module("octavo.tune.cases").wrong(name, shape) == ""
+        assert kernels.module("octavo.kernels.triton.cases").wrong(name, shape) == ""
 
 
 @pytest.mark.parametrize(

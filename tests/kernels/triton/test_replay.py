@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from octavo.tune import cases
+from octavo.kernels.triton import cases
 from tests.kernels.triton import test_compiled
 from tests.support import triton_kernels
 from tests.support.casts import ALL, E4M3, call_of, check, drawn, negated, poisoned_memory

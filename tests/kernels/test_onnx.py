@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.export.lowering import _TYPES, _amax, _repeated
+from octavo.kernels.onnx import _TYPES, _amax, _repeated
 from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
 from tests.support.definitions import GRANULARITIES
 

@@ -10,7 +10,6 @@ has 1x128 . 128x128 for output and grad_input and 1x128 . 1x128 for grad_weight,
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,19 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, PADDING, Granularity, PerBlock
+from octavo import formats
+from octavo.granularity import ALL, PADDING, PerBlock
 from octavo.kernels.arguments import unpacking
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors
+from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
+from octavo.kernels.triton.agreement import difference, same_state, sqnr
+from octavo.kernels.triton.delayed_update import committed
 from octavo.kernels.triton.launch import config
 from octavo.kernels.triton.library_matmul import library_matmul
-from octavo.optim.state import new_update
-from octavo.tune.agreement import difference, same_state, sqnr
-from octavo.tune.timing import DEVICE, ON_GPU, synchronize
+from octavo.kernels.triton.matmul import triton_matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
@@ -42,13 +44,11 @@ SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: n
 EPS = 1e-5
 GATED = {"swiglu"}
 OF_COMMIT = ("transpose", "pad", "column_sum", "activation", "preactivation", "h_scale_inv", "h_tile")
-KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
+NORMS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
 
-# by their paths: the functions of the same names hide the modules
-_history = importlib.import_module("octavo.kernels.triton.delayed_update")
-_matmul = importlib.import_module("octavo.kernels.triton.matmul")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Shape = tuple[int, ...]
 Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
@@ -98,7 +98,7 @@ def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
     )
     no_pass = torch.zeros_like(scales)
     before = torch.stack((no_pass, scales, no_pass)).view(torch.int32)  # written in no pass
-    _history.committed(scales, history, before, (True, True, True))
+    committed(scales, history, before, (True, True, True))
     return scales, history, before
 
 
@@ -202,7 +202,7 @@ def _normed(norm: str, make: Make, reads: int = 1, **named: Any) -> Case:
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         return normal(shape), *_parameters(norm, shape[1])
 
-    named = {"transpose": True, "kind": KINDS[norm], "eps": EPS, **named}
+    named = {"transpose": True, "kind": NORMS[norm], "eps": EPS, **named}
     return _cast(make, reads, inputs, ("gamma", "beta"), False, **named)
 
 
@@ -211,12 +211,12 @@ def _norm_gradient(norm: str) -> Case:
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         x, (gamma, *beta) = normal(shape), _parameters(norm, shape[1])
-        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
+        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, NORMS[norm], EPS, False)
         return normal(shape, 1), x, gamma, mean, rstd, normal(shape, 3)
 
     def arguments(*tensors: Tensor) -> tuple[Any, ...]:
         *saved, residual = tensors
-        return *saved, KINDS[norm], False, norm == "layernorm", residual
+        return *saved, NORMS[norm], False, norm == "layernorm", residual
 
     return Case("norm_backward", arguments, 1, inputs, exact=False)
 
@@ -306,15 +306,37 @@ ONLY_TUNED = {
 # --- steps of AdamW on one weight -------------------------------------------------------------------------------------
 
 
-def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
-    """Return the update of a weight that is stored in FP8."""
-    scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
-    return new_update(shape, "fp8", master, torch.uint8, torch.bfloat16, scale_inv)
+def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) -> WeightUpdate:
+    """Return the update of a weight whose moments are in float32, or in blocks of "fp8", as octavo.optim names them."""
+    shape = master.weight.shape
+
+    def moment(**form: Any) -> MomentTensors:
+        if dtype == "fp32":
+            return MomentTensors(torch.zeros(shape, dtype=torch.float32))
+        scales = torch.ones(shape[0], blocks_in_row(shape[1]), dtype=torch.float32)
+        return MomentTensors(torch.zeros(shape, dtype=torch.uint8), scale_inv=scales, stochastic=True, **form)
+
+    moments = moment(fmt=formats.E4M3), moment(fmt=formats.E4M4, root=True)
+    step = torch.zeros((), dtype=torch.float32)
+    return WeightUpdate(master, moments, torch.empty(shape, dtype=gradient), step, BitNumbers(1), 0)
+
+
+def _in_bfloat16(shape: Shape) -> MasterWeight:
+    """Return a weight with the 16 lower bits of its master."""
+    low_bits = torch.zeros(shape, dtype=torch.int16)
+    return MasterWeight(torch.empty(shape, dtype=torch.bfloat16), "split32", low_bits)
+
+
+def _in_fp8(shape: Shape) -> Fp8Weight:
+    """Return a weight that lives in FP8 in blocks of 128 x 128, with a master of 8 bits more."""
+    codes, low_bits = torch.empty(shape, dtype=torch.uint8), torch.zeros(shape, dtype=torch.int8)
+    scale_inv, amax = (torch.empty(*map(blocks_in_row, shape), dtype=torch.float32) for _ in range(2))
+    return Fp8Weight(codes, "fp8_split16", scale_inv, low_bits, amax)
 
 
 def stored(weight_update: WeightUpdate) -> tuple[Tensor, ...]:
     """Return the tensors that a step reads and writes."""
-    names = ("weight", "data", "rest", "scale_inv", "amax")
+    names = ("weight", "data", "low_bits", "scale_inv", "amax")
     tensors = (getattr(owner, name, None) for owner in (weight_update.master, *weight_update.moments) for name in names)
     return tuple(tensor for tensor in tensors if tensor is not None)
 
@@ -347,10 +369,12 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 
 STEPS = {
-    "AdamW fp8, split32": _step(lambda s: new_update(s, "fp8", "split32", torch.bfloat16, torch.bfloat16)),
-    "AdamW fp8, fp32": _step(lambda s: new_update(s, "fp8", "fp32", torch.float32, torch.bfloat16)),
-    "AdamW fp32, fp32": _step(lambda s: new_update(s, "fp32", "fp32", torch.float32, torch.float32)),
-    "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
+    "AdamW fp8, split32": _step(lambda s: _update(_in_bfloat16(s), "fp8")),
+    "AdamW fp8, fp32": _step(lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp8")),
+    "AdamW fp32, fp32": _step(
+        lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp32", torch.float32)
+    ),
+    "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: _update(_in_fp8(s), "fp8")),
 }
 
 
@@ -367,12 +391,12 @@ TILES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def _torch_has(tiles: str) -> bool:
     """Whether torch's product takes these here: 1x32 is Blackwell's, a CPU has none of blocks, with torch 2.11 none."""
-    if ON_GPU:
+    if DEVICE.type == "cuda":
         return "1x32" not in tiles or torch.cuda.get_device_capability() >= (10, 0)
     return torch.__version__ >= "2.12" and "x" not in tiles
 
 
-TORCH = [name for name in TILES if _torch_has(name)]
+TORCH = {name: tiles for name, tiles in TILES.items() if _torch_has(name)}
 
 
 def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_accum: bool) -> Case:
@@ -391,18 +415,51 @@ def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_
 
 PRODUCTS = {
     f"{name}, {maker}{', fast' * fast}": _product(*TILES[name], maker, fast)
-    for maker, names in (("Triton", list(TILES)), ("torch", TORCH))
+    for maker, names in (("Triton", list(TILES)), ("torch", list(TORCH)))
     for name in names
     for fast in (True, False)
 }
 
+# the cases of each row of configs.json; the first one decides which configurations are timed again
+KINDS = {
+    "cast_transpose": ("cast+transpose delayed", "cast+transpose+sum+commit"),
+    "cast": ("cast delayed",),
+    "amax": ("amax",),
+    "cast_rows": ("cast rows",),
+    "amax_lines": ("cast columns", "cast rows + columns"),
+    "cast_lines": ("cast rows + columns", "cast columns"),
+    "cast_blocks": ("cast 1x128",),
+    "cast_blocks_transpose": ("cast 1x128 + 128x1", "cast+transpose 128x128"),
+    "amax_gated_gradient": ("swiglu gradient + cast+transpose+sum dynamic",),
+    "cast_gated_gradient": ("swiglu gradient + cast+sum delayed",),
+    "cast_transpose_gated_gradient": ("swiglu gradient + cast+transpose+sum+commit",),
+    "cast_transpose_gated_gradient_and_value": ("swiglu gradient and swiglu + cast+transpose+sum+commit",),
+    "cast_transpose_gated_gradient_of_codes": ("swiglu gradient of codes + cast+transpose+sum+commit",),
+    "cast_rows_gated_gradient": ("swiglu gradient + rows",),
+    "norm_cast": ("rmsnorm + cast delayed", "rmsnorm + rows"),
+    "norm_cast_transpose": ("rmsnorm + cast+transpose delayed", "layernorm + cast+transpose delayed"),
+    "norm_cast_blocks": ("rmsnorm + 1x128",),
+    "norm_cast_blocks_transpose": ("rmsnorm + 1x32 + 32x1",),
+    "norm_backward": ("rmsnorm gradient + residual", "layernorm gradient + residual"),
+    "optimizer_step": ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
+    "matmul_blocks": ("1x128 . 1x128, Triton",),
+    "matmul_square_blocks": ("1x128 . 128x128, Triton",),
+    "matmul_scaled": ("1x32 . 1x32, Triton",),
+    "matmul": ("rows . rows, Triton",),
+}
+
 KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"]), "step": stepping(optimizer_step, keeps_plans=True)}
-KERNELS["Triton product"] = unpacking({"matmul": _matmul.triton_matmul})["matmul"]
+KERNELS["Triton product"] = unpacking({"matmul": triton_matmul})["matmul"]
 KERNELS["torch product"] = unpacking({"matmul": library_matmul})["matmul"]
 DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
 DEFINITIONS["step"] = stepping(reference_step, keeps_plans=False)
 CASES = {**PLAIN, **FUSED}
 _ALL = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
+
+
+def _synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def reads(name: str, shape: Shape) -> tuple[Tensor, ...]:
@@ -414,7 +471,7 @@ def call_of(name: str, shape: Shape) -> Callable[[], Any]:
     """Return a call of a case's kernel."""
     case = _ALL[name]
     bound = partial(call, KERNELS[case.op], case.arguments(*case.inputs(shape)))
-    synchronize()  # until the scales have arrived on the host
+    _synchronize()  # until the scales have arrived on the host
     return bound
 
 
@@ -425,7 +482,7 @@ def wrong(name: str, shape: Shape) -> str:
     """
     case = _ALL[name]
     arguments, expected_arguments = (case.arguments(*case.inputs(shape)) for _ in range(2))
-    synchronize()
+    _synchronize()
     results = call(KERNELS[case.op], arguments)
     if name in PRODUCTS:
         a, b = (REFERENCE["dequantize"](*pair, torch.float32) for pair in (arguments[:3], arguments[3:6]))

@@ -1,16 +1,27 @@
 """Cases run as ops do, agree with their references, and count what they read; each kernel equals its reference."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from octavo.tune.cases import CASES, FUSED, ONLY_TUNED, PRODUCTS, STEPS
+from octavo.kernels.triton.cases import CASES, FUSED, ONLY_TUNED, PRODUCTS, STEPS
 from tests.kernels.triton.test_compiled import BY_DEFAULT
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cases(kernels: TritonKernels) -> Iterator[ModuleType]:
+    """octavo.kernels.triton.cases, by whose kernels cases run; in Triton's interpreter where there is no GPU."""
+    import triton
+
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = kernels.gpu.type == "cpu"
+        yield kernels.module("cases")
 
 
 def unless_compiled(names: Iterable[str]) -> list[Any]:
@@ -20,29 +31,28 @@ def unless_compiled(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", unless_compiled([*CASES, *ONLY_TUNED, *STEPS]))
-def test_kernel_and_reference(tuner: ModuleType, name: str) -> None:
+def test_kernel_and_reference(cases: ModuleType, name: str) -> None:
     shape = (32, 256) if name in FUSED or name in ONLY_TUNED else (32, 128) if name in STEPS else (48, 128)
-    assert tuner.cases.wrong(name, shape) == ""
+    assert cases.wrong(name, shape) == ""
 
 
 @pytest.mark.parametrize("name", unless_compiled(name for name in PRODUCTS if not name.endswith("fast")))
-def test_products(tuner: ModuleType, name: str) -> None:
-    assert tuner.cases.wrong(name, (32, 48, 128)) == ""
-    assert tuner.cases.call_of(name, (32, 48, 128))().shape == (32, 48)
+def test_products(cases: ModuleType, name: str) -> None:
+    assert cases.wrong(name, (32, 48, 128)) == ""
+    assert cases.call_of(name, (32, 48, 128))().shape == (32, 48)
 
 
-def test_a_wrong_product_is_found(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tuner.cases.KERNELS["Triton product"]
+def test_a_wrong_product_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.KERNELS["Triton product"]
 
     def wrong(a: Any, a_scale_inv: Any, *others: Any) -> Any:
         return right(a, a_scale_inv.mean().expand_as(a_scale_inv).contiguous(), *others)
 
-    monkeypatch.setitem(tuner.cases.KERNELS, "Triton product", wrong)
-    assert tuner.cases.wrong("rows . rows, Triton", (32, 48, 128)).endswith("dB")
+    monkeypatch.setitem(cases.KERNELS, "Triton product", wrong)
+    assert cases.wrong("rows . rows, Triton", (32, 48, 128)).endswith("dB")
 
 
-def test_what_a_case_reads(tuner: ModuleType) -> None:
-    cases = tuner.cases
+def test_what_a_case_reads(cases: ModuleType) -> None:
     (x,) = cases.reads("amax", (32, 48))
     assert torch.equal(x, cases.normal((32, 48))) and not torch.equal(x, cases.normal((32, 48), 1))
     assert cases.call_of("amax", (32, 48))().item() == x.abs().max().item()
@@ -51,8 +61,7 @@ def test_what_a_case_reads(tuner: ModuleType) -> None:
     assert dy.shape == (32, 64) and h.shape == (32, 128) and h.element_size() == 1 and scale_inv.shape == (32, 4)
 
 
-def test_a_wrong_kernel_is_found(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = tuner.cases
+def test_a_wrong_kernel_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cases.wrong("amax", (32, 48)) == ""
     monkeypatch.setitem(cases.KERNELS, "amax", lambda x, tile: cases.DEFINITIONS["amax"](x, tile) + 1)
     assert cases.wrong("amax", (32, 48)) == "output 0: 1 of 1 differ"

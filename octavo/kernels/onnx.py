@@ -20,7 +20,7 @@ from torch.onnx import ops as onnx_ops
 from octavo.errors import ExportError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, NormSource, Output, ProductArguments, Scaling, no_codes, unpacking
-from octavo.nn.fused import activate
+from octavo.kernels.reference.activation import activate
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 VERSION = 21  # the opset in which QuantizeLinear got block_size and output_dtype

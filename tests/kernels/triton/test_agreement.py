@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.tune.agreement import difference, same_state, sqnr
+from octavo.kernels.triton.agreement import difference, same_state, sqnr
 
 
 def results() -> list[Tensor]:
