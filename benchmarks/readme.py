@@ -31,8 +31,8 @@ def h100_table() -> str:
     commit = steps["bf16"]["commit"]
     about = (
         "Layers: forward and backward of those of a 4,096-wide block, 15,872 tokens. Step: a Llama of 1.53 billion "
-        "parameters, 16,384 tokens, its head in bf16. torchao is made to be compiled, but there was no time to compile the "
-        "step. Times of equal work differ by up to 12 % on that machine. "
+        "parameters, 16,384 tokens, its head in bf16. torchao is made to be compiled, but there was no time to compile "
+        "the step. Times of equal work differ by up to 12 % on that machine. "
         f"[All rows](docs/kernels.md#measured-on-an-h100), commit {commit}.\n"
     )
     return markdown(["", "bf16", "octavo `delayed()`", "torchao"], rows) + "\n" + about
@@ -44,13 +44,14 @@ def numbers_list() -> str:
     first, *_, last = (sum(int(row[kind]) for kind in KINDS) / 1e9 for row in read("memory_kinds"))
     emulated = read("emulated")
     right = sum(row["right"] == "yes" for row in emulated)
+    architectures = len({row["architecture"] for row in emulated})
     every = "All" if right == len(emulated) else f"{right} of"
     lines = (
-        f"**Memory: {last:.0f} GB instead of {first:.0f}** for the blocks of Llama 3 8B, with weights, masters and moments in FP8 "
-        "and updates in backward; counted, not measured",
+        f"**Memory: {last:.0f} GB instead of {first:.0f}** for the blocks of Llama 3 8B, with weights, masters and "
+        "moments in FP8 and updates in backward; counted, not measured",
         f"**Loss: {signed(min(means), 1)} to {signed(max(means), 1)} %** beside bf16's, of a small GPT",
-        f"**Kernels**: {every} {len(emulated)} cases, on {len({row['architecture'] for row in emulated})} GPU architectures, "
-        "give the PyTorch reference's result in an emulator",
+        f"**Kernels**: {every} {len(emulated)} cases, on {architectures} GPU architectures, give the PyTorch "
+        "reference's result in an emulator",
     )
     return "".join(f"- {line}.\n" for line in lines)
 
@@ -66,8 +67,8 @@ def since_list() -> str:
 
     return (
         f"[Predicted](docs/plan.md#everything-on) for today's code, **not measured**: the same step takes "
-        f"{times('octavo delayed')}; with `fuse=True` {times('octavo delayed, fused')}, where bf16 with such fusions takes "
-        f"{times('bf16, fused')}.\n"
+        f"{times('octavo delayed')}; with `fuse=True` {times('octavo delayed, fused')}, where bf16 with such fusions "
+        f"takes {times('bf16, fused')}.\n"
     )
 
 

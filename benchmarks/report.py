@@ -19,7 +19,7 @@ from benchmarks.host import gpu_host
 from benchmarks.kernels import accumulation, grouped_accuracy, kernels, layer
 from benchmarks.machine_code import emulated, silicon
 from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step
-from benchmarks.pictures import data_flow, layouts, losses, memory
+from benchmarks.pictures import data_flow, gather, layouts, losses, memory, mesh, step_flow
 from benchmarks.subjects import ROOT, STUDIES, history
 from benchmarks.training import (
     causes,
@@ -61,6 +61,9 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/images/losses.svg": losses.losses,
     "docs/images/quality-gaps.svg": losses.final_gaps,
     "docs/images/memory.svg": memory.memory,
+    "docs/images/step.svg": step_flow.step_flow,
+    "docs/images/gather.svg": gather.gather,
+    "docs/images/mesh.svg": mesh.mesh,
 }
 
 

@@ -97,7 +97,7 @@ def triton_products() -> list[str]:
 
 
 def predicted_rates(device: str, size: int, *products: str) -> list[str]:
-    """Return predicted TFLOP/s of products of so many rows, columns and terms: the least, if it is another, and the most."""
+    """Return predicted TFLOP/s of products of this size: each by the slower estimate, if it differs, and the faster."""
     rates = []
     for product in products:
         (row,) = rows_of("predicted_products", device=device, shape=f"{size}x{size}x{size}", product=product)
@@ -157,10 +157,8 @@ def steps_of_titan() -> list[str]:
 
 
 def memory_of_titan() -> list[str]:
-    """Return how far planned memory is from torchtitan's, in percent: at most without tensor parallelism, and with it."""
-    errors = {
-        row["layout"].startswith("TP"): 0.0 for row in read("communication_model_published") if row["published_gib"]
-    }
+    """Return the largest errors of planned memory, in percent: without tensor parallelism, and with it."""
+    errors = {False: 0.0, True: 0.0}
     for row in read("communication_model_published"):
         if row["published_gib"]:
             tensor, error = (
@@ -322,8 +320,8 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         "{} of the {} casts and norms that have an aim reach it, {} of copy bandwidth. The other {} are between {}, a "
         "gradient in two block scalings with its sum, and {}": casts_by_copy,
         "On Hopper it sums in blocks at {} and {} TFLOP/s, where torch's reaches {} and {}": triton_products,
-        "1×128 by 128×128 with rows in groups reaches {} to {} TFLOP/s, 1×128 by 1×128 with terms in groups {}. At 4096³, with "
-        "groups of 512, they reach {} and {}": lambda: (
+        "1×128 by 128×128 with rows in groups reaches {} to {} TFLOP/s, 1×128 by 1×128 with terms in groups {}. At "
+        "4096³, with groups of 512, they reach {} and {}": lambda: (
             predicted_rates("H200", 8192, *GROUPED) + predicted_rates("H200", 4096, *GROUPED)
         ),
         "for an H200 at 4096³, 1×128 by 128×128 reaches {} to {} TFLOP/s, 1×128 by 1×128 {}, 1×32 {} to {}": lambda: (
@@ -367,13 +365,13 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         ),
     },
     "docs/study/optimizer-state.md": {
-        "What it costs: {} % rms error of each update at (0.9, 0.999), {} % at (0.9, 0.95), against {} % and {} % of bf16 "
-        "moments": lambda: [
+        "What it costs: {} % rms error of each update at (0.9, 0.999), {} % at (0.9, 0.95), against {} % and {} % of "
+        "bf16 moments": lambda: [
             study(f"{kind}, β = (0.9, {beta2})", "rms error of m / √v, %", digits)
             for kind, digits in (("fp8", 0), ("bf16", 1))
             for beta2 in ("0.999", "0.95")
         ],
-        "The previous amax would have saturated m in {} % of the steps and √v in {} %, by up to {} % and {} %": lambda: [
+        "would have saturated m in {} % of the steps and √v in {} %, by up to {} % and {} %": lambda: [
             study(case, quantity) for quantity in ("grew, % of steps", "growth: largest") for case in ("m", "√v")
         ],
         "m/√v is {} and {} times what it should be": lambda: [
