@@ -27,10 +27,10 @@ def mesh() -> str:
     y = TOP + pitch * ROWS
     words = {
         TENSOR: (
-            "tensor: neighbours, by NVLink, that share matrices.",
+            "tensor: neighbours, by NVLink, share matrices.",
             "They send inputs and gradients, in FP8 too.",
         ),
-        FSDP: ("fsdp: ranks that share weights, and have other tokens.", "They gather codes and reduce gradients."),
+        FSDP: ("fsdp: ranks share weights, and have other tokens.", "They gather codes and reduce gradients."),
     }
     for color, lines in words.items():
         picture.path([(18, y + 12), (40, y + 12)], color, 4)
