@@ -135,7 +135,7 @@ def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
     assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
 
 
-def found_in_file(page: Path, term: str, profile: Path) -> list[str]:
+def links_of_search(page: Path, term: str, profile: Path) -> list[str]:
     """Return the pages that the search of a page finds, which a headless browser opens as a file."""
     options = [*OPTIONS, f"--user-data-dir={profile}", "--virtual-time-budget=60000", "--dump-dom"]
     command = [str(BROWSER), *options, f"{page.as_uri()}?q={term}"]
@@ -146,8 +146,8 @@ def found_in_file(page: Path, term: str, profile: Path) -> list[str]:
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_search_finds_a_name_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
-    found = found_in_file(site / "index.html", "outstanding_weight_updates_bytes", tmp_path)
-    assert any("octavo.optim.update_in_backward" in link for link in found)
+    links = links_of_search(site / "index.html", "outstanding_weight_updates_bytes", tmp_path)
+    assert any("octavo.optim.update_in_backward" in link for link in links)
 
 
 @pytest.mark.full
