@@ -1,4 +1,4 @@
-"""Everything in README and the pages that is made by a script: tables of results, and the pictures of docs/images.
+"""Everything in README and the pages that is made by a script: tables, pictures, and numbers in prose.
 
 The two PNG there are screenshots of the page that ``octavo inspect RUN --html FILE`` writes.
 """
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import readme
+from benchmarks import readme, sentences
 from benchmarks.common import predicted, where
 from benchmarks.common.pages import filled
 from benchmarks.compile import compile_matrix, compiled_bytes, onnx_export
@@ -19,7 +19,7 @@ from benchmarks.host import gpu_host
 from benchmarks.kernels import accumulation, grouped_accuracy, kernels, layer
 from benchmarks.machine_code import emulated, silicon
 from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step
-from benchmarks.pictures import data_flow, layouts, losses, memory
+from benchmarks.pictures import data_flow, gather, layouts, losses, memory, mesh, step_flow
 from benchmarks.subjects import ROOT, STUDIES, history
 from benchmarks.training import (
     causes,
@@ -62,6 +62,9 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/images/losses.svg": losses.losses,
     "docs/images/quality-gaps.svg": losses.final_gaps,
     "docs/images/memory.svg": memory.memory,
+    "docs/images/step.svg": step_flow.step_flow,
+    "docs/images/gather.svg": gather.gather,
+    "docs/images/mesh.svg": mesh.mesh,
 }
 
 
@@ -74,8 +77,10 @@ def tables_of() -> dict[str, Mapping[str, Callable[[], str]]]:
 def made() -> dict[Path, str]:
     """Return the text that each file should have."""
     texts = {}
-    for name, tables in tables_of().items():
-        texts[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
+    tables = tables_of()
+    for name in tables | sentences.SENTENCES:
+        text = filled((ROOT / name).read_text(encoding="utf-8"), tables.get(name, {}))
+        texts[ROOT / name] = sentences.written(name, text)
     return texts | {ROOT / name: drawn() for name, drawn in PICTURES.items()}
 
 

@@ -59,6 +59,13 @@ def test_one_version() -> None:
     assert [PROJECT["version"]] == [octavo.__version__] == cited
 
 
+def test_classifiers_name_the_pythons_that_were_tested() -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").partition("| torch | Triton | Python |")[2].splitlines()
+    tested = {cells[3].strip().rpartition(".")[0] for cells in (row.split("|") for row in rows) if len(cells) > 6}
+    named = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", one)}
+    assert tested - {"---", ""} == named
+
+
 def test_each_extra_is_described() -> None:
     page = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^\| `octavo\[(\w+)\]` \|", page, re.MULTILINE))

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
 # What a browser fetches by itself when it shows a page; an <a href> it does not.
 FETCHED = re.compile(r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc=\"?([^\s\">]+)")
 LINKED = re.compile(r"<link\b[^>]*?\shref=\"?([^\s\">]+)")
@@ -84,8 +85,7 @@ def seen_in_browser(site: Path, term: str, profile: Path) -> dict[str, Any]:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/probe.html"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        options += [f"--user-data-dir={profile}", "--remote-debugging-port=0"]  # the port: so that it stays
+        options = [*OPTIONS, f"--user-data-dir={profile}", "--remote-debugging-port=0"]  # the port: so that it stays
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen([str(BROWSER), *options, address], **quiet) as browser:
             arrived.wait(900)  # 30 s where nothing else runs
@@ -133,6 +133,21 @@ def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
         assert any(term in entry["text"].lower() + entry["location"] for entry in index)
     listed = set(re.findall(r"\]\(([^)]+\.html)\)", (site / "llms.txt").read_text(encoding="utf-8")))
     assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
+
+
+def links_of_search(page: Path, term: str, profile: Path) -> list[str]:
+    """Return the pages that the search of a page finds, which a headless browser opens as a file."""
+    options = [*OPTIONS, f"--user-data-dir={profile}", "--virtual-time-budget=60000", "--dump-dom"]
+    command = [str(BROWSER), *options, f"{page.as_uri()}?q={term}"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    return re.findall(r'<a href="([^"]+)" class="md-search-result__link"', shown)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+def test_search_finds_a_name_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
+    links = links_of_search(site / "index.html", "outstanding_weight_updates_bytes", tmp_path)
+    assert any("octavo.optim.update_in_backward" in link for link in links)
 
 
 @pytest.mark.full

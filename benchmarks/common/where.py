@@ -15,7 +15,7 @@ def where_table() -> str:
         for architecture, capability in ARCHITECTURES.items():
             description = described(getattr(recipes, name)(), capability)
             rows.setdefault((f"`{name}()`", *description), []).append(architecture)
-    header = ("recipe", "on", "its products are", "lost first")
+    header = ("recipe", "on", "its products are", "main slowdown")
     return markdown(header, ((name, ", ".join(on), who, loss) for (name, who, loss), on in rows.items()))
 
 

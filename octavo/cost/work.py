@@ -26,6 +26,8 @@ from octavo.private import TorchDispatchMode, pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 
+COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
+
 
 class LinearWork(NamedTuple):
     """The products of a linear layer in a step, and their sizes."""

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.cost.command import columns
 from octavo.cost.rates import rates_of
+from octavo.cost.work import COMPARED
 from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import COMPARED, WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json

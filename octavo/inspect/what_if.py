@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from octavo.cost.command import columns
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
-from octavo.cost.work import LinearWork
+from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
 from octavo.inspect.rows import sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
@@ -52,7 +52,6 @@ Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its grad
 EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
-COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
 WITHOUT = high_precision().name
 LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
 SHOWN = 10  # layers of each recipe, in a table

@@ -61,7 +61,9 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
         elif step == 0:
             yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
         elif changes:
-            loss = f"an FFMA{' and an FMUL' if b[0] == 1 else ''} an element for each {step} of the contraction"
+            loss = (
+                f"a multiply-add{' and a multiply' if b[0] == 1 else ''} more per output element for every {step} terms"
+            )
             loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""
             yield Maker(product, TRITON, loss, True)
         else:

@@ -182,6 +182,20 @@ def test_pages_have_every_table_that_is_made_for_them():
         assert text.count("made by ./dev bench report") == len(tables), page
 
 
+def test_numbers_in_prose_are_written_into_their_sentences(monkeypatch):
+    sentences = importlib.import_module("benchmarks.sentences")
+    monkeypatch.setattr(
+        sentences, "SENTENCES", {"page": {"takes {} ms instead of {} (`a`)": lambda: ["1,024.5", "−2"]}}
+    )
+    assert sentences.written("page", "It\ntakes 7 ms\n  instead of 3.25 (`a`), 9.") == (
+        "It\ntakes 1,024.5 ms\n  instead of −2 (`a`), 9."
+    )
+    assert sentences.written("another page", "takes 7 ms") == "takes 7 ms"
+    for text in ("takes long", "takes 1 ms instead of 2 (`a`) takes 1 ms instead of 2 (`a`)"):
+        with pytest.raises(ValueError, match=r"page has [02] times"):
+            sentences.written("page", text)
+
+
 def test_every_result_is_made_again_or_is_history() -> None:
     """Each result is written by a subject or is history; pages name history's commits, as `report --check` sees."""
     names_of_results = [name for names in subjects.ALL.values() for name in names]
