@@ -20,14 +20,14 @@ from octavo import recipes
 from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime, estimate
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, HIGH_PRECISION, PRODUCTS, PlanError, Rates
-from octavo.cost.work import LinearWork, Work, blocks_of, head_of, on_meta, work_of
+from octavo.cost.work import COMPARED, LinearWork, Work, blocks_of, head_of, on_meta, work_of
 from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.optim.base import CompactOptimizer
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 
-RECIPES = {name: getattr(recipes, name) for name in recipes.COMPARED}
+RECIPES = {name: getattr(recipes, name) for name in COMPARED}
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
