@@ -105,7 +105,7 @@ def noise(trace: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -
 
 
 def sample() -> set[Cell]:
-    """Return each situation once, each feature thrice or more, delayed scaling wherever one process runs eager code.
+    """Return each situation once, each feature twice or more, delayed scaling wherever one process runs eager code.
 
     And where ranks' delayed states become one, and in a pipeline. What costs seconds is left to the full set where the
     sample has it in parts: decoder layers on ranks, whose parts are those of ``KNOWN``; histories on four ranks; the
@@ -130,7 +130,7 @@ def sample() -> set[Cell]:
             take(cells)
     for feature in features:
         cells = [cell for situation in SITUATIONS if usable(cell := (feature, situation))]
-        for cell in cells[: max(0, 3 - counts[feature])]:
+        for cell in cells[: max(0, 2 - counts[feature])]:
             take([cell])
     delayed = [situation for situation, one in SITUATIONS.items() if not one.ranks and one.group != COMPILED]
     delayed += ["FSDP2, a checkpoint of two ranks on one", "pipeline, zero-bubble V"]
