@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # torch's attention would pack bfloat16 for oneDNN's products with AMX, which its kernels without AVX512 refuse
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+ROOT = Path(__file__).parents[1]
 # What a test of the default set may take: in seconds, or on a slow machine as a share of all tests' seconds. Three
 # times as much, which noise does not explain, fails the run.
 LIMIT, SHARE, FAILS = 5.0, 0.01, 3
@@ -144,7 +147,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what takes seconds: the imports of the processes that ranks are forked from.
 
-    Octavo's C++ compilers begin too, in an environment's first run: no test is to wait for them, and be too long.
+    Octavo's C++ is compiled too, in an environment's first run: no test is to wait for it, and be too long. Of several
+    workers each compiles one file, while another waits for it.
     """
     from octavo.kernels.cpu.library import library
     from tests.support.pool import prepare
@@ -153,8 +157,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
     if session.items and not session.config.option.collectonly:
-        for name in ("cast", "optimizer_step"):
-            library(name)
+        for name in ("cast", "optimizer_step")[:: -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1]:
+            with (ROOT / f"octavo/kernels/cpu/{name}.cpp").open() as source:
+                fcntl.flock(source, fcntl.LOCK_EX)
+                library(name)
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()
