@@ -106,6 +106,7 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gc.freeze()  # imports stay: each garbage collection would look at their 400,000 objects
+    gc.set_threshold(10_000, 20, 20)  # and few are needed
     warnings.simplefilter("ignore")
     guard_together()
     share_device()
