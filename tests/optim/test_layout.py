@@ -347,15 +347,17 @@ CELLS += [
     *(((2,), loaded_between, "dynamic", plain) for plain in (False, True)),
     ((2,), loaded_by_another_master, "dynamic"),
 ]
-FULL: list[Any] = [((2,), three_steps, "blockwise", master) for master in MASTERS[1:-1]]  # no ranks share its scales
+ONLY_IN_FULL: list[Any] = [
+    ((2,), three_steps, "blockwise", master) for master in MASTERS[1:-1]
+]  # no ranks share its scales
 # of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
-FULL += [((4,), three_steps, "dynamic", master) for master in MASTERS]
-FULL += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
+ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in MASTERS]
+ONLY_IN_FULL += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
 
 
 @pytest.mark.parametrize(
     "cell",
-    [*CELLS, *(pytest.param(cell, marks=pytest.mark.full) for cell in FULL)],
+    [*CELLS, *(pytest.param(cell, marks=pytest.mark.full) for cell in ONLY_IN_FULL)],
     ids=lambda cell: "-".join(str(getattr(part, "__name__", part)) for part in cell),
 )
 def test_equal_to_whole_weights(pool, cell):
