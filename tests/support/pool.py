@@ -114,8 +114,13 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         meshes: dict[Any, Any] = {}
+        module_before = None
         while (task := connection.recv()) is not None:
             number, module, name, shape, arguments = task
+            if module != module_before:  # nobody looks again at the objects of another file's tasks
+                gc.collect()
+                gc.freeze()
+            module_before = module
             # Groups are named by their number, and torch 2.14 counts those too that some ranks make without the others,
             # as those of a smaller task may: the next group of all would have other names on these, and never meet.
             dist.distributed_c10d._world.group_count = number * GROUPS_A_TASK
