@@ -1,27 +1,29 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-import torch
 
-from octavo.kernels.cpu.library import library
-from tests.support import emulated, sets, triton_kernels
-from tests.support.pool import Pool, guard_together, prepare
+from tests.support import sets
+
+if TYPE_CHECKING:
+    from tests.support import triton_kernels
+    from tests.support.pool import Pool
 
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # torch's attention would pack bfloat16 for oneDNN's products with AMX, which its kernels without AVX512 refuse
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-guard_together()
-torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
+ROOT = Path(__file__).parents[1]
 # What a test of the default set may take: in seconds, or on a slow machine as a share of all tests' seconds. Three
 # times as much, which noise does not explain, fails the run.
 LIMIT, SHARE, FAILS = 5.0, 0.01, 3
@@ -40,6 +42,8 @@ LAST_ON_RANKS = pytest.StashKey[pytest.Item]()
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # without a traceback, which torch.manual_seed formats for each kind of device: milliseconds a test
@@ -49,6 +53,8 @@ def _seed() -> None:
 @pytest.fixture
 def kernels() -> Iterator[triton_kernels.TritonKernels]:
     """The Triton kernels, each by its op's name; for tests marked ``gpu``. No test replays what another recorded."""
+    from tests.support import triton_kernels
+
     with triton_kernels.running() as kernels, mock.patch.object(kernels.module("replay"), "REPLAYS", {}):
         yield kernels
 
@@ -56,6 +62,8 @@ def kernels() -> Iterator[triton_kernels.TritonKernels]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Ranks; see tests/support/pool.py."""
+    from tests.support.pool import Pool
+
     pool = Pool()
     pool.start()
     yield pool
@@ -75,6 +83,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests or config.option.collectonly:  # who only hands tests to workers need not wait for torch
+        prepare_process()
     if config.getoption("--part"):
         try:
             sets.parse_part(config.getoption("--part"))
@@ -83,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-seconds") and not config.getoption("--full"):
         raise pytest.UsageError("--write-seconds writes what files take in the full set: add --full")
     if compiled := config.getoption("--compiled"):
+        from tests.support import emulated, triton_kernels
+
         if compiled.removeprefix("sm_") not in map(str, emulated.DEVICES):
             raise pytest.UsageError(
                 f"--compiled {compiled}: choose one of sm_{', sm_'.join(map(str, emulated.DEVICES))}"
@@ -91,6 +104,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "gpu"
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
+
+
+def prepare_process() -> None:
+    """Import torch and octavo, outside the filters that make their warnings errors; one thread, a worker a core."""
+    import torch
+
+    from tests.support.pool import guard_together
+
+    guard_together()
+    torch.set_num_threads(1)  # small tensors gain nothing by two
 
 
 def starts_ranks(item: pytest.Item) -> bool:
@@ -124,14 +147,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what takes seconds: the imports of the processes that ranks are forked from.
 
-    Octavo's C++ compilers begin too, in an environment's first run: no test is to wait for them, and be too long.
+    Octavo's C++ is compiled too, in an environment's first run: no test is to wait for it, and be too long. Of several
+    workers each compiles one file, while another waits for it.
     """
+    from octavo.kernels.cpu.library import library
+    from tests.support.pool import prepare
+
     one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
     if session.items and not session.config.option.collectonly:
-        for name in ("cast", "optimizer_step"):
-            library(name)
+        for name in ("cast", "optimizer_step")[:: -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1]:
+            with (ROOT / f"octavo/kernels/cpu/{name}.cpp").open() as source:
+                fcntl.flock(source, fcntl.LOCK_EX)
+                library(name)
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()

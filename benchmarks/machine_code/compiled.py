@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
@@ -17,6 +18,7 @@ from benchmarks.common.measure import RESULTS, commit, table, write_results
 from benchmarks.machine_code.compiled_cases import GROUPS
 from benchmarks.machine_code.machine_code import examine
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
+from tests.support.uncompiled import uncompiled
 
 TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton", ":!octavo/kernels/triton/replay.py")  # a first call's
@@ -41,13 +43,20 @@ def compiled(
                     row, misses = examine(launch.kernel, case.bits)
                     assert row["capability"] == f"sm_{capability}"
                     yield {"op": case.op, "case": case.what, **row}, misses
+            if only:
+                return
+
+
+@functools.cache
+def group_of_cases() -> dict[tuple[str, str], str]:
+    """Return the group of each case, by its (op, case); no kernel is compiled."""
+    with offline(90), uncompiled():  # making a case may launch
+        return {(case.op, case.what): group for group, cases in GROUPS.items() for case in cases()}
 
 
 def _others(capabilities: Collection[int], groups: Collection[str]) -> list[dict[str, str]]:
     """Return the committed rows of other architectures and of other groups' cases."""
-    with offline(90):  # making a case may launch
-        group_of = {(case.op, case.what): group for group, cases in GROUPS.items() for case in cases()}
-    rows = []
+    rows, group_of = [], group_of_cases()
     with (RESULTS / "compiled.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             group, capability = group_of.get((row["op"], row["case"])), int(row["capability"].removeprefix("sm_"))

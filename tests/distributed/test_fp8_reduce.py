@@ -165,8 +165,8 @@ def test_stochastic_rounding(pool, fmt):
     step = 2.0 ** -FORMATS[fmt].mantissa_bits * amax
     assert np.abs(first.mean(0) - exact).max() < 5 * step / 2 / math.sqrt(2 * steps)
     assert np.abs(first - exact).max() < step
-    again = np.array(pool.run(draws, (2,), options, steps)[0])
-    np.testing.assert_array_equal(first, again)
+    again = np.array(pool.run(draws, (2,), options, 3)[0])
+    np.testing.assert_array_equal(first[:3], again)
 
 
 def draws(mesh, options, steps):

@@ -102,10 +102,10 @@ LAYOUTS = [(2, 2), (4, 1), (1, 4)]  # data x tensor, of all ranks of the pool
 
 @pytest.mark.parametrize(
     ("saved", "read"),
-    [((2, 2), [(1, 4)]), *(pytest.param(saved, LAYOUTS, marks=pytest.mark.full) for saved in LAYOUTS)],
+    [((2, 2), []), *(pytest.param(saved, LAYOUTS, marks=pytest.mark.full) for saved in LAYOUTS)],
 )
 def test_from_any_layout_to_any(pool, saved, read, tmp_path):
-    """Weights and the optimizer's moments bit for bit, on these ranks and on one."""
+    """Weights and the optimizer's moments bit for bit, on one rank and on these; the next test reads on ranks too."""
     wanted = pool.run(save, saved, str(tmp_path))[0]
     answers = [answer for layout in read for answer in pool.run(load, layout, str(tmp_path))]
     for loaded, trains_on in [*answers, load(None, str(tmp_path))]:

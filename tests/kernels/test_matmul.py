@@ -63,7 +63,7 @@ def groups_of(ops: Ops) -> Callable[..., Tensor]:
 def test_any_product(ops: Ops, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for case in dealt(
         seed,
-        8 if ops.kernels else 40,
+        5 if ops.kernels else 40,
         shape=SHAPES,
         tiles=TILES if ops.kernels else [*itertools.product(PLAIN, PLAIN)],
         formats=[*itertools.product([E4M3, E5M2], repeat=2)],
@@ -96,7 +96,7 @@ def test_any_groups(ops: Ops, seed: int) -> None:
     random.seed(seed)
     for case in dealt(
         seed,
-        7 if ops.kernels else 20,
+        5 if ops.kernels else 20,
         form=[rows_in_groups, terms_in_groups],
         sizes=[*SIZES, None],
         tiles=TILES,

@@ -74,6 +74,19 @@ def guard_together() -> None:
         Ranks.together = guarded
 
 
+def share_device() -> None:
+    """Have all groups of this process wait for messages in one thread: each one's own would wake 100 times a second."""
+    gloo, device = dist.ProcessGroupGloo, dist.ProcessGroupGloo.create_device(interface="lo")
+    construct = gloo.__init__
+
+    def on_the_device(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        construct(group, store, rank, size, options)
+
+    gloo.__init__ = on_the_device
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,14 +106,21 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gc.freeze()  # imports stay: each garbage collection would look at their 400,000 objects
+    gc.set_threshold(10_000, 20, 20)  # and few are needed
     warnings.simplefilter("ignore")
     guard_together()
+    share_device()
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         meshes: dict[Any, Any] = {}
+        module_before = None
         while (task := connection.recv()) is not None:
             number, module, name, shape, arguments = task
+            if module != module_before:  # nobody looks again at the objects of another file's tasks
+                gc.collect()
+                gc.freeze()
+            module_before = module
             # Groups are named by their number, and torch 2.14 counts those too that some ranks make without the others,
             # as those of a smaller task may: the next group of all would have other names on these, and never meet.
             dist.distributed_c10d._world.group_count = number * GROUPS_A_TASK

@@ -1,6 +1,6 @@
 """Compiled kernels: Triton's code for several architectures, run by the emulator of PTX.
 
-Each kernel at least once for sm_90, a product for sm_89, sm_100 and sm_120 too; in the full set more, and casts.
+Each kernel once or twice for sm_90, a product for sm_89, sm_100 and sm_120 too; in the full set more, and casts.
 All other tests of kernels run so by ``./dev test --compiled sm_90``.
 """
 
@@ -155,8 +155,12 @@ ALL_CASES = [
         for name in ("extreme scales", "codes of its gradient", "gradients of heads", *WITHOUT_CODES)
     ),
 ]
-QUICK = {89: PRODUCTS[1:], 100: SCALED[1:], 120: SCALED[:1]}  # tensor cores of each kind
-BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in QUICK[case[0]]]
+# for sm_90, what launches no kernel that others do not, which compiles for a second or more
+AGAIN = {*CASTS[3:], *PRODUCTS[1:], SCALED[0], "cast 1x32 + 32x1", "gradients of heads", "optimizer, SGD"}
+AGAIN |= {"swiglu gradient and swiglu + cast+transpose+sum+commit", "rmsnorm + cast+transpose dynamic"}
+AGAIN |= {"grouped cast 128x1, transposed", "grouped cast+transpose delayed", "delayed update, long history"}
+QUICK = {89: PRODUCTS[1:], 100: SCALED[:1], 120: SCALED[:1]}  # tensor cores of each kind
+BY_DEFAULT = [case for case in ALL_CASES if (case[1] not in AGAIN if case[0] == 90 else case[1] in QUICK[case[0]])]
 _launched: dict[tuple[int, str], set[str]] = {}
 
 

@@ -53,7 +53,17 @@ def test_any_cast(kernels: TritonKernels, recorded: list[tuple[Any, Any]], seed:
     assert sum(replay is not None for _, replay in recorded) >= 4
 
 
-@pytest.mark.parametrize("name", [name for name in test_compiled.CALLS if "optimizer" not in name])
+OF_AN_OP_ABOVE = "grouped products of MX", "delayed update, long history"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in OF_AN_OP_ABOVE))
+        for name in test_compiled.CALLS
+        if "optimizer" not in name
+    ],
+)
 def test_any_other_op(kernels: TritonKernels, recorded: list[tuple[Any, Any]], name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
@@ -62,7 +72,13 @@ def test_any_other_op(kernels: TritonKernels, recorded: list[tuple[Any, Any]], n
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs all tests so")
-@pytest.mark.parametrize("name", ["cast+transpose+sum+commit", "cast rows + columns", "1x32 . 1x32, Triton"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cast+transpose+sum+commit",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("cast rows + columns", "1x32 . 1x32, Triton")),
+    ],
+)
 def test_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with emulating(90):
         replay = triton_kernels.load(False).module("replay")
