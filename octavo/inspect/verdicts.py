@@ -74,12 +74,12 @@ def of_fp8(record: Record, worst: Finding | None = None) -> str:
     at = int(np.flatnonzero(np.isfinite(cosines).any(axis=1))[-1])
     if worst is not None:  # the first twin of the fault, if there is one
         at = next((i for i, s in enumerate(record.steps) if s >= worst.begins and np.isfinite(cosines[i]).any()), at)
-    step, same = record.steps[at], f"gradients (cosine {np.nanmedian(cosines[at]):.3f} at step {record.steps[at]})"
+    step, same = record.steps[at], f"gradients (cosine {np.nanmedian(cosines[at]):.3f}) at step {record.steps[at]}"
     if step in pairs and math.isfinite(pairs[step][1]):
         loss, twin = pairs[step]
-        same = f"loss ({twin:.4g}, not {loss:.4g}) and {same}"
+        same = f"loss ({twin:.4g}, in FP8 {loss:.4g}) and {same}"
     answer = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
-    return f"{answer}: the same batch in high precision has the same {same}"
+    return f"{answer}: in high precision the same batch has nearly the same {same}"
 
 
 def _beside(loss: float, twin: float) -> str:

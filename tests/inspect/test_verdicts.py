@@ -45,7 +45,7 @@ def test_a_note_is_no_verdict() -> None:
 
 def test_the_twin_answers_whether_fp8_is_the_cause() -> None:
     record = with_twin(healthy(4, RECORDS))
-    assert of_fp8(record).startswith("FP8 changes little: the same batch in high precision has the same loss (")
+    assert of_fp8(record).startswith("FP8 changes little: in high precision the same batch has nearly the same loss (")
     assert "cosine 0.995" in of_fp8(record)
     (finding,) = diagnose(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
     assert of_fp8(record, finding).startswith("FP8 changes little")
