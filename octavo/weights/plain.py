@@ -125,9 +125,9 @@ def fp8_operands(
     local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    if hasattr(type(local), "operands"):  # stored or gathered
+    if (operands_of := getattr(type(local), "operands", None)) is not None:  # stored or gathered
         _refuse_tracing()
-        return local.operands(module, transposed)
+        return operands_of(local, module, transposed)  # torch.compile makes an operation of a tensor's method
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:

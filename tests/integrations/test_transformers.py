@@ -187,10 +187,10 @@ def test_an_interrupted_training_leaves_no_hook(tmp_path: Path) -> None:
     for used in (lambda: model(**next(iter(trainer.get_train_dataloader()))).loss.backward(), trainer.train):
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        assert len(model._forward_pre_hooks) == hooks + 1 and optimizer._gradients._accumulating
+        assert len(model._forward_pre_hooks) == hooks + 1 and optimizer._gradients.hooks.accumulating
         trainer.remove_callback(interrupts)
         used()
-        assert len(model._forward_pre_hooks) == hooks and not optimizer._gradients._accumulating
+        assert len(model._forward_pre_hooks) == hooks and not optimizer._gradients.hooks.accumulating
         trainer.add_callback(interrupts)
 
 
