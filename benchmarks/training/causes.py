@@ -16,8 +16,9 @@ A second table has what is promised of any run, whatever its fault. "FP8 or not"
 sentence calls FP8 the cause, or a part of it, where it is, and not elsewhere; either is right for a fault of FP8 that
 changes neither the loss by 0.5 % nor a layer's gradient below a cosine of 0.9. A verdict, which is a first finding of
 level "warning" or "critical", is right if cause and layer are. Where none is given, the first departure is right if
-its step is within one of the fault's first, and its kind of quantity is one of those that change first by the fault's
-physics; only the fourth draw says which. Written to results/causes.csv.
+its step is the fault's first or the next, and its kind of quantity is one of those that change first by the fault's
+physics; only the fourth draw says which. Of healthy runs those are counted that have a finding above a note, and those
+whose verdict says a note. Written to results/causes.csv.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ DRAWS = ("open", "first draw", "second draw", "third draw", "fourth draw", "vari
 HEALTHY_DRAWS = ("healthy", "fourth healthy")
 HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
 SHOWN = ("kind", "model", "seed", "layer", "cause at", "said", "level", "fp8", "fp8 said", "departure", "sentence")
-PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note first")
+PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note said")
 BLAMES_FP8, CLEARS_FP8 = ("FP8 is the cause", "FP8 takes part"), ("FP8 is not the cause", "FP8 changes little")
 QUANTITIES = {  # a departure's: the first of these that its name has says the kind of quantity
     "loss scale": "loss scale",
@@ -583,12 +584,13 @@ def promised(fault: Fault, record: Record, findings: Sequence[Finding]) -> dict[
     departure = next(iter(departures(record)), None)
     name = departure.name if departure else ""
     quantity = next((kind for text, kind in QUANTITIES.items() if text in name), name)
-    is_near = departure is not None and abs(departure.step - fault.begins) <= 1
+    is_near = departure is not None and 0 <= departure.step - fault.begins <= 1  # one of before it is a natural one
     return {
         "fp8": fault.fp8,
         "fp8 said": next((start for start in (*BLAMES_FP8, *CLEARS_FP8) if sentence.startswith(start)), sentence[:60]),
         "fp8 right": int(sentence.startswith(right)),
         "level": findings[0].level if findings else "",
+        "note said": int(any(finding.level == "note" and finding.sentence in sentence for finding in findings)),
         "begins": findings[0].begins if findings else "",
         "departure": f"{name} at {departure.step}" if departure else "",
         "departure right": int(is_near and quantity in fault.first) if fault.first else "",
@@ -618,7 +620,7 @@ def promises(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         verdicts = [row for row in faulty if row["level"] not in ("", "note")]
         departed = [row for row in faulty if row["level"] in ("", "note") and row["departure right"] != ""]
         healthy = [row for row in drawn if row["of"] in HEALTHY_DRAWS]
-        counts = [sum(int(row["alarms"]) > 0 for row in healthy), sum(row["level"] == "note" for row in healthy)]
+        counts = [sum(int(row["alarms"]) > 0 for row in healthy), sum(int(row["note said"]) for row in healthy)]
         if drawn:
             shares = [share("fp8 right", drawn), share("verdict right", verdicts), share("departure right", departed)]
             of_healthy = [str(count) for count in counts] if healthy else ["", ""]

@@ -158,8 +158,11 @@ def drifting(run: Training) -> None:
     def factor() -> float:
         return 32.0 ** max(0, run.step - run.at + 1)
 
+    def smaller(_: Any, __: Any, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        return tuple(y / factor() for y in output) if isinstance(output, tuple) else output / factor()
+
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor(), *inputs[1:]))
-    layer.register_forward_hook(lambda _, __, output: output / factor())
+    layer.register_forward_hook(smaller)
 
 
 def outlier_token(run: Training) -> None:
