@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.observer import Notes
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
@@ -141,7 +140,7 @@ class FaultTrace:
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
         numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
         places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = map(Notes, places, self._statistics, itertools.cycle(self._first))
+        notes = zip(places, self._statistics, itertools.cycle(self._first), strict=False)
         for _, module in self._layers:
             observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()

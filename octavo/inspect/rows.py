@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.autograd.observer import LayerCounts, Observer
+from octavo.autograd.observer import LayerCounts
 from octavo.kernels.arguments import Counted
 from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
+from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 
 WEIGHT = ROLES.index("weight")
 # the products that read a role as it lies, and transposed
@@ -26,8 +26,7 @@ RecordedLayer = tuple[RecipeModule, LayerCounts]
 def observe(module: RecipeModule, **fields: Any) -> None:
     """Set fields of a module's Observer; a module with no field set has no Observer."""
     if (fp8 := module.__dict__.get("fp8")) is not None:  # else octavo.restore has made it torch's meanwhile
-        observer = (fp8.observer or Observer())._replace(**fields)
-        fp8.observer = None if observer == (None, None) else observer
+        fp8.observe(**fields)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Row:
         """Return the row with such fields; ValueError, TypeError or KeyError if there is none."""
         row = cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
         counts = row.experts, row.features
-        if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*PRODUCTS}:
+        if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*OPERANDS}:
             raise ValueError(f"{row.role!r} of {row.layer!r}, read by {row.products}, is no role of a layer")
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"{counts} are no numbers of experts and of features")

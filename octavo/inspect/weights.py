@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.observer import shared_scales
+from octavo.autograd.observer import LayerCounts
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import RecordedLayer
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.masters import MasterForm, master_of
+from octavo.optim.masters import MasterForm
 from octavo.scaling.recipe import Cast
 from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.plain import weight_of
@@ -79,7 +79,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
             shards[place] = shard.detach(), cast
     if not shards:
         return {}
-    return dict(zip(shards, shared_scales([*shards.values()], ranks.largest), strict=True))
+    return dict(zip(shards, LayerCounts.shared_scales([*shards.values()], ranks.largest), strict=True))
 
 
 class _Sample(NamedTuple):
@@ -104,7 +104,7 @@ class _Sample(NamedTuple):
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
         weight, low_bits, master = on_this_rank(param).detach(), state.get("master_rest"), None
         if isinstance(optimizer, CompactOptimizer) and low_bits is not None:
-            master = master_of(param, optimizer.settings.master)
+            master = MasterForm.of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
             low_bits = _strided(low_bits.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]

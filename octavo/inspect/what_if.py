@@ -41,7 +41,7 @@ from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import OPERANDS, Recipe, RecipeMap
 from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.plain import weight_of
 
@@ -175,7 +175,7 @@ class WhatIf:
 
     def seconds(self, recipe: Recipe | RecipeMap) -> float:
         """Return the predicted seconds that the compared layers take in a step: products and casts."""
-        return sum(sum(work.seconds(recipe_of(recipe, layer), self.rates)) for layer, work in self.works.items())
+        return sum(sum(work.seconds(recipe.of(layer), self.rates)) for layer, work in self.works.items())
 
     def costs(self, recipe: RecipeMap) -> list[Cost]:
         """Return the costs of the exceptions of a map from ``recipe_map``, in the model's order."""
@@ -207,7 +207,7 @@ class WhatIf:
         rates = self.rates if self._faster else ideal
         options = {**self.recipes, WITHOUT: high_precision()}
         return {
-            (layer, name): sum(work.seconds(recipe_of(recipe, layer), rates))
+            (layer, name): sum(work.seconds(recipe.of(layer), rates))
             for layer, work in self.works.items()
             for name, recipe in options.items()
         }
@@ -252,7 +252,7 @@ class WhatIf:
         lines = []
         for recipe, whole in self.whole.items():
             ranked = self.ranked(recipe)
-            rows = [[recipe, *PRODUCTS, "loss", "1 - cosine", "norm", "predicted loss"]]
+            rows = [[recipe, *OPERANDS, "loss", "1 - cosine", "norm", "predicted loss"]]
             rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
             more = len(ranked) - SHOWN
             lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
@@ -329,7 +329,7 @@ def compare(
     twin, layers = _twin(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            module.recipe = recipe_of(recipe, *module.names(layer))
+            module.recipe = recipe.of(*module.names(layer))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
         module.recipe = high_precision()
@@ -424,7 +424,7 @@ class _Passes:
                 self.changes.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
-        return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
+        return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
@@ -503,7 +503,7 @@ class _Passes:
             if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
             self._put(name, high_precision())
-            squares = torch.zeros(2, len(PRODUCTS), dtype=torch.float64, device=x.device)
+            squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()

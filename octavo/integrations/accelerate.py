@@ -27,7 +27,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.nn.convert import convert, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.files import SCALE_INV
 from octavo.weights.plain import weight_of
@@ -182,8 +182,8 @@ def convert_once(
     accepted = [recipe, *(phase.recipe for phase in phases)]
     for name, module in modules:
         names = module.names(plain_name(name))
-        if all(module.recipe != recipe_of(accepted_recipe, *names) for accepted_recipe in accepted):
-            wanted = recipe_of(recipe, *names)
+        if all(module.recipe != accepted_recipe.of(*names) for accepted_recipe in accepted):
+            wanted = recipe.of(*names)
             raise ValueError(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
                 "convert in one place only, or with the same recipe"

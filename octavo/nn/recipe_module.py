@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
+from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
@@ -61,7 +62,7 @@ class LayerFP8:
         self.state: State | None = None
         self.kept_operands: Any = None
         self.gather = Gather()
-        self.observer: Any = None
+        self.observer: Observer | None = None
         self.outer: LayerFP8 | None = None
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
@@ -76,6 +77,11 @@ class LayerFP8:
         if state is not None and state.scale.device != device and device.type != "meta":
             state = self.state = state.on(device)
         return state
+
+    def observe(self, **fields: Any) -> None:
+        """Set fields of the observer; an observer with no field set is removed."""
+        observer = (self.observer or Observer())._replace(**fields)
+        self.observer = None if observer == (None, None) else observer
 
     def forget_weight(self) -> None:
         """Forget codes of the weight and the weight's history, as after a write that no counter shows."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.cache import make_cache_folder
+from octavo.cache import cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.kernels.capability import runs_natively
@@ -56,7 +56,7 @@ def tune_here(options: argparse.Namespace) -> int:
         path.unlink(missing_ok=True)
         return 0
     if not options.toy:
-        make_cache_folder()
+        cache_folder(make=True)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     return tune(None if options.toy else path, {"device": torch.cuda.get_device_name(), **versions}, options)
 
