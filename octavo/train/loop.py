@@ -18,7 +18,7 @@ from torch import Tensor
 import octavo
 from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 from octavo.kernels.capability import fast_dtype
-from octavo.reading import parse_json
+from octavo.reading import read_json
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
@@ -429,7 +429,7 @@ def trained_model(path: Path) -> GPT:
     identity = content["identity"]
     recipe = identity.get("recipe")
     try:
-        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(parse_json(recipe))
+        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(read_json(recipe))
     except (TypeError, ValueError) as error:
         reason = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
         raise RunCheckpointError(reason) from error
