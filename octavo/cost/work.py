@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
-from octavo.nn.candidates import Select, features, fp8_class
+from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import refusal
-from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import fakes_of, storage_of
 from octavo.nn.summary import formulas
 from octavo.private import TorchDispatchMode, pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.weights.plain import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
 
@@ -195,7 +195,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    convert_quietly(twin, high_precision(), lambda module, name: fp8_class(module) is None)
+    convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
     works_by_name, sizes = _watch(twin)
     products = formulas()
     traffic, name = _Counter(products), blocks_of(twin)
@@ -245,18 +245,15 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, groups = arguments[0], 1
-            if isinstance(module, Grouped):
-                weight: Tensor = module.operands()[0]
-                groups, rows, columns = weight.shape
-            else:
-                weight, (columns, rows) = next(module.parameters()), features(module)
+            x, (groups, columns, rows) = arguments[0], sizes_of(module)
+            weight = weight_of(module)
+            weight = next(module.parameters()) if weight is None else weight
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
             live_inputs.append(x)
             if name in works_by_name:  # called more than once: the rows of its products add up
                 tokens, reads = tokens + works_by_name[name].tokens, 0
             needs = x.requires_grad, weight.requires_grad
-            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
+            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
 
         return hook
 
@@ -267,7 +264,7 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         return hook
 
     for name, module in twin.named_modules():
-        if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
+        if any(sizes_of(module)):
             module.register_forward_hook(note(name))
         elif refusal(module) is None:
             module.register_forward_hook(size(name), with_kwargs=True)

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, PerBlock
-from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
@@ -152,7 +151,7 @@ class Entry(NamedTuple):
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
             scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
-        if scale_inv is None or not isinstance(self.layer, Grouped):
+        if scale_inv is None or tensor.ndim < 3:
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())
         pairs = written_pairs(self.model or self.layer, self.key, tensor, scale_inv, weight_cast(self.layer))
@@ -232,11 +231,9 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
             return (
                 f"other matrices of the same experts are not in FP8, and servers read all of them alike{expert_remedy}"
             )
-    elif isinstance(module, Grouped):
-        pass  # one tensor, of any recipe
-    elif module._parameters.get("weight") is None:
+    elif (weight := module._parameters.get("weight")) is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
-    elif not isinstance(module, nn.Linear):
+    elif weight.ndim == 2 and not isinstance(module, nn.Linear):
         return (
             f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; keep it in high "
             f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"

@@ -11,9 +11,8 @@ from torch import nn
 
 from octavo.autograd.observer import LayerCounts
 from octavo.kernels.arguments import Counted
-from octavo.nn.candidates import features
-from octavo.nn.linear import Grouped
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.candidates import sizes_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 
 WEIGHT = ROLES.index("weight")
@@ -80,7 +79,7 @@ class Table:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        devices = {device_of(m) for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
+        devices = {m.parameters_device for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
@@ -121,15 +120,6 @@ class Table:
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
-
-
-def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
-    """Return (how many experts a layer has, or 0; in_features; out_features)."""
-    if not isinstance(module, Grouped):
-        return 0, *features(module)
-    experts, *sizes = module.weight_parameter.shape
-    columns, rows = sizes if module.stores_transposed else sizes[::-1]
-    return experts, columns, rows
 
 
 def first_here(module: RecipeModule) -> int:

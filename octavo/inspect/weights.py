@@ -14,8 +14,7 @@ from octavo.autograd.observer import LayerCounts
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import RecordedLayer
-from octavo.nn.linear import Grouped
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm
 from octavo.scaling.recipe import Cast
@@ -54,7 +53,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         if stored is not None:
             codes, scale_inv = stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2)
             pair = stored.granularity.tile, (codes, scale_inv)
-        is_grouped = isinstance(module, Grouped)
+        is_grouped = weight.ndim == 3
         experts = slice(first := first_expert(weight), first + len(local)) if is_grouped else None
         swaps = module.stores_transposed if is_grouped else not isinstance(module, nn.Linear)
         matrices = local if stored is None else stored.dequantize()
@@ -72,7 +71,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
     for place, (module, _) in enumerate(layers):
         weight = weight_of(module)
         cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
-        if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
+        if weight is None or cast is None or weight.ndim == 3 or module.recipe.delayed:
             continue
         shard = on_this_rank(weight)
         if shard is not weight and not isinstance(shard, StoredWeight):
@@ -98,7 +97,7 @@ class _Sample(NamedTuple):
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
         param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)  # type: ignore[arg-type]
+            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[arg-type]
             return cls(nothing, nothing, None, None, {}, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
@@ -236,7 +235,7 @@ def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn
     """Return {name: parameter} of those that are no recorded layer's weight: norms' weights, biases, embeddings."""
     recorded = {id(weight_of(module)) for module, _ in layers}
     others = {name: param for name, param in model.named_parameters() if id(param) not in recorded}
-    devices = {device_of(module) for module, _ in layers}
+    devices = {module.parameters_device for module, _ in layers}
     return {name: param for name, param in others.items() if param.is_floating_point() and param.device in devices}
 
 

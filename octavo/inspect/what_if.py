@@ -35,8 +35,7 @@ from octavo.cost.command import columns
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
-from octavo.inspect.rows import sizes_of
-from octavo.nn.candidates import MIN_FEATURES, Select
+from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
@@ -371,7 +370,7 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
             n: m for n, m in layers.items() if not isinstance(modules.get(n), RecipeModule) or select(modules[n], n)
         }
     if not layers:
-        least = f"by default those of at least {MIN_FEATURES} features (--min-features N, or select=)"
+        least = "by default those that octavo.convert takes (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
     return twin, layers
 

@@ -30,7 +30,7 @@ from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear
 from octavo.nn.loss import give_back_loss, has_loss
-from octavo.nn.recipe_module import RecipeModule, device_of, readers_of
+from octavo.nn.recipe_module import RecipeModule, readers_of
 from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.fsdp2 import forget_gathered, groups_of
@@ -336,7 +336,7 @@ def _put_aside(module: RecipeModule) -> Iterator[None]:
             outer.weight_writes.replaced |= module.fp8.weight_writes.replaced
             module.fp8.outer = outer.outer
             module.recipe = outer.recipe
-            module.fp8.take_back(outer, device_of(module))
+            module.fp8.take_back(outer, module.parameters_device)
 
 
 def restore(model: nn.Module) -> nn.Module:
