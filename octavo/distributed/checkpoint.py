@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, reason_of, replacing
-from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
+from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import OctavoError, first_line
 from octavo.nn.linear import Linear, SeparateSplits
 from octavo.nn.recipe_module import RecipeModule
@@ -279,7 +279,7 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
     """Raise any failure as a CheckpointError; silence torch's warning that there is no process group."""
     try:
         # filters of warnings are those of all threads: they change where there is that warning, and not elsewhere
-        with lost_ranks(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
+        with ranks.answering(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
             if ranks.group is None:
                 warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
             yield

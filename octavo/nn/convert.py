@@ -41,9 +41,8 @@ from octavo.weights.plain import (
     check_recipe,
     stored_granularity,
     weight_of,
-    why_not_stored,
 )
-from octavo.weights.stored import OF_FROZEN, local_stored, store, stored_as, why_cut
+from octavo.weights.stored import OF_FROZEN, StoredWeight, local_stored, store, stored_as, why_cut
 
 LEFT_OUT = "select returned False"
 
@@ -170,7 +169,7 @@ def _storage(
             raise ValueError(
                 f"{name}: a weight that is computed from others can't be stored in FP8: leave it out by select="
             )
-        if reason := why_not_stored(recipe_of_module, weight.requires_grad):
+        if reason := StoredWeight.why_not(recipe_of_module, weight.requires_grad):
             raise ValueError(f"{name}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}")
         granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:

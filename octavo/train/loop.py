@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import octavo
-from octavo.distributed.ranks import RankError, Ranks, lost_ranks
+from octavo.distributed.ranks import RankError, Ranks
 from octavo.kernels.capability import fast_dtype
 from octavo.reading import read_json
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -262,7 +262,7 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
             if self.saved.get("separate_splits"):
                 octavo.nn.separate_splits(model)
-        with lost_ranks():
+        with Ranks.answering():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
@@ -276,7 +276,7 @@ class _Run:
         self.inspection = _Inspection(self)
         self.progress.begin(self.result.name, len(self.rows), self.result.steps)
         try:
-            with lost_ranks():
+            with Ranks.answering():
                 self._steps()
             if self.folder is not None:
                 self.folder.finish()
