@@ -49,9 +49,9 @@ def configurations() -> list[str]:
     """Return lines that say whether the Triton kernels' tiles were tuned on this GPU or are octavo's defaults."""
     if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return []
-    from octavo.kernels.triton.launch import tuned_file
+    from octavo.kernels.triton.launch import Table
 
-    path = tuned_file()
+    path = Table.tuned_file()
     if path is not None and path.exists():
         return ["", f"kernels' tiles: tuned on this GPU, {path}"]
     return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]

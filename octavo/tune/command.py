@@ -47,9 +47,9 @@ def tune_here(options: argparse.Namespace) -> int:
     _require_gpu()
     import triton
 
-    from octavo.kernels.triton.launch import tuned_file
+    from octavo.kernels.triton.launch import Table
 
-    path = tuned_file()
+    path = Table.tuned_file()
     assert path is not None  # there is a GPU
     if options.forget:
         print(f"forgotten: {path}" if path.exists() else f"nothing was tuned here: there is no {path}")
@@ -82,16 +82,14 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     Raises:
         TuneError: for an unknown kind.
     """
-    from octavo.kernels.triton import cases
+    from octavo.kernels.triton.cases import KINDS
     from octavo.tune import timing, tuner
 
     deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
-    library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
-    all_kinds = [*cases.KINDS, *library]  # library last, as it is compared with the products' new rows
-    kinds, failed = options.kinds or all_kinds, False
-    if unknown := set(kinds) - set(all_kinds):
-        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
+    kinds, failed = options.kinds or [*KINDS], False
+    if unknown := set(kinds) - KINDS.keys():
+        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}")
     if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):
         failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
@@ -120,15 +118,15 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 
 def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tuned]) -> None:
     """Write the table with the rows of these kinds replaced, one line for each kind."""
-    from octavo.kernels.triton.launch import table
+    from octavo.kernels.triton.launch import Table
 
-    old_table, rows = table(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
-    library = rows.pop("library", old_table["library"])
+    old_table, rows = Table.read(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
+    library = rows.pop("library", old_table.library)
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
     lines = ",\n".join(
         f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}"
-        for kind, rows_of_kind in {**old_table["configs"], **rows}.items()
+        for kind, rows_of_kind in {**old_table.configs, **rows}.items()
     )
     head = f'{{"measured_on": {json.dumps(measured_on)},\n"library": {json.dumps(library)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +136,7 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
 
 def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
     """Return lines that say where the rows were written, and how many times as fast as octavo's own they are."""
-    from octavo.kernels.triton.launch import tuned_file
+    from octavo.kernels.triton.launch import Table
 
     if not tuned_by_kind:
         return "nothing was found, nothing is written"
@@ -149,6 +147,6 @@ def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
         gain_by_kind = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
         lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({gain_by_kind})"]
     written = "nothing is kept" if output is None else f"wrote {output}"
-    if output is not None and output == tuned_file():
+    if output is not None and output == Table.tuned_file():
         written += ": new processes use it"
     return "\n".join([*lines, f"{len(tuned_by_kind)} kinds tuned; {written}"])
