@@ -152,15 +152,14 @@ def _begin(
     root: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, keep: int
 ) -> tuple[dict[str, Any], Writer]:
     """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
-    plain_model = PlainModel(model)
-    model = plain_model.module
+    model = PlainModel(model).module
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with _begun(optimizer):  # likewise
             of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
             tensors, content = _collect(state, of_optimizer)
-        content |= {"octavo_distributed": FORMAT, "delayed": plain_model.gather_delayed(ranks), "extra": extra}
+        content |= {"octavo_distributed": FORMAT, "delayed": PlainModel(model).gather_delayed(ranks), "extra": extra}
         with ranks.together():
             copied = _copied(content) if ranks.rank == 0 else {}
         return tensors, Writer(ranks.first(lambda: _new_folder(root)), copied, keep)
@@ -212,8 +211,7 @@ def load_checkpoint(
         >>> load_checkpoint(folder, torch.nn.Linear(4, 4))
         {'step': 120}
     """
-    root, ranks, plain_model = Path(path), ranks or Ranks.of_process(), PlainModel(model)
-    model = plain_model.module
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), PlainModel(model).module
     failing = f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
     with _as_checkpoint_errors(*failing, ranks), contextlib.ExitStack() as beginning:
         folder = ranks.first(lambda: _latest(root))
@@ -250,7 +248,7 @@ def load_checkpoint(
                 for moments, name, moment in codes:
                     moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
                 set_optimizer_state_dict(model, optimizer, filled)
-            plain_model.load_delayed(content["delayed"], ranks)
+            PlainModel(model).load_delayed(content["delayed"], ranks)
     return content["extra"]
 
 
@@ -556,11 +554,8 @@ class PlainModel:
         if ranks.group is not None:
             settings = [settings_of(module, name).items() for name, module in self.layers().items()]
             check_ranks_agree(dict(itertools.chain.from_iterable(settings)), [ranks.group])
-        flat = (
-            torch.cat([value.flatten() for value in values.values()])
-            if values
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        flat = torch.cat([value.flatten() for value in values.values()] or [nothing])
         return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
     def load_delayed(self, saved: dict[str, Any], ranks: Ranks) -> None:

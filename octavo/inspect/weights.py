@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.observer import LayerCounts
 from octavo.distributed.ranks import Ranks
-from octavo.granularity import ALL
+from octavo.granularity import PerTensor
 from octavo.inspect.rows import RecordedLayer
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
@@ -70,7 +70,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
     shards: dict[int, tuple[Tensor, Cast]] = {}
     for place, (module, _) in enumerate(layers):
         weight = weight_of(module)
-        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
+        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == PerTensor().tile), None)
         if weight is None or cast is None or weight.ndim == 3 or module.recipe.delayed:
             continue
         shard = on_this_rank(weight)
@@ -97,7 +97,7 @@ class _Sample(NamedTuple):
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
         param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[arg-type]
+            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
             return cls(nothing, nothing, None, None, {}, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
@@ -342,8 +342,8 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
         at = torch.arange(0, elements, _distance(elements), device="cpu")[:SAMPLED]
         expert, place = at // numbers, at % numbers
-        row = place // shape[-1] // height if height != ALL else 0
-        column = place % shape[-1] // width if width != ALL else 0
+        row = place // shape[-1] // height if rows > 1 else 0
+        column = place % shape[-1] // width if cols > 1 else 0
         places[: len(at)] = begin + (expert * rows + row) * cols + column
         begin += elements // numbers * rows * cols
     return indices.to(device)

@@ -17,7 +17,6 @@ from octavo.cache import cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.kernels.capability import runs_natively
-from octavo.kernels.devices import triton_kernels
 
 if TYPE_CHECKING:
     from octavo.tune.tuner import Tuned
@@ -45,10 +44,12 @@ def tune_here(options: argparse.Namespace) -> int:
         TuneError: without Triton or a GPU with native FP8.
     """
     _require_gpu()
-    import triton
+    try:
+        import triton
 
-    from octavo.kernels.triton.launch import Table
-
+        from octavo.kernels.triton.launch import Table
+    except ImportError as error:
+        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do") from error
     path = Table.tuned_file()
     assert path is not None  # there is a GPU
     if options.forget:
@@ -64,8 +65,6 @@ def tune_here(options: argparse.Namespace) -> int:
 def _require_gpu() -> None:
     if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
         raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
-    if triton_kernels() is None:
-        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do")
 
 
 def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:

@@ -63,25 +63,21 @@ class Tuned(NamedTuple):
     gain: float
 
 
-def shipped(kind: str, bucket: int) -> Config:
-    """Return octavo's own configuration of a bucket."""
-    return Table.read(None).config(kind, bucket)
-
-
-def grid_of(kind: str, bucket: int, extent: Extent) -> list[Config]:
+def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[Config]:
     """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    base, is_product = shipped(kind, bucket), kind.startswith("matmul")
-    factors, configs = (1.0, 0.5, 2.0), list[Config]([base])
+    base, is_product = Table.read(None).config(kind, bucket), kind.startswith("matmul")
+    factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
         tiles = base.tiles + round(math.log2(t)) if is_product else max(1, int(base.tiles * t))
         warps = min(16, int(base.num_warps * w))
         if r * c / w in factors and base.block_r * r >= least and warps > 0:
-            configs.append((int(base.block_r * r), int(base.block_c * c), tiles, warps))
+            block_r, block_c = int(base.block_r * r), int(base.block_c * c)
+            configs.append(base._replace(block_r=block_r, block_c=block_c, tiles=tiles, num_warps=warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 
@@ -140,9 +136,10 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
     names = [*cases.KINDS[kind]]
-    first = costs(grid_of(kind, bucket, extent), names[:1], extent.rounds[0])
+    grid = grid_of(kind, bucket, extent)
+    first = costs(grid, names[:1], extent.rounds[0])
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), names, extent.rounds[1])
+    return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
 
 
 def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:
@@ -167,7 +164,7 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
         for config in (config for config, cost in ranking.items() if cost < math.inf):
             if not (problem := _wrong(kind, config, shapes[0])):
                 rows.append([bucket, *config])
-                gains.append(math.log(ranking[shipped(kind, bucket)] / ranking[config]))
+                gains.append(math.log(ranking[grid_of(kind, bucket, extent)[0]] / ranking[config]))
                 break
             print(f"  FAILED {tuple(config)}: {problem}", flush=True)
     if rows:
@@ -189,6 +186,5 @@ def _tune_library(extent: Extent) -> Tuned:
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
         print(f"{name}, by Triton: {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
-            a_tile, b_tile, fast_accum = case.product
-            rows.append([[*a_tile], [*b_tile], fast_accum])
+            rows.append([*map(list, case.product[:2]), case.product[2]])
     return Tuned(rows, math.nan)

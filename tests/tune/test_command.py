@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import ModuleType
@@ -51,10 +52,7 @@ def test_what_is_found_is_written_and_other_rows_stay(
     assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
     written, shipped = tuned.Table.read(output), tuned.Table.read(None)
-    assert (
-        written.configs == {**shipped.configs, "amax": [[64, 8, 128, 1, 4]]}
-        and written.library == shipped.library
-    )
+    assert written.configs == {**shipped.configs, "amax": [[64, 8, 128, 1, 4]]} and written.library == shipped.library
     assert json.loads(output.read_text())["measured_on"] == "a GPU, torch 2, triton 3"
     command.tune(None, ORIGIN, options("amax"))
     assert "nothing is kept" in capsys.readouterr().out
@@ -107,5 +105,5 @@ def test_where_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(command, "runs_natively", lambda device: True)
-    monkeypatch.setattr(command, "triton_kernels", lambda: None)
+    monkeypatch.setitem(sys.modules, "octavo.kernels.triton.launch", None)
     assert cli.main(["tune", "--toy"]) == 2 and "Triton can't be imported" in capsys.readouterr().err

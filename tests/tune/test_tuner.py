@@ -29,7 +29,9 @@ def test_grids(tuner: ModuleType) -> None:
         assert max(tuner.FULL.buckets_of(kind)) == 64, kind
         for bucket in tuner.FULL.buckets_of(kind):
             configs = tuner.grid_of(kind, bucket, tuner.FULL)
-            assert configs[0] == tuner.shipped(kind, bucket) and len(set(configs)) == len(configs) >= 18, kind
+            assert (
+                configs[0] == tuner.Table.read(None).config(kind, bucket) and len(set(configs)) == len(configs) >= 18
+            ), kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.tiles for c in configs) > 0
             assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
             assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
@@ -37,7 +39,7 @@ def test_grids(tuner: ModuleType) -> None:
 
 def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
-    large, small = (tuner.shipped("cast", bucket) for bucket in (64, 20))
+    large, small = (tuner.Table.read(None).config("cast", bucket) for bucket in (64, 20))
     (first,) = set(tuner.grid_of("cast", 64, tuner.TOY)) - {large}
     (other,) = set(tuner.grid_of("cast", 20, tuner.TOY)) - {small}
     times = {(64, 64): {first: 1.0, large: 2.0}, (32, 64): {other: 3.0, small: 1.0}}

@@ -51,7 +51,6 @@ LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fas
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Shape = tuple[int, ...]
-Product = tuple[Tile, Tile, bool]  # both operands' tiles, and fast_accum: a row of "library" in configs.json
 Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
 
 
@@ -76,7 +75,7 @@ class Case(NamedTuple):
     reads: int = 1  # how many times it reads its inputs
     inputs: Callable[[Shape], tuple[Any, ...]] = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
-    product: Product | None = None  # if it is one
+    product: tuple[Any, ...] = ()  # if it is one: both operands' tiles, and fast_accum
 
     def call_of(self, shape: Shape) -> Callable[[], Any]:
         """Return a call of the case's kernel."""
@@ -92,7 +91,7 @@ class Case(NamedTuple):
         arguments, expected_arguments = (self.arguments(*self.inputs(shape)) for _ in range(2))
         _synchronize()
         results = call(KERNELS[self.op], arguments)
-        if self.product is not None:
+        if self.product:
             a, b = (REFERENCE["dequantize"](*pair, torch.float32) for pair in (arguments[:3], arguments[3:6]))
             quality = sqnr(results.float(), a @ b.t())
             return "" if quality > LEAST_SQNR else f"{quality:.1f} dB"
@@ -105,7 +104,6 @@ class Case(NamedTuple):
 
     def by_triton(self) -> Case:
         """Return the same product by octavo's kernel."""
-        assert self.product is not None
         return _product("Triton", *self.product)
 
 

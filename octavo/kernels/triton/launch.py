@@ -117,15 +117,10 @@ def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
 
 _TABLE = Table.read(Table.tuned_file())
 TABLE = _TABLE.configs
+config = functools.cache(_TABLE.config)
 
 # the products that torch's own scaled product makes: here, and by the shipped table
 LIBRARY, SHIPPED_LIBRARY = _TABLE.products, Table.read(None).products
-
-
-@functools.cache
-def config(kernel: str, log2_elements: int) -> Config:
-    """Return a kernel's configuration for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements."""
-    return _TABLE.config(kernel, log2_elements)
 
 
 def _forget_choices() -> None:
