@@ -25,10 +25,8 @@ class TimedCalls(NamedTuple):
             return lambda: F.linear(x, weight)
         operands: list[Any] = []
         for tensor, which in ((x, INPUT), (weight, role)):
-            cast = self.recipe.casts[which].as_is
-            pair = cast_role(tensor, CastRequest(self.recipe, which, True, False), None).as_is
-            assert cast is not None and pair is not None
-            operands += [*pair, cast.tile]
+            pair: Any = cast_role(tensor, CastRequest(self.recipe, which, True, False), None).as_is
+            operands += [*pair, self.recipe.casts[which].as_is.tile]  # type: ignore[union-attr]
         return lambda: kernels.matmul(*operands, None, x.dtype, True)
 
     def cast(self, x: Tensor) -> Callable[[], Any]:

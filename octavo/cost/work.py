@@ -242,8 +242,7 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
             x, (groups, columns, rows) = arguments[0], sizes_of(module)
-            weight = weight_of(module)
-            weight = next(module.parameters()) if weight is None else weight
+            weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
             live_inputs.append(x)
             if name in works_by_name:  # called more than once: the rows of its products add up

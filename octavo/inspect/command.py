@@ -243,10 +243,9 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
 
     def select(module: nn.Module, name: str) -> bool:
-        is_plain = not isinstance(module, RecipeModule)  # it has no recipe of its own to compare with
-        return not is_plain or (
-            large_enough(module, name, *least) and not (options.rules and own_recipes(subject.model))
-        )
+        if isinstance(module, RecipeModule):  # else it has no recipe of its own to compare with
+            return True
+        return large_enough(module, name, *least) and not (options.rules and own_recipes(subject.model))
 
     what_if = compare(
         subject.model,

@@ -53,11 +53,9 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         if stored is not None:
             codes, scale_inv = stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2)
             pair = stored.granularity.tile, (codes, scale_inv)
-        is_grouped = weight.ndim == 3
-        experts = slice(first := first_expert(weight), first + len(local)) if is_grouped else None
-        swaps = module.stores_transposed if is_grouped else not isinstance(module, nn.Linear)
+        experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
         matrices = local if stored is None else stored.dequantize()
-        layer.count_weight(matrices, pair, swaps, (scale, shared.get(place)), experts)
+        layer.count_weight(matrices, pair, module.stores_transposed, (scale, shared.get(place)), experts)
 
 
 def first_expert(weight: Tensor) -> int:

@@ -182,11 +182,6 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def why_not_convertible(module: nn.Module) -> str | None:
-    """Return why a module can't be converted, whatever the ``select``; or None."""
-    return why_not(module) if fp8_class(module) is None else why_left_alone(module)
-
-
 def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
     """Return why convert with its default select leaves a module alone; None if it doesn't.
 

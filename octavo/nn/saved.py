@@ -84,7 +84,11 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     kwargs = dict(kwargs or {})
     argument_tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    excluded = {Counting.storage_of(part) for tensor in (*_tensors(model), *argument_tensors) for part in inner(tensor)}
+    excluded = {
+        Counting.storage_of(part)
+        for tensor in (*model.parameters(), *model.buffers(), *argument_tensors)
+        for part in inner(tensor)
+    }
     saved_parts: dict[int, tuple[str, Tensor]] = {}
     origins = _Origins(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}
@@ -160,17 +164,13 @@ def without_data(tensor: Tensor, mode: Any) -> Tensor:
 def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     """Return a copy of a model with fakes in place of parameters and buffers, whose data isn't copied."""
     memo: dict[int, Any] = {}
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         if getattr(tensor, "placements", None) is not None:
             raise ValueError(
                 "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
             )
         memo[id(tensor)] = without_data(tensor, mode)
     return copy.deepcopy(model, memo)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def inner(tensor: Tensor) -> list[Tensor]:

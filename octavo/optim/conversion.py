@@ -210,9 +210,8 @@ def _change(
         new_param = like_sharded(zeros, param, param.shape) if is_sharded else nn.Parameter(zeros, param.requires_grad)
     new_weight = states.local(new_param.detach())
     new_state = {"step": state["step"]} | _moments(param, new_param, state, old_settings, new_settings)
-    if storage_changes or MasterForm.of(param, old_settings.master) is not MasterForm.of(
-        new_param, new_settings.master
-    ):
+    old_form, new_form = MasterForm.of(param, old_settings.master), MasterForm.of(new_param, new_settings.master)
+    if storage_changes or old_form is not new_form:
         new_state |= new_master(new_param, new_settings.master)
         new, _ = for_kernel(new_param, new_weight, new_state, new_settings)
         keeps_codes = not storage_changes and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way

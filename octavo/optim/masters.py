@@ -44,9 +44,8 @@ class MasterForm:
         if local_stored(param) is not None:
             wanted = "split16" if master == "auto" else master
             if wanted not in OF_FP8_WEIGHTS:
-                raise ValueError(
-                    f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, OF_FP8_WEIGHTS))}"
-                )
+                names = ", ".join(map(repr, OF_FP8_WEIGHTS))
+                raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
             return OF_FP8_WEIGHTS[wanted]
         if master not in NAMED and master not in _OF_BF16:
             raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")

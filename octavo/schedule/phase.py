@@ -155,8 +155,8 @@ def _settings_of(phase: Phase, optimizer: Optimizer, last: Settings | None) -> S
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that products read in FP8, except those of experts."""
-    modules = [m for m in model.modules() if isinstance(m, RecipeModule)]
-    named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
+    layers = [m for m in model.modules() if isinstance(m, RecipeModule) and not m.recipe.is_high_precision]
+    named = (pair for layer in layers for pair in layer.named_parameters())
     return [param for name, param in named if name.rpartition(".")[2] == "weight" and param.ndim < 3]
 
 

@@ -120,7 +120,7 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
     from octavo.kernels.triton.launch import Table
 
     old_table, rows = Table.read(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
-    library = rows.pop("library", old_table.library)
+    library = rows.pop("library", [*map(list, sorted(old_table.library))])
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
     lines = ",\n".join(

@@ -76,8 +76,7 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[Config]:
         tiles = base.tiles + round(math.log2(t)) if is_product else max(1, int(base.tiles * t))
         warps = min(16, int(base.num_warps * w))
         if r * c / w in factors and base.block_r * r >= least and warps > 0:
-            block_r, block_c = int(base.block_r * r), int(base.block_c * c)
-            configs.append(base._replace(block_r=block_r, block_c=block_c, tiles=tiles, num_warps=warps))
+            configs.append(type(base)(int(base.block_r * r), int(base.block_c * c), tiles, warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 
@@ -135,8 +134,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    names = [*cases.KINDS[kind]]
-    grid = grid_of(kind, bucket, extent)
+    names, grid = [*cases.KINDS[kind]], grid_of(kind, bucket, extent)
     first = costs(grid, names[:1], extent.rounds[0])
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
     return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
@@ -184,7 +182,7 @@ def _tune_library(extent: Extent) -> Tuned:
             log_ratio += math.log(times.median("torch") / times.median("Triton"))
         taken = not problem and log_ratio <= 0
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
-        print(f"{name}, by Triton: {problem or ratio}{', taken' * taken}", flush=True)
+        print(f"{name}, time by Triton's: {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
             rows.append([*map(list, case.product[:2]), case.product[2]])
     return Tuned(rows, math.nan)

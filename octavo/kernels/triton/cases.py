@@ -98,9 +98,7 @@ class Case(NamedTuple):
         expected = call(DEFINITIONS[self.op], expected_arguments)
         results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
         problem = difference(results, expected, self.exact, shape[0])
-        if not problem and not same_state(arguments, expected_arguments, self.exact):
-            problem = "state differs"
-        return problem
+        return problem or ("" if same_state(arguments, expected_arguments, self.exact) else "state differs")
 
     def by_triton(self) -> Case:
         """Return the same product by octavo's kernel."""

@@ -46,11 +46,11 @@ class Table(NamedTuple):
     Attributes:
         configs: {kind of kernel: rows}; a row is [the largest log2 of a tensor's elements that it is for, *Config], and
             the last one serves all larger tensors too.
-        library: rows [a's tile, b's tile, fast_accum].
+        library: (a's tile, b's tile, fast_accum) of each of these products.
     """
 
     configs: dict[str, list[list[int]]]
-    library: list[Any]
+    library: set[tuple[tuple[int, int], tuple[int, int], bool]]
 
     @staticmethod
     def tuned_file() -> Path | None:
@@ -68,21 +68,17 @@ class Table(NamedTuple):
         try:
             tuned = {} if path is None else read_json(path)
             rows = shipped["configs"] | tuned.get("configs", {})
-            table = cls({kind: checked(kind, rows[kind]) for kind in shipped["configs"]}, (shipped | tuned)["library"])
-            _ = table.products
-        except (OSError, ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
-            return cls(shipped["configs"], shipped["library"])
-        return table
+            library = {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in (shipped | tuned)["library"]}
+            return cls({kind: checked(kind, rows[kind]) for kind in shipped["configs"]}, library)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            if path is None:
+                raise
+            return cls.read(None)  # there is no other table, or a damaged one
 
     def config(self, kind: str, log2_elements: int) -> Config:
         """Return a kind's configuration for a tensor of up to 2^log2_elements elements."""
         rows = self.configs[kind]
         return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
-
-    @property
-    def products(self) -> set[tuple[tuple[int, int], tuple[int, int], bool]]:
-        """The products of ``library``: (a's tile, b's tile, fast_accum)."""
-        return {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in self.library}
 
     @staticmethod
     @contextmanager
@@ -120,7 +116,7 @@ TABLE = _TABLE.configs
 config = functools.cache(_TABLE.config)
 
 # the products that torch's own scaled product makes: here, and by the shipped table
-LIBRARY, SHIPPED_LIBRARY = _TABLE.products, Table.read(None).products
+LIBRARY, SHIPPED_LIBRARY = _TABLE.library, Table.read(None).library
 
 
 def _forget_choices() -> None:
