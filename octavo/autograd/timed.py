@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import CastRequest, cast_role
@@ -15,14 +14,12 @@ from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
 
 class TimedCalls(NamedTuple):
-    """Calls of a recipe's kernels by themselves; without a recipe a product is in bf16."""
+    """Calls of a recipe's kernels by themselves."""
 
-    recipe: Recipe | None
+    recipe: Recipe
 
     def product(self, x: Tensor, weight: Tensor, role: int) -> Callable[[], Any]:
         """Return a call of a product of two operands, which are cast before: as an input, and as ``role``."""
-        if self.recipe is None:
-            return lambda: F.linear(x, weight)
         operands: list[Any] = []
         for tensor, which in ((x, INPUT), (weight, role)):
             pair: Any = cast_role(tensor, CastRequest(self.recipe, which, True, False), None).as_is
@@ -31,7 +28,6 @@ class TimedCalls(NamedTuple):
 
     def cast(self, x: Tensor) -> Callable[[], Any]:
         """Return a call of the cast of a gradient in both layouts; a Delayed one has a scale already."""
-        assert self.recipe is not None
         state, request = None, CastRequest(self.recipe, GRAD_OUTPUT, True, True)
         if (rule := self.recipe.delayed) is not None:
             state = State.empty(rule.history_length, x.device)

@@ -350,7 +350,9 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
             recipe, role = recipe_of.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
-            points.append((flop, flop / time(TimedCalls(recipe).product(x, weight, role))))
+            plain = functools.partial(torch.nn.functional.linear, x, weight)
+            call = TimedCalls(recipe).product(x, weight, role) if recipe else plain
+            points.append((flop, flop / time(call)))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()
     casts = {kind: time(TimedCalls(recipe).cast(x)) / x.numel() for kind, recipe in recipe_of.items()}

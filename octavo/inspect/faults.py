@@ -276,10 +276,8 @@ def _ends(module: RecipeModule) -> list[Tensor]:
     if local is None or local.numel() == 0:
         return [torch.zeros(1, device=module.parameters_device, dtype=torch.float32)] * 2
     rows = local.qdata if isinstance(local, StoredWeight) else local
-    if rows.ndim == 3:
+    if rows.ndim == 3 or module.stores_transposed:
         rows = rows.transpose(0, 1)
-    elif not isinstance(module, nn.Linear):
-        rows = rows.t()
     return [row.float() if row.itemsize == 1 else row for row in (rows[0], rows[-1])]
 
 

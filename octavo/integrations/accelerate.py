@@ -184,9 +184,8 @@ def convert_once(
     for name, module in layers.items():
         names = module.names(name)
         if all(module.recipe != accepted_recipe.of(*names) for accepted_recipe in accepted):
-            wanted = recipe.of(*names)
             raise ValueError(
-                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
+                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {recipe.of(*names).name!r}: "
                 "convert in one place only, or with the same recipe"
             )
     if not layers and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):

@@ -24,11 +24,9 @@ def described_on(devices: Sequence[torch.device]) -> list[str]:
 
 def recipes_on(device: torch.device) -> list[str]:
     """Return lines that say what casts on a CPU; whose kernels multiply for each recipe, and what slows it most."""
-    capability = compute_capability(device)
     words_by_name = {"casts": library.describe()} if device.type == "cpu" else {}
     for name in recipes.NAMED[1:]:
-        maker, loss = described(getattr(recipes, name)(), capability)
-        words_by_name[name] = f"{maker}; lost: {loss}"
+        words_by_name[name] = "; lost: ".join(described(getattr(recipes, name)(), compute_capability(device)))
     width = max(map(len, words_by_name))
     return ["", f"recipes on {device}", *(f"  {name:<{width}}  {words}" for name, words in words_by_name.items())]
 
@@ -51,8 +49,7 @@ def configurations() -> list[str]:
         return []
     from octavo.kernels.triton.launch import Table
 
-    path = Table.tuned_file()
-    if path is not None and path.exists():
+    if (path := Table.tuned_file()) is not None and path.exists():
         return ["", f"kernels' tiles: tuned on this GPU, {path}"]
     return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
 

@@ -123,10 +123,8 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
     library = rows.pop("library", [*map(list, sorted(old_table.library))])
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
-    lines = ",\n".join(
-        f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}"
-        for kind, rows_of_kind in {**old_table.configs, **rows}.items()
-    )
+    rows = old_table.configs | rows
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}" for kind, rows_of_kind in rows.items())
     head = f'{{"measured_on": {json.dumps(measured_on)},\n"library": {json.dumps(library)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:

@@ -6,7 +6,7 @@ A name is public if docs/reference lists it. Every other name that a file of UPP
 also inside of a function, or reads as an attribute of such a module, has to stand in SEAM, by the module that defines
 it: of the bottom modules, too, such as errors, private and numerics, and ops that octavo.kernels has in ``__all__``.
 The lint prints a line for each name that SEAM lacks, for each of SEAM that nobody takes, and if SEAM has more than MOST
-names; it ends with 1 if there is any. MOST only ever falls: the aim is 60.
+names; it ends with 1 if there is any. MOST only ever falls.
 """
 
 from __future__ import annotations
