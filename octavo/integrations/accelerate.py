@@ -185,8 +185,8 @@ def convert_once(
         names = module.names(name)
         if all(module.recipe != accepted_recipe.of(*names) for accepted_recipe in accepted):
             raise ValueError(
-                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {recipe.of(*names).name!r}: "
-                "convert in one place only, or with the same recipe"
+                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not "
+                f"{recipe.of(*names).name!r}: convert in one place only, or with the same recipe"
             )
     if not layers and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
