@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.counting import Counting
+from octavo.nn.counting import OperationCounter
 from octavo.nn.known_forwards import refusal
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import fakes_of
@@ -125,7 +125,7 @@ class Work(NamedTuple):
     logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
-class _Counter(Counting):
+class _Counter(OperationCounter):
     """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
 
     ``origins``: {storage: (after how many products it was computed, whether by a product)}.

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.private import TorchDispatchMode, cpu_attention, cpu_attention_backward, grouped_mm
 
 
-class Counting(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """A mode that calls ``count`` after each operation; ``held``: tensors whose storages' numbers no other may get."""
 
     def __init__(self) -> None:

@@ -47,9 +47,9 @@ def configurations() -> list[str]:
     """Return lines that say whether the Triton kernels' tiles were tuned on this GPU or are octavo's defaults."""
     if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return []
-    from octavo.kernels.triton.launch import Table
+    from octavo.kernels.triton.launch import TileTable
 
-    if (path := Table.tuned_file()) is not None and path.exists():
+    if (path := TileTable.tuned_file()) is not None and path.exists():
         return ["", f"kernels' tiles: tuned on this GPU, {path}"]
     return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
 

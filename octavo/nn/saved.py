@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from octavo.nn.candidates import class_of, expert_weights, fp8_class
-from octavo.nn.counting import Counting
+from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
@@ -54,7 +54,7 @@ def kind_of(module: nn.Module) -> str | None:
     return next((matching for matching, names in _NAMES.items() if any(name in kind.__name__ for name in names)), None)
 
 
-class _Origins(Counting):
+class _Origins(OperationCounter):
     """Records the kinds of storages that casts to FP8 and copies to another dtype write."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -85,7 +85,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     kwargs = dict(kwargs or {})
     argument_tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     excluded = {
-        Counting.storage_of(part)
+        OperationCounter.storage_of(part)
         for tensor in (*model.parameters(), *model.buffers(), *argument_tensors)
         for part in inner(tensor)
     }
@@ -96,7 +96,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     def pack(tensor: Tensor) -> Tensor:
         for part in inner(tensor):
-            saved_parts.setdefault(Counting.storage_of(part), (stack[-1], part))
+            saved_parts.setdefault(OperationCounter.storage_of(part), (stack[-1], part))
         return tensor
 
     def enter(module: nn.Module, _: Any) -> None:

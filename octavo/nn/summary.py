@@ -24,7 +24,7 @@ from octavo.nn.candidates import (
 )
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
-from octavo.nn.counting import Counting
+from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
@@ -237,7 +237,7 @@ def _in_training(
     """Return (bytes saved as the model is and unconverted, ``forward_flops`` in training or None if it can't run)."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-    counter = FlopCounterMode(display=False, custom_mapping=Counting.formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
         with watched(in_fp8=False):
             plain = predicted_by_kind(model, args, kwargs, restore)
@@ -289,7 +289,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     training = {module: module.training for module in model.modules()}
-    counter = FlopCounterMode(display=False, custom_mapping=Counting.formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
         with counter, torch.no_grad():
             model.eval()(*args, **kwargs)

@@ -47,10 +47,10 @@ def tune_here(options: argparse.Namespace) -> int:
     try:
         import triton
 
-        from octavo.kernels.triton.launch import Table
+        from octavo.kernels.triton.launch import TileTable
     except ImportError as error:
         raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do") from error
-    path = Table.tuned_file()
+    path = TileTable.tuned_file()
     assert path is not None  # there is a GPU
     if options.forget:
         print(f"forgotten: {path}" if path.exists() else f"nothing was tuned here: there is no {path}")
@@ -117,9 +117,9 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 
 def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tuned]) -> None:
     """Write the table with the rows of these kinds replaced, one line for each kind."""
-    from octavo.kernels.triton.launch import Table
+    from octavo.kernels.triton.launch import TileTable
 
-    old_table, rows = Table.read(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
+    old_table, rows = TileTable.read(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
     library = rows.pop("library", [*map(list, sorted(old_table.library))])
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
@@ -133,7 +133,7 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
 
 def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
     """Return lines that say where the rows were written, and how many times as fast as octavo's own they are."""
-    from octavo.kernels.triton.launch import Table
+    from octavo.kernels.triton.launch import TileTable
 
     if not tuned_by_kind:
         return "nothing was found, nothing is written"
@@ -144,6 +144,6 @@ def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
         gain_by_kind = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
         lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({gain_by_kind})"]
     written = "nothing is kept" if output is None else f"wrote {output}"
-    if output is not None and output == Table.tuned_file():
+    if output is not None and output == TileTable.tuned_file():
         written += ": new processes use it"
     return "\n".join([*lines, f"{len(tuned_by_kind)} kinds tuned; {written}"])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.kernels.triton import cases
-from octavo.kernels.triton.launch import Table
+from octavo.kernels.triton.launch import TileTable
 from octavo.tune.timing import ON_GPU, timings
 
 LIBRARY = "library"
@@ -24,8 +24,8 @@ FINALISTS = 6
 
 Sizes = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
-Config = tuple[int, ...]  # the numbers of a row of a table behind its first
-Ranking = dict[Config, float]  # time over the best's
+ConfigNumbers = tuple[int, ...]  # of a row of a table, behind its first number
+Ranking = dict[ConfigNumbers, float]  # time over the best's
 Buckets = Mapping[int, Sequence[Sizes]]  # largest log2 of elements -> shapes timed
 
 
@@ -63,13 +63,13 @@ class Tuned(NamedTuple):
     gain: float
 
 
-def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[Config]:
+def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    base, is_product = Table.read(None).config(kind, bucket), kind.startswith("matmul")
+    base, is_product = TileTable.read(None).config(kind, bucket), kind.startswith("matmul")
     factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
@@ -86,12 +86,12 @@ def call_of(kind: str, name: str, shape: Sizes) -> Callable[[], Any]:
     return cases.KINDS[kind][name].call_of(shape)
 
 
-def _calling(kind: str, config: Config, name: str, shape: Sizes) -> Callable[[], Any]:
+def _calling(kind: str, config: ConfigNumbers, name: str, shape: Sizes) -> Callable[[], Any]:
     """Return a call of a case with one configuration for all sizes of a kind."""
     call = call_of(kind, name, shape)
 
     def run() -> Any:
-        with Table.using({kind: [[64, *config]]}):
+        with TileTable.using({kind: [[64, *config]]}):
             return call()
 
     return run
@@ -103,15 +103,15 @@ def tasks(kinds: Sequence[str], extent: Extent) -> list[tuple[Any, ...]]:
     return [(kind, shapes, config) for kind, bucket, shapes in buckets for config in grid_of(kind, bucket, extent)]
 
 
-def compile_one(kind: str, shapes: Sequence[Sizes], config: Config) -> None:
+def compile_one(kind: str, shapes: Sequence[Sizes], config: ConfigNumbers) -> None:
     """Run all of a kind's cases once at each shape with a configuration, in a worker."""
     for shape, name in itertools.product(shapes, cases.KINDS[kind]):
         _calling(kind, config, name, shape)()
 
 
-def _wrong(kind: str, config: Config, shape: Sizes) -> str:
+def _wrong(kind: str, config: ConfigNumbers, shape: Sizes) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
-    with Table.using({kind: [[64, *config]]}):
+    with TileTable.using({kind: [[64, *config]]}):
         wrong = ((name, case.wrong(shape)) for name, case in cases.KINDS[kind].items())
         return next((f"{name}: {problem}" for name, problem in wrong if problem), "")
 
@@ -120,7 +120,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
     """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
     shapes = extent.buckets_of(kind)[bucket]
 
-    def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
+    def costs(configs: Sequence[ConfigNumbers], names: Sequence[str], rounds: int) -> Ranking:
         """Return the geometric mean over cases and shapes of the time over the best's."""
         total = dict.fromkeys(configs, 0.0)
         for name, shape in itertools.product(names, shapes):
@@ -143,7 +143,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
 def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
-        with Table.using(rows):
+        with TileTable.using(rows):
             return _tune_library(extent) if kind == LIBRARY else _tune_kind(kind, extent)
     finally:  # memory for the next kind
         call_of.cache_clear()

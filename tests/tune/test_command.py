@@ -51,7 +51,7 @@ def test_what_is_found_is_written_and_other_rows_stay(
     output = tmp_path / "new" / "table.json"
     assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
-    written, shipped = tuned.Table.read(output), tuned.Table.read(None)
+    written, shipped = tuned.TileTable.read(output), tuned.TileTable.read(None)
     assert written.configs == {**shipped.configs, "amax": [[64, 8, 128, 1, 4]]} and written.library == shipped.library
     assert json.loads(output.read_text())["measured_on"] == "a GPU, torch 2, triton 3"
     command.tune(None, ORIGIN, options("amax"))
@@ -74,7 +74,7 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
 
 def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.tune(tmp_path / "table.json", ORIGIN, options("library")) == 0
-    assert tuned.Table.read(tmp_path / "table.json").library == set()  # none is faster
+    assert tuned.TileTable.read(tmp_path / "table.json").library == set()  # none is faster
     with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
         command.tune(None, ORIGIN, options("cost"))
     monkeypatch.delitem(cases.KINDS, "library")
@@ -89,13 +89,13 @@ def test_on_a_gpu(
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.Table.tuned_file().exists()
+    assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.TileTable.tuned_file().exists()
     assert cli.main(["tune", "amax"]) == 0
-    assert f"wrote {tuned.Table.tuned_file()}: new processes use it" in capsys.readouterr().out
-    assert tuned.Table.read(tuned.Table.tuned_file()).configs["amax"] == [[64, 8, 128, 1, 4]]
+    assert f"wrote {tuned.TileTable.tuned_file()}: new processes use it" in capsys.readouterr().out
+    assert tuned.TileTable.read(tuned.TileTable.tuned_file()).configs["amax"] == [[64, 8, 128, 1, 4]]
     assert cli.main(["tune", "--forget"]) == cli.main(["tune", "--forget"]) == 0
     out = capsys.readouterr().out
-    assert "forgotten: " in out and "nothing was tuned here" in out and not tuned.Table.tuned_file().exists()
+    assert "forgotten: " in out and "nothing was tuned here" in out and not tuned.TileTable.tuned_file().exists()
 
 
 def test_where_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

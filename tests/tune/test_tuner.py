@@ -20,7 +20,7 @@ def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleT
             continue  # the interpreter and sm_100 alone read it
         for case in tuner.cases.KINDS[kind].values():
             call = case.call_of(tuner.TOY.buckets_of(kind)[64][0])
-            with tuner.Table.using({kind: []}), pytest.raises(IndexError):
+            with tuner.TileTable.using({kind: []}), pytest.raises(IndexError):
                 call()
 
 
@@ -30,7 +30,8 @@ def test_grids(tuner: ModuleType) -> None:
         for bucket in tuner.FULL.buckets_of(kind):
             configs = tuner.grid_of(kind, bucket, tuner.FULL)
             assert (
-                configs[0] == tuner.Table.read(None).config(kind, bucket) and len(set(configs)) == len(configs) >= 18
+                configs[0] == tuner.TileTable.read(None).config(kind, bucket)
+                and len(set(configs)) == len(configs) >= 18
             ), kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.tiles for c in configs) > 0
             assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
@@ -39,7 +40,7 @@ def test_grids(tuner: ModuleType) -> None:
 
 def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
-    large, small = (tuner.Table.read(None).config("cast", bucket) for bucket in (64, 20))
+    large, small = (tuner.TileTable.read(None).config("cast", bucket) for bucket in (64, 20))
     (first,) = set(tuner.grid_of("cast", 64, tuner.TOY)) - {large}
     (other,) = set(tuner.grid_of("cast", 20, tuner.TOY)) - {small}
     times = {(64, 64): {first: 1.0, large: 2.0}, (32, 64): {other: 3.0, small: 1.0}}

@@ -40,7 +40,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-class Table(NamedTuple):
+class TileTable(NamedTuple):
     """Configurations of kernels, and the products that torch's own scaled product makes: what a configs.json holds.
 
     Attributes:
@@ -62,7 +62,7 @@ class Table(NamedTuple):
         return cache_folder() / f"kernels-{device}-triton-{triton.__version__}-{kernels}.json"
 
     @classmethod
-    def read(cls, path: Path | None) -> Table:
+    def read(cls, path: Path | None) -> TileTable:
         """Return the shipped table; of kinds that the table at ``path`` has, the rows of that one."""
         shipped: dict[str, Any] = read_json(SHIPPED)
         try:
@@ -111,12 +111,12 @@ def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-_TABLE = Table.read(Table.tuned_file())
+_TABLE = TileTable.read(TileTable.tuned_file())
 TABLE = _TABLE.configs
 config = functools.cache(_TABLE.config)
 
 # the products that torch's own scaled product makes: here, and by the shipped table
-LIBRARY, SHIPPED_LIBRARY = _TABLE.library, Table.read(None).library
+LIBRARY, SHIPPED_LIBRARY = _TABLE.library, TileTable.read(None).library
 
 
 def _forget_choices() -> None:
