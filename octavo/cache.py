@@ -7,15 +7,14 @@ import stat
 from pathlib import Path
 
 
-def cache_folder() -> Path:
-    """Return octavo/ in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+def cache_folder(make: bool = False) -> Path:
+    """Return octavo/ in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache).
 
-
-def make_cache_folder() -> Path:
-    """Make the cache folder where there is none, for this user alone, and return it."""
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ``make``: make it where there is none, for this user alone.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+    if make:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 

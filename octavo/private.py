@@ -67,9 +67,7 @@ NAMES = {
     # fake tensors, and modes that count operations
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),
-    "TorchDispatchMode": Name(
-        "torch.utils._python_dispatch.TorchDispatchMode", "counts the bytes of operations, records an op's calls"
-    ),
+    "TorchDispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "counts and records operations"),
     "pytree": Name("torch.utils._pytree", "looks into nested arguments"),
     "cpu_attention": Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "counts attention's FLOPs"),
     "cpu_attention_backward": Name(

@@ -19,13 +19,20 @@ _FOLDER = 0x10  # in the external attributes of a zip archive's record
 DEEPEST = 64  # levels of lists and objects in a JSON document; octavo's own have fewer than 10
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON document, which may begin with a byte order mark.
+def read_json(source: str | bytes | Path) -> Any:
+    """Return the value of a JSON document, which may begin with a byte order mark: of its text, or its file's path.
 
     Raises:
-        ValueError: for what is not JSON in UTF-8, has a name twice in an object, or is nested deeper than DEEPEST.
+        OSError: as ``open`` does.
+        ValueError: for what is not JSON in UTF-8, has a name twice in an object, or is nested deeper than DEEPEST; of
+            a file with its path.
     """
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff")
+    if isinstance(source, Path):
+        try:
+            return read_json(source.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{source} is no JSON that octavo reads: {first_line(error)}") from error
+    text = source.decode("utf-8-sig") if isinstance(source, bytes) else source.removeprefix("\ufeff")
     too_deep = f"it is nested deeper than {DEEPEST} levels"
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -46,15 +53,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice in an object")
     return values
-
-
-def read_json(path: Path) -> Any:
-    """Return the value of a file of JSON; OSError as ``open``, ValueError as ``parse_json`` with the path."""
-    data = path.read_bytes()
-    try:
-        return parse_json(data)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON that octavo reads: {first_line(error)}") from error
 
 
 def file_inside(folder: Path, name: str) -> Path:

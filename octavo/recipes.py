@@ -257,7 +257,7 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
         ('high_precision', 'dynamic with grad_weight changed')
     """
     try:
-        return _map(reading.parse_json(Path(path).read_bytes()), default)
+        return _map(reading.read_json(Path(path).read_bytes()), default)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.reading import DEEPEST, check_records, file_inside, parse_json, read_json
+from octavo.reading import DEEPEST, check_records, file_inside, read_json
 from tests.support.damage import DEEP, damaged_json
 
 
@@ -28,7 +28,7 @@ from tests.support.damage import DEEP, damaged_json
 )
 def test_json_that_is_refused(text: str | bytes, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
-        parse_json(text)
+        read_json(text)
     (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=rf"x\.json is no JSON that octavo reads: .*{says}"):
         read_json(tmp_path / "x.json")
@@ -37,12 +37,12 @@ def test_json_that_is_refused(text: str | bytes, says: str, tmp_path: Path) -> N
 def test_json_that_is_read() -> None:
     deepest = "[" * DEEPEST + "]" * DEEPEST
     for text in ('{"a": [1, 2.5, null, true, "é"], "b": {"a": -Infinity}}', deepest, "0"):
-        assert parse_json(text) == parse_json(text.encode()) == parse_json(b"\xef\xbb\xbf" + text.encode())
-        assert parse_json("\ufeff" + text) == json.loads(text)
+        assert read_json(text) == read_json(text.encode()) == read_json(b"\xef\xbb\xbf" + text.encode())
+        assert read_json("\ufeff" + text) == json.loads(text)
     for seed in range(300):  # Python's reader, or a ValueError
         damaged = damaged_json({"a": [1, {"b": "c"}], "d": None}, seed)
         try:
-            read = parse_json(damaged)
+            read = read_json(damaged)
         except ValueError:
             continue
         assert repr(read) == repr(json.loads(damaged))  # NaN is not equal to itself

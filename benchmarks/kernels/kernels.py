@@ -45,7 +45,7 @@ Row = dict[str, str]
 
 def compile_one(name: str, shape: tuple[int, ...]) -> None:
     """Run a case and its rivals, or a product, once, to fill the compilers' caches: a worker's task."""
-    cases.call_of(name, shape)()
+    cases.ALL_CASES[name].call_of(shape)()
     if name not in cases.PRODUCTS:
         for rival in rivals_of(name, False).values():
             rival.bound(cases.reads(name, shape))()
@@ -76,9 +76,9 @@ def moved_bytes(name: str, inputs: Sequence[Tensor], result: Any) -> int:
 
 def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
     """Time one case at one shape, and return its row."""
-    if problem := cases.wrong(name, shape):
+    if problem := cases.ALL_CASES[name].wrong(shape):
         return _row(name, shape, us="FAILED", note=problem)
-    call, inputs = cases.call_of(name, shape), cases.reads(name, shape)
+    call, inputs = cases.ALL_CASES[name].call_of(shape), cases.reads(name, shape)
     nbytes = moved_bytes(name, inputs, call())
     others = rivals_of(name, toy) if with_rivals else {}
     bound = {who: rival.bound(inputs) for who, rival in others.items()}
@@ -104,11 +104,11 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
 def product_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
     """Time one product, and return its row; bf16's time is in inductor's column."""
     note, fast = "", name.endswith("fast")
-    if problem := cases.wrong(name, shape):
+    if problem := cases.ALL_CASES[name].wrong(shape):
         return _row(name, shape, us="FAILED", note=problem)
     a, b = (cases.normal((rows, shape[2])) for rows in shape[:2])
     variants: dict[str, Callable[[], Any]] = {
-        "octavo": cases.call_of(name, shape),
+        "octavo": cases.ALL_CASES[name].call_of(shape),
         "bf16": lambda: torch.mm(a, b.t()),
     }
     try:

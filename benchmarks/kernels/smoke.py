@@ -32,8 +32,8 @@ def check(name: str) -> str:
         if name in OCTAVO:
             return step(name)
         if name in cases.PRODUCTS:
-            return cases.wrong(name, PRODUCT if ON_GPU else (32, 48, 64))
-        return cases.wrong(name, SHAPE if ON_GPU else (32, 48))
+            return cases.ALL_CASES[name].wrong(PRODUCT if ON_GPU else (32, 48, 64))
+        return cases.ALL_CASES[name].wrong(SHAPE if ON_GPU else (32, 48))
     except Exception as error:
         return describe(error)
 

@@ -85,7 +85,7 @@ def _wrong(name: str, shape: tuple[int, ...]) -> str:
         except AssertionError as error:
             return describe(error)
         return ""
-    return cases.wrong(name, shape)
+    return cases.ALL_CASES[name].wrong(shape)
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def record(path: Path) -> int:
         for name in CASES:
             attempt(name, partial(test_compiled.check, name, kernels))
         for name, shape in LONG.items():
-            attempt(f"{name}, K = {shape[2]}", partial(cases.wrong, name, shape))
+            attempt(f"{name}, K = {shape[2]}", partial(cases.ALL_CASES[name].wrong, shape))
         a, b = operands(0), operands(1)
         for name, text in INSTRUCTIONS.items():
             arguments = torch.empty_like(a), a, b, text, 1024

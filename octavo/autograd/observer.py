@@ -25,6 +25,7 @@ from octavo.tensor.pair import ForProducts, Operands
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
 RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed cast if it differs
+Notes = tuple[Tensor, Tensor, Tensor]  # where faults of a role are noted: place, faults and first of the op note_faults
 
 
 class LayerCounts(NamedTuple):
@@ -77,13 +78,13 @@ class LayerCounts(NamedTuple):
             sums, extremes = counts if experts is None else (counts[0][experts], counts[1][experts])
             kernels.cast_statistics(x_RC, *codes, tile, sums, extremes, ends)
 
-
-class Notes(NamedTuple):
-    """The tensors in which faults of a layer's role are noted: arguments of the op note_faults."""
-
-    place: Tensor
-    faults: Tensor
-    first: Tensor
+    @staticmethod
+    def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return the [3] scales of per-tensor casts of sharded weights; ``largest``: takes a maximum over ranks."""
+        amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
+        pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
+        scales = [scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin) for amax, cast in pairs]
+        return [scale.expand(3).contiguous() for scale in scales]
 
 
 class Observer(NamedTuple):
@@ -161,11 +162,3 @@ class Observer(NamedTuple):
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
             result = result[..., 0].sum(-1)[group].unsqueeze(1)
         kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
-
-
-def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the [3] scales of per-tensor casts of sharded weights; ``largest`` takes amaxes' maximum over ranks."""
-    amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
-    pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
-    scales = [scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin) for amax, cast in pairs]
-    return [scale.expand(3).contiguous() for scale in scales]

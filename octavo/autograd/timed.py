@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import CastRequest, cast_role
@@ -14,22 +13,23 @@ from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
 
-def product_call(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Callable[[], Any]:
-    """Return a call of a product of two operands, cast before as an input and as ``role``; without a recipe in bf16."""
-    if recipe is None:
-        return lambda: F.linear(x, weight)
-    operands: list[Any] = []
-    for tensor, which in ((x, INPUT), (weight, role)):
-        cast, pair = recipe.casts[which].as_is, cast_role(tensor, CastRequest(recipe, which, True, False), None).as_is
-        assert cast is not None and pair is not None
-        operands += [*pair, cast.tile]
-    return lambda: kernels.matmul(*operands, None, x.dtype, True)
+class TimedCalls(NamedTuple):
+    """Calls of a recipe's kernels by themselves."""
 
+    recipe: Recipe
 
-def cast_call(x: Tensor, recipe: Recipe) -> Callable[[], Any]:
-    """Return a call of a recipe's cast of a gradient in both layouts; a Delayed one has a scale already."""
-    state = None
-    if (rule := recipe.delayed) is not None:
-        state = State.empty(rule.history_length, x.device)
-        state.scale.fill_(1.0)
-    return lambda: cast_role(x, CastRequest(recipe, GRAD_OUTPUT, True, True), state)
+    def product(self, x: Tensor, weight: Tensor, role: int) -> Callable[[], Any]:
+        """Return a call of a product of two operands, which are cast before: as an input, and as ``role``."""
+        operands: list[Any] = []
+        for tensor, which in ((x, INPUT), (weight, role)):
+            pair: Any = cast_role(tensor, CastRequest(self.recipe, which, True, False), None).as_is
+            operands += [*pair, self.recipe.casts[which].as_is.tile]  # type: ignore[union-attr]
+        return lambda: kernels.matmul(*operands, None, x.dtype, True)
+
+    def cast(self, x: Tensor) -> Callable[[], Any]:
+        """Return a call of the cast of a gradient in both layouts; a Delayed one has a scale already."""
+        state, request = None, CastRequest(self.recipe, GRAD_OUTPUT, True, True)
+        if (rule := self.recipe.delayed) is not None:
+            state = State.empty(rule.history_length, x.device)
+            state.scale.fill_(1.0)
+        return lambda: cast_role(x, request, state)

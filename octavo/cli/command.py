@@ -25,15 +25,11 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch.backends.cuda import SDPAParams
-from torch.nn.attention import SDPBackend
 
 import octavo
 from octavo.errors import MissingExtraError, OctavoError, require
 from octavo.kernels.capability import runs_natively
-from octavo.kernels.devices import triton_kernels
-from octavo.nn.where import described_on
-from octavo.private import fused_sdp_choice, sdp_priority_order
+from octavo.nn.machine import described_on
 from octavo.recipes import NAMED
 from octavo.train import (
     GPT,
@@ -152,71 +148,6 @@ def devices() -> list[tuple[str, str, str]]:
     return rows
 
 
-def recipes_on(device: torch.device) -> list[str]:
-    """Return lines that say what casts on a CPU; whose kernels multiply for each recipe, and what slows it most."""
-    words_by_name = described_on(device)
-    width = max(map(len, words_by_name))
-    return ["", f"recipes on {device}", *(f"  {name:<{width}}  {words}" for name, words in words_by_name.items())]
-
-
-def products_of(device: torch.device) -> list[str]:
-    """Return lines that say which FP8 products torch computes on a device, by a test now, and which octavo's kernel."""
-    if not runs_natively(device) or triton_kernels() is None:
-        return []
-    from octavo.kernels.triton.library_matmul import library_kinds
-
-    is_library = library_kinds(device)
-    width = max(map(len, is_library))
-    owners = {True: "torch's product", False: "octavo's Triton kernel: torch's is not there, or not right"}
-    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in is_library.items())]
-
-
-def configurations() -> list[str]:
-    """Return lines that say whether the Triton kernels' tiles were tuned on this GPU or are octavo's defaults."""
-    if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
-        return []
-    from octavo.kernels.triton.launch import tuned_file
-
-    path = tuned_file()
-    if path is not None and path.exists():
-        return ["", f"kernels' tiles: tuned on this GPU, {path}"]
-    return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
-
-
-def attention_on(devices: Sequence[torch.device]) -> list[str]:
-    """Return which attention torch has enabled, which it trains with on each device, and how to choose cuDNN's."""
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    order = [backend for value in sdp_priority_order() if enabled.get(backend := SDPBackend(value))]
-    lines = ["", "attention (scaled_dot_product_attention: causal, bfloat16, 2048 tokens, forward and backward)"]
-    lines.append(f"  enabled, a GPU takes the first that it can: {', '.join(map(_called, order))}")
-    cudnn_waits = False
-    for device in devices:
-        taken = []
-        for size in (64, 128):
-            q = torch.empty(1, 1, 2048, size, dtype=torch.bfloat16, device=device, requires_grad=True)
-            choice = SDPBackend(fused_sdp_choice(q, q, q, is_causal=True))
-            taken.append(f"{_called(choice)} with heads of {size}")
-            has_cudnn = torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, q, q, None, 0.0, True, False))
-            cudnn_waits |= has_cudnn and choice != SDPBackend.CUDNN_ATTENTION
-        lines.append(f"  {device}: {', '.join(taken)}")
-    if cudnn_waits:
-        order_of_two = "[SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True"
-        lines.append(f"  cuDNN's, published as faster on Hopper: with torch.nn.attention.sdpa_kernel({order_of_two}):")
-    if not any(device.type == "cuda" for device in devices):
-        lines.append("  there is no CUDA device here: whether cuDNN's can be chosen is seen on one")
-    return lines
-
-
-def _called(backend: SDPBackend) -> str:
-    """Return a backend's name as torch's documentation abbreviates it."""
-    return str(backend.name).removesuffix("_ATTENTION").lower()
-
-
 def describe_machine() -> str:
     """Return a text with versions, devices, whether FP8 is native there, and which extras are installed."""
     try:
@@ -234,10 +165,7 @@ def describe_machine() -> str:
     rows = devices()
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines += [f"  {name:<{widths[0]}}  {kind:<{widths[1]}}  {fp8}" for name, kind, fp8 in rows]
-    for name, *_ in rows:
-        lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
-    lines += attention_on([torch.device(name) for name, *_ in rows if name.startswith(("cpu", "cuda"))])
-    lines += [*configurations(), "", "extras"]
+    lines += [*described_on([torch.device(name) for name, *_ in rows]), "", "extras"]
     for extra, packages in EXTRAS.items():
         state = "installed"
         try:

@@ -21,7 +21,6 @@ from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime, estimate
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, HIGH_PRECISION, PRODUCTS, PlanError, Rates
 from octavo.cost.work import COMPARED, LinearWork, Work, blocks_of, head_of, on_meta, work_of
-from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.optim.base import CompactOptimizer
 from octavo.recipes import high_precision
@@ -173,7 +172,7 @@ def tables(estimates: Sequence[Estimate]) -> str:
         share = f"{step.peak / first.peak:.2f}"
         sizes.append([step.name, *(f"{size / GIB:.2f}" for size in kinds), share])
     table_of_saved = [["GiB of activations", *(step.name for step in estimates)]]
-    for kind in KINDS:
+    for kind in dict.fromkeys(kind for step in estimates for kind in step.memory.saved or ()):
         of_kind = [(step.memory.saved or {}).get(kind, 0) / GIB for step in estimates]
         table_of_saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
     waits = ", ".join(f"{1e3 * step.waits:.2f} in {step.name}" for step in estimates if step.waits >= 5e-6)
@@ -396,7 +395,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
         Weight(max(0, other_parameters // head.in_features), head.in_features),
         Weight(head.out_features, head.in_features),
     )
-    saved_bytes = sum((saved or {}).get(kind, 0) for kind in KINDS if kind not in ("logits and loss", "weights"))
+    saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
     moved, of_blocks = (one.other.fused if saved is None else one.other.bytes for one in (work, work.blocks))
     counts = [getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
     gpt_heads = getattr(text, "heads", None)  # octavo.train.GPT's

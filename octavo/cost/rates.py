@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo import recipes
-from octavo.autograd.timed import cast_call, product_call
-from octavo.cache import cache_folder, make_cache_folder
+from octavo.autograd.timed import TimedCalls
+from octavo.cache import cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
@@ -220,7 +220,7 @@ def device_label(device: torch.device) -> str:
 
 def keep(rates: Rates) -> Path:
     """Write measured rates to the user's cache folder, beside those of other devices and versions."""
-    path = make_cache_folder() / KEPT
+    path = cache_folder(make=True) / KEPT
     rates_by_device = _read(path) | {rates.device: dataclasses.asdict(rates)}
     with replacing(path) as file:
         file.write(json.dumps(rates_by_device, indent=1).encode())
@@ -350,11 +350,13 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
             recipe, role = recipe_of.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
-            points.append((flop, flop / time(product_call(x, weight, recipe, role))))
+            plain = functools.partial(torch.nn.functional.linear, x, weight)
+            call = TimedCalls(recipe).product(x, weight, role) if recipe else plain
+            points.append((flop, flop / time(call)))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()
-    casts = {kind: time(cast_call(x, recipe)) / x.numel() for kind, recipe in recipe_of.items()}
-    launch = time(cast_call(x[:16, :16], recipe_of["delayed"]))
+    casts = {kind: time(TimedCalls(recipe).cast(x)) / x.numel() for kind, recipe in recipe_of.items()}
+    launch = time(TimedCalls(recipe_of["delayed"]).cast(x[:16, :16]))
     sorted_points = {kind: tuple(sorted(points)) for kind, points in products.items()}
     label = device_label(device)
     rates = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))

@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
-from octavo.nn.candidates import Select, features, fp8_class
+from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
+from octavo.nn.counting import OperationCounter
 from octavo.nn.known_forwards import refusal
-from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import fakes_of, storage_of
-from octavo.nn.summary import formulas
-from octavo.private import TorchDispatchMode, pytree
+from octavo.nn.saved import fakes_of
+from octavo.private import pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.weights.plain import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
 
@@ -125,46 +125,43 @@ class Work(NamedTuple):
     logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(OperationCounter):
     """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
 
     ``origins``: {storage: (after how many products it was computed, whether by a product)}.
     """
 
-    def __init__(self, products: Mapping[Any, Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
+        self.bytes, self.ops, self.fused, self.products = 0, 0, 0, self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, tuple[int, bool]] = {}
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
-        self.held: list[Any] = []  # so that no other storage gets its number
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         read, written = (
             [x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result)
         )
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
-            return result
+            return
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
         if func._overloadpacket in self.products and "attention" in func._schema.name:
             flop: Any = self.products[func._overloadpacket]
             self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
-        after = max((self.origins.get(storage_of(x), (0, True))[0] for x in read), default=0)
+        after = max((self.origins.get(self.storage_of(x), (0, True))[0] for x in read), default=0)
         if not is_product:
             self.bytes += sum(x.numel() * x.element_size() for x in (*read, *written))
             self.ops += 1
         for x in read:
-            key, size = storage_of(x), x.numel() * x.element_size()
+            key, size = self.storage_of(x), x.numel() * x.element_size()
             written_after, of_product = self.origins.get(key, (-1, True))
             if is_product or of_product or written_after < after:
                 uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
                 self.fused += size * len(uses - self.moved)
                 self.moved |= uses
-        self.origins |= {storage_of(x): (after + is_product, is_product) for x in written}
+        self.origins |= {self.storage_of(x): (after + is_product, is_product) for x in written}
         self.held += written
-        return result
 
     @property
     def counts(self) -> Traffic:
@@ -195,12 +192,11 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    convert_quietly(twin, high_precision(), lambda module, name: fp8_class(module) is None)
+    convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
     works_by_name, sizes = _watch(twin)
-    products = formulas()
-    traffic, name = _Counter(products), blocks_of(twin)
+    traffic, name = _Counter(), blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
-    with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
+    with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
         outputs = pytree.tree_leaves(twin(*arguments))
         results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
@@ -245,18 +241,14 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, groups = arguments[0], 1
-            if isinstance(module, Grouped):
-                weight: Tensor = module.operands()[0]
-                groups, rows, columns = weight.shape
-            else:
-                weight, (columns, rows) = next(module.parameters()), features(module)
+            x, (groups, columns, rows) = arguments[0], sizes_of(module)
+            weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
             live_inputs.append(x)
             if name in works_by_name:  # called more than once: the rows of its products add up
                 tokens, reads = tokens + works_by_name[name].tokens, 0
             needs = x.requires_grad, weight.requires_grad
-            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
+            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
 
         return hook
 
@@ -267,7 +259,7 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         return hook
 
     for name, module in twin.named_modules():
-        if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
+        if any(sizes_of(module)):
             module.register_forward_hook(note(name))
         elif refusal(module) is None:
             module.register_forward_hook(size(name), with_kwargs=True)

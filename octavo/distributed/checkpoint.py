@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import re
@@ -44,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, reason_of, replacing
-from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
+from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import OctavoError, first_line
 from octavo.nn.linear import Linear, SeparateSplits
 from octavo.nn.recipe_module import RecipeModule
@@ -151,14 +152,14 @@ def _begin(
     root: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, keep: int
 ) -> tuple[dict[str, Any], Writer]:
     """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
-    model = unwrapped(model)
+    model = PlainModel(model).module
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with _begun(optimizer):  # likewise
             of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
             tensors, content = _collect(state, of_optimizer)
-        content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
+        content |= {"octavo_distributed": FORMAT, "delayed": PlainModel(model).gather_delayed(ranks), "extra": extra}
         with ranks.together():
             copied = _copied(content) if ranks.rank == 0 else {}
         return tensors, Writer(ranks.first(lambda: _new_folder(root)), copied, keep)
@@ -210,7 +211,7 @@ def load_checkpoint(
         >>> load_checkpoint(folder, torch.nn.Linear(4, 4))
         {'step': 120}
     """
-    root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), PlainModel(model).module
     failing = f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
     with _as_checkpoint_errors(*failing, ranks), contextlib.ExitStack() as beginning:
         folder = ranks.first(lambda: _latest(root))
@@ -247,7 +248,7 @@ def load_checkpoint(
                 for moments, name, moment in codes:
                     moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
                 set_optimizer_state_dict(model, optimizer, filled)
-            load_delayed(model, content["delayed"], ranks)
+            PlainModel(model).load_delayed(content["delayed"], ranks)
     return content["extra"]
 
 
@@ -276,7 +277,7 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
     """Raise any failure as a CheckpointError; silence torch's warning that there is no process group."""
     try:
         # filters of warnings are those of all threads: they change where there is that warning, and not elsewhere
-        with lost_ranks(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
+        with ranks.answering(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
             if ranks.group is None:
                 warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
             yield
@@ -331,13 +332,6 @@ def _publish(folder: Path, keep: int) -> None:
 
 
 # --- their content ----------------------------------------------------------------------------------------------------
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and torch.compile: torch leaves prefixes on weight_scale_inv."""
-    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
-        model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
-    return model
 
 
 class _BegunState(defaultdict[Any, Any]):
@@ -532,61 +526,70 @@ def _read(moment: Moment, codes: Any, scales: Tensor) -> Any:
 # --- delayed state ----------------------------------------------------------------------------------------------------
 
 
-def plain_name(name: str) -> str:
+class PlainModel:
+    """A model as checkpoints name its parts: without DistributedDataParallel and torch.compile, or wrappers' prefixes.
+
+    Attributes:
+        module: the model inside these two, as torch leaves their prefixes on weight_scale_inv.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+            model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
+        self.module = model
+
+    def layers(self) -> dict[str, RecipeModule]:
+        """Return octavo's modules by their plain names."""
+        named = self.module.named_modules()
+        return {_plain_name(name): module for name, module in named if isinstance(module, RecipeModule)}
+
+    def _delayed(self) -> dict[str, tuple[str, Tensor]]:
+        """Return delayed state by its plain names: (its name in this model, the tensor)."""
+        return {_plain_name(name): (name, value) for name, value in delayed_state_dict(self.module).items()}
+
+    def gather_delayed(self, ranks: Ranks) -> dict[str, Any]:
+        """Return the delayed state of all ranks, for ``load_delayed``; all ranks call it."""
+        values = {name: value for name, (_, value) in self._delayed().items()}
+        shapes = {name: list(value.shape) for name, value in values.items()}
+        if ranks.group is not None:
+            settings = [settings_of(module, name).items() for name, module in self.layers().items()]
+            check_ranks_agree(dict(itertools.chain.from_iterable(settings)), [ranks.group])
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        flat = torch.cat([value.flatten() for value in values.values()] or [nothing])
+        return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
+
+    def load_delayed(self, saved: dict[str, Any], ranks: Ranks) -> None:
+        """Load what ``gather_delayed`` returned: each rank its own state, or one for all if other ranks saved it.
+
+        A layer's state is emptied if none was saved, or if its history has another length than the saved one.
+        """
+        shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
+        rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
+        by_rank = dict(zip(shapes, rows, strict=True))
+        present, loaded = self._delayed(), {}
+        joined = {  # a split whose state was not saved has that of the Linear that it was part of
+            _plain_name(f"{at}.{split}".lstrip(".")): _plain_name(at)
+            for at, layer in self.module.named_modules()
+            if isinstance(layer, SeparateSplits)
+            for split in layer.splits
+        }
+        for plain_here, (name_here, value) in present.items():
+            layer_name, _, kind = plain_here.rpartition(".")
+            if plain_here not in shapes:
+                layer_name = joined.get(layer_name, layer_name)
+            name, history = (f"{layer_name}.{one}".lstrip(".") for one in (kind, HISTORY))
+            if history not in shapes or shapes[history] != present[plain_here.replace(SCALE, HISTORY)][1].shape:
+                loaded[name_here] = torch.zeros_like(value)
+            elif len(by_rank[name]) == ranks.size:
+                loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])
+            else:
+                loaded[name_here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
+        load_delayed_state_dict(self.module, loaded)
+
+
+def _plain_name(name: str) -> str:
     """Return the name in a plain model of a module or tensor whose name here may have wrappers' prefixes."""
     return re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
-
-
-def _delayed(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Return delayed state by its names in a plain model: (its name in this model, the tensor)."""
-    return {plain_name(name): (name, value) for name, value in delayed_state_dict(model).items()}
-
-
-def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Return the delayed state of all ranks, for ``load_delayed``; all ranks call it."""
-    values = {name: value for name, (_, value) in _delayed(model).items()}
-    shapes = {name: list(value.shape) for name, value in values.items()}
-    if ranks.group is not None:
-        options: dict[str, object] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, RecipeModule):
-                options |= settings_of(module, plain_name(name))
-        check_ranks_agree(options, [ranks.group])
-    flat = (
-        torch.cat([value.flatten() for value in values.values()])
-        if values
-        else torch.empty(0, dtype=torch.float32, device="cpu")
-    )
-    return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
-
-
-def load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
-    """Load what ``gather_delayed`` returned: each rank its own state, or, if the number of ranks differs, one for all.
-
-    A layer's state is emptied if none was saved, or if its history has another length than the saved one.
-    """
-    shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
-    rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
-    by_rank = dict(zip(shapes, rows, strict=True))
-    present, loaded = _delayed(model), {}
-    joined = {  # a split whose state was not saved has that of the Linear that it was part of
-        plain_name(f"{at}.{split}".lstrip(".")): plain_name(at)
-        for at, layer in model.named_modules()
-        if isinstance(layer, SeparateSplits)
-        for split in layer.splits
-    }
-    for plain_here, (name_here, value) in present.items():
-        layer_name, _, kind = plain_here.rpartition(".")
-        if plain_here not in shapes:
-            layer_name = joined.get(layer_name, layer_name)
-        name, history = (f"{layer_name}.{one}".lstrip(".") for one in (kind, HISTORY))
-        if history not in shapes or shapes[history] != present[plain_here.replace(SCALE, HISTORY)][1].shape:
-            loaded[name_here] = torch.zeros_like(value)
-        elif len(by_rank[name]) == ranks.size:
-            loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])
-        else:
-            loaded[name_here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
-    load_delayed_state_dict(model, loaded)
 
 
 def _of_all_ranks(name: str, values: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Ranks:
         if self.any(failed is not None) and self.size > 1:
             errors: list[str | None] = [None] * self.size
             kind = "" if isinstance(failed, OctavoError | OSError) else f"{type(failed).__name__}: "
-            with lost_ranks():
+            with self.answering():
                 dist.all_gather_object(errors, None if failed is None else kind + first_line(failed), group=self.group)
             if failed is None:
                 rank = next(rank for rank, text in enumerate(errors) if text is not None)
@@ -83,7 +83,7 @@ class Ranks:
             if self.rank == 0:
                 results[0] = find()
         if self.size > 1:
-            with lost_ranks():
+            with self.answering():
                 dist.broadcast_object_list(results, group=self.group, group_src=0)
         return cast(T, results[0])
 
@@ -92,7 +92,7 @@ class Ranks:
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32, device=home_of(self.group))
-        with lost_ranks():
+        with self.answering():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             return bool(flags)
 
@@ -106,7 +106,7 @@ class Ranks:
 
     def _reduce(self, value: Tensor, op: Any) -> Tensor:
         reduced = value.clone()
-        with lost_ranks():
+        with self.answering():
             dist.all_reduce(reduced, op=op, group=self.group)
         return reduced
 
@@ -118,20 +118,20 @@ class Ranks:
         """Return the values of all ranks, stacked: [size, *value.shape]."""
         values = [value.clone() for _ in range(self.size)]
         if self.size > 1 and value.numel() > 0:
-            with lost_ranks():
+            with self.answering():
                 dist.all_gather(values, value.contiguous(), group=self.group)
         return torch.stack(values)
 
-
-@contextlib.contextmanager
-def lost_ranks() -> Iterator[None]:
-    """Raise a RankError in place of the many errors that collectives raise when another rank is gone or late."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo raises plain RuntimeErrors that name its source file
-        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL|ProcessGroup", str(error)):
-            raise
-        waited = "imed out" in str(error) or "timeout" in str(error)
-        what = "another rank did not answer in time" if waited else "another rank ended"
-        raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error
+    @staticmethod
+    @contextlib.contextmanager
+    def answering() -> Iterator[None]:
+        """Raise a RankError in place of the many errors that collectives raise when another rank is gone or late."""
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo raises plain RuntimeErrors that name its source file
+            if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL|ProcessGroup", str(error)):
+                raise
+            waited = "imed out" in str(error) or "timeout" in str(error)
+            what = "another rank did not answer in time" if waited else "another rank ended"
+            raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.errors import first_line
-from octavo.reading import parse_json
+from octavo.reading import read_json
 
 BLOCK_BYTES = 1 << 22
 KEY = "octavo_crc32"  # {"block_bytes": number, "tensors": {name: 8 hexadecimal digits for each block}}
@@ -63,7 +63,7 @@ class CheckedFile:
         if written is None:
             return
         try:
-            content = parse_json(written)
+            content = read_json(written)
             self._block_bytes = int(content["block_bytes"])
             self._sums = {name: str(digits) for name, digits in dict(content["tensors"]).items()}
         except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, PerBlock
-from octavo.nn.linear import Grouped
+from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
@@ -40,7 +39,8 @@ from octavo.weights.fsdp2 import on_this_rank, whole
 PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
-SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile  # tiles
+TENSOR, ROW = PerTensor().tile, PerRow().tile
+SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
@@ -88,8 +88,8 @@ def written_pairs(
         raise ValueError(
             f"blocks of {height} rows reach from one of its {matrices_per_expert} matrices of {rows} rows into the next"
         )
-    scales = written_names(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if height == ALL else scale_inv)
-    whole = cast.tile == (ALL, ALL)
+    whole = cast.tile == TENSOR
+    scales = written_names(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if whole else scale_inv)
     return {
         name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in codes_by_name.items()
     }
@@ -152,7 +152,7 @@ class Entry(NamedTuple):
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
             scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
-        if scale_inv is None or not isinstance(self.layer, Grouped):
+        if scale_inv is None or self.layer is None or tensor.ndim < 3:
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())
         pairs = written_pairs(self.model or self.layer, self.key, tensor, scale_inv, weight_cast(self.layer))
@@ -232,11 +232,9 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
             return (
                 f"other matrices of the same experts are not in FP8, and servers read all of them alike{expert_remedy}"
             )
-    elif isinstance(module, Grouped):
-        pass  # one tensor, of any recipe
-    elif module._parameters.get("weight") is None:
+    elif (weight := module._parameters.get("weight")) is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
-    elif not isinstance(module, nn.Linear):
+    elif weight.ndim == 2 and not isinstance(module, nn.Linear):
         return (
             f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; keep it in high "
             f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
@@ -290,7 +288,7 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
     cast, shape = weight_cast(module), module.weight_parameter.shape
     if len(shape) == 3:
         return shape[0], *cast.granularity.scale_shape(shape[1:])
-    return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(shape)
+    return (1,) if cast.tile == TENSOR else cast.granularity.scale_shape(shape)
 
 
 def scale_name(name: str, layout: Layout) -> str:
@@ -318,8 +316,8 @@ def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 # {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _SCHEMES: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any], str]] = {
-    (ALL, ALL): ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
-    (1, ALL): ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
+    TENSOR: ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
+    ROW: ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
     SQUARE: (
         {"strategy": "block", "block_structure": [*SQUARE]},
         {"strategy": "group", "group_size": BLOCK},
@@ -359,5 +357,5 @@ LAYOUTS: dict[AnyLayout, Layout] = {
     "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
     "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
     "compressed-tensors": Layout("_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, "compressed-tensors"),
-    "per-tensor": Layout("_scale", ((ALL, ALL),), "dynamic"),
+    "per-tensor": Layout("_scale", (TENSOR,), "dynamic"),
 }

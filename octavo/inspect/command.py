@@ -31,7 +31,7 @@ from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
-from octavo.nn.candidates import MIN_FEATURES, features
+from octavo.nn.candidates import large_enough
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
 from octavo.recipes import to_json as to_rules
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--keep", type=at_least(0), metavar="N", help=help)
     help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
     budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
-    help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
+    help = "of the smallest layers to look at, in and out (default: as octavo.convert)"
     group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
     help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
     group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
@@ -240,11 +240,12 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
     for path in filter(None, (options.json, options.write)):
         require_place(path)
-    batches, least = list(subject.batches), MIN_FEATURES if options.min_features is None else options.min_features
+    batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
 
     def select(module: nn.Module, name: str) -> bool:
-        is_plain = not isinstance(module, RecipeModule)  # it has no recipe of its own to compare with
-        return not is_plain or (min(features(module)) >= least and not (options.rules and own_recipes(subject.model)))
+        if isinstance(module, RecipeModule):  # else it has no recipe of its own to compare with
+            return True
+        return large_enough(module, name, *least) and not (options.rules and own_recipes(subject.model))
 
     what_if = compare(
         subject.model,

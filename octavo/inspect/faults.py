@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.observer import Notes
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
-from octavo.inspect.rows import first_here, observe, sizes_of
+from octavo.inspect.rows import first_here, observe
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import Counted
-from octavo.nn.linear import Grouped
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.candidates import sizes_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import ROLES
 from octavo.weights.fsdp2 import on_this_rank, whole
 from octavo.weights.plain import weight_of
@@ -129,7 +128,7 @@ class FaultTrace:
         self.fault: Fault | None = None
         self._raises, self._gradients, self._step = raises, gradients, step
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
-        self._device = device_of(self._layers[0][1])
+        self._device = self._layers[0][1].parameters_device
         self._late = 0 if self._device.type == "cpu" else LATE
         self._readings: list[tuple[int, Tensor, Any]] = []  # (step, _send's signals, event) on the way to the host
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
@@ -141,7 +140,7 @@ class FaultTrace:
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
         numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
         places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = map(Notes, places, self._statistics, itertools.cycle(self._first))
+        notes = zip(places, self._statistics, itertools.cycle(self._first), strict=False)
         for _, module in self._layers:
             observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()
@@ -237,7 +236,7 @@ class FaultTrace:
         elif role in ROLES:
             row = bisect.bisect_left(self._begins, place) - 1
             at = row // len(WATCHED)
-            expert = place - 1 - self._begins[row] if isinstance(self._layers[at][1], Grouped) else None
+            expert = place - 1 - self._begins[row] if sizes_of(self._layers[at][1])[0] else None
             faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:
@@ -253,9 +252,9 @@ class FaultTrace:
 
     def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
         """Return the first expert with inf or NaN in its matrix's first or last row; ``collective``: on any rank."""
-        if not isinstance(module, Grouped):
+        if not (experts := sizes_of(module)[0]):
             return None
-        faulty = torch.zeros(sizes_of(module)[0], device=self._device, dtype=torch.float32)
+        faulty = torch.zeros(experts, device=self._device, dtype=torch.float32)
         good = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
         start = first_expert(module.weight_parameter)
         faulty[start : start + len(good)] = (~good.view(len(good), -1).all(1)).float()  # zeros without experts here
@@ -275,12 +274,10 @@ def _ends(module: RecipeModule) -> list[Tensor]:
     weight = weight_of(module)
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
-        return [torch.zeros(1, device=device_of(module), dtype=torch.float32)] * 2
+        return [torch.zeros(1, device=module.parameters_device, dtype=torch.float32)] * 2
     rows = local.qdata if isinstance(local, StoredWeight) else local
-    if isinstance(module, Grouped):
+    if rows.ndim == 3 or module.stores_transposed:
         rows = rows.transpose(0, 1)
-    elif not isinstance(module, nn.Linear):
-        rows = rows.t()
     return [row.float() if row.itemsize == 1 else row for row in (rows[0], rows[-1])]
 
 

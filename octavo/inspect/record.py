@@ -31,7 +31,7 @@ from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import Counted
-from octavo.reading import parse_json, read_json
+from octavo.reading import read_json
 
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
@@ -99,7 +99,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     path, lines = folder / _STEPS, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            lines.append(parse_json(line))
+            lines.append(read_json(line))
     steps = range(2**63)
     return [
         line for line in lines if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps

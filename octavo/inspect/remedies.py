@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL, PerTensor
+from octavo.granularity import PerBlock, PerTensor
 from octavo.inspect.record import np
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import Counted
@@ -101,7 +101,7 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
             share = float(numbers.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, numbers)))
             finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
             with_e5m2 += [rules] * ("format" in change)
-    shared = math.inf if ALL in cast.granularity.tile else math.prod(cast.granularity.tile)
+    shared = math.prod(cast.tile) if isinstance(cast.granularity, PerBlock) else math.inf
     for tile, recipe in _FINER:
         if tile < shared:
             finer.append(Remedy(_of(row, recipe()), numbers.bound(tile, E4M3, _least(E4M3, least)), True))

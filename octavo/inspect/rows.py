@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.autograd.observer import LayerCounts, Observer
+from octavo.autograd.observer import LayerCounts
 from octavo.kernels.arguments import Counted
-from octavo.nn.candidates import features
-from octavo.nn.linear import Grouped
-from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
+from octavo.nn.candidates import sizes_of
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 
 WEIGHT = ROLES.index("weight")
 # the products that read a role as it lies, and transposed
@@ -26,8 +25,7 @@ RecordedLayer = tuple[RecipeModule, LayerCounts]
 def observe(module: RecipeModule, **fields: Any) -> None:
     """Set fields of a module's Observer; a module with no field set has no Observer."""
     if (fp8 := module.__dict__.get("fp8")) is not None:  # else octavo.restore has made it torch's meanwhile
-        observer = (fp8.observer or Observer())._replace(**fields)
-        fp8.observer = None if observer == (None, None) else observer
+        fp8.observe(**fields)
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Row:
         """Return the row with such fields; ValueError, TypeError or KeyError if there is none."""
         row = cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
         counts = row.experts, row.features
-        if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*PRODUCTS}:
+        if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*OPERANDS}:
             raise ValueError(f"{row.role!r} of {row.layer!r}, read by {row.products}, is no role of a layer")
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"{counts} are no numbers of experts and of features")
@@ -81,7 +79,7 @@ class Table:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        devices = {device_of(m) for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
+        devices = {m.parameters_device for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
@@ -122,15 +120,6 @@ class Table:
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
-
-
-def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
-    """Return (how many experts a layer has, or 0; in_features; out_features)."""
-    if not isinstance(module, Grouped):
-        return 0, *features(module)
-    experts, *sizes = module.weight_parameter.shape
-    columns, rows = sizes if module.stores_transposed else sizes[::-1]
-    return experts, columns, rows
 
 
 def first_here(module: RecipeModule) -> int:

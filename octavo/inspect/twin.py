@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.distributed.checkpoint import unwrapped
+from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.rows import RecordedLayer
 from octavo.nn.convert import using
@@ -91,7 +91,7 @@ class Twin:
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
         self.reason = ""  # why there is no twin
         self._comparison: Comparison | None = None
-        self._model, self._wrapped, self._ranks = unwrapped(model), model, ranks
+        self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
         self._of_forward: list[tuple[Any, list[Tensor], Any]] = []

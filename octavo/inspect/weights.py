@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.observer import shared_scales
+from octavo.autograd.observer import LayerCounts
 from octavo.distributed.ranks import Ranks
-from octavo.granularity import ALL
+from octavo.granularity import PerTensor
 from octavo.inspect.rows import RecordedLayer
-from octavo.nn.linear import Grouped
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.masters import MasterForm, master_of
+from octavo.optim.masters import MasterForm
 from octavo.scaling.recipe import Cast
 from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.plain import weight_of
@@ -54,11 +53,9 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         if stored is not None:
             codes, scale_inv = stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2)
             pair = stored.granularity.tile, (codes, scale_inv)
-        is_grouped = isinstance(module, Grouped)
-        experts = slice(first := first_expert(weight), first + len(local)) if is_grouped else None
-        swaps = module.stores_transposed if is_grouped else not isinstance(module, nn.Linear)
+        experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
         matrices = local if stored is None else stored.dequantize()
-        layer.count_weight(matrices, pair, swaps, (scale, shared.get(place)), experts)
+        layer.count_weight(matrices, pair, module.stores_transposed, (scale, shared.get(place)), experts)
 
 
 def first_expert(weight: Tensor) -> int:
@@ -71,15 +68,15 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
     shards: dict[int, tuple[Tensor, Cast]] = {}
     for place, (module, _) in enumerate(layers):
         weight = weight_of(module)
-        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
-        if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
+        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == PerTensor().tile), None)
+        if weight is None or cast is None or weight.ndim == 3 or module.recipe.delayed:
             continue
         shard = on_this_rank(weight)
         if shard is not weight and not isinstance(shard, StoredWeight):
             shards[place] = shard.detach(), cast
     if not shards:
         return {}
-    return dict(zip(shards, shared_scales([*shards.values()], ranks.largest), strict=True))
+    return dict(zip(shards, LayerCounts.shared_scales([*shards.values()], ranks.largest), strict=True))
 
 
 class _Sample(NamedTuple):
@@ -98,13 +95,13 @@ class _Sample(NamedTuple):
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
         param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)  # type: ignore[arg-type]
+            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
             return cls(nothing, nothing, None, None, {}, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
         weight, low_bits, master = on_this_rank(param).detach(), state.get("master_rest"), None
         if isinstance(optimizer, CompactOptimizer) and low_bits is not None:
-            master = master_of(param, optimizer.settings.master)
+            master = MasterForm.of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
             low_bits = _strided(low_bits.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]
@@ -236,7 +233,7 @@ def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn
     """Return {name: parameter} of those that are no recorded layer's weight: norms' weights, biases, embeddings."""
     recorded = {id(weight_of(module)) for module, _ in layers}
     others = {name: param for name, param in model.named_parameters() if id(param) not in recorded}
-    devices = {device_of(module) for module, _ in layers}
+    devices = {module.parameters_device for module, _ in layers}
     return {name: param for name, param in others.items() if param.is_floating_point() and param.device in devices}
 
 
@@ -343,8 +340,8 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
         at = torch.arange(0, elements, _distance(elements), device="cpu")[:SAMPLED]
         expert, place = at // numbers, at % numbers
-        row = place // shape[-1] // height if height != ALL else 0
-        column = place % shape[-1] // width if width != ALL else 0
+        row = place // shape[-1] // height if rows > 1 else 0
+        column = place % shape[-1] // width if cols > 1 else 0
         places[: len(at)] = begin + (expert * rows + row) * cols + column
         begin += elements // numbers * rows * cols
     return indices.to(device)

@@ -35,13 +35,12 @@ from octavo.cost.command import columns
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
-from octavo.inspect.rows import sizes_of
-from octavo.nn.candidates import MIN_FEATURES, Select
+from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import OPERANDS, Recipe, RecipeMap
 from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.plain import weight_of
 
@@ -175,7 +174,7 @@ class WhatIf:
 
     def seconds(self, recipe: Recipe | RecipeMap) -> float:
         """Return the predicted seconds that the compared layers take in a step: products and casts."""
-        return sum(sum(work.seconds(recipe_of(recipe, layer), self.rates)) for layer, work in self.works.items())
+        return sum(sum(work.seconds(recipe.of(layer), self.rates)) for layer, work in self.works.items())
 
     def costs(self, recipe: RecipeMap) -> list[Cost]:
         """Return the costs of the exceptions of a map from ``recipe_map``, in the model's order."""
@@ -207,7 +206,7 @@ class WhatIf:
         rates = self.rates if self._faster else ideal
         options = {**self.recipes, WITHOUT: high_precision()}
         return {
-            (layer, name): sum(work.seconds(recipe_of(recipe, layer), rates))
+            (layer, name): sum(work.seconds(recipe.of(layer), rates))
             for layer, work in self.works.items()
             for name, recipe in options.items()
         }
@@ -252,7 +251,7 @@ class WhatIf:
         lines = []
         for recipe, whole in self.whole.items():
             ranked = self.ranked(recipe)
-            rows = [[recipe, *PRODUCTS, "loss", "1 - cosine", "norm", "predicted loss"]]
+            rows = [[recipe, *OPERANDS, "loss", "1 - cosine", "norm", "predicted loss"]]
             rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
             more = len(ranked) - SHOWN
             lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
@@ -329,7 +328,7 @@ def compare(
     twin, layers = _twin(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            module.recipe = recipe_of(recipe, *module.names(layer))
+            module.recipe = recipe.of(*module.names(layer))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
         module.recipe = high_precision()
@@ -371,7 +370,7 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
             n: m for n, m in layers.items() if not isinstance(modules.get(n), RecipeModule) or select(modules[n], n)
         }
     if not layers:
-        least = f"by default those of at least {MIN_FEATURES} features (--min-features N, or select=)"
+        least = "by default those that octavo.convert takes (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
     return twin, layers
 
@@ -424,7 +423,7 @@ class _Passes:
                 self.changes.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
-        return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
+        return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
@@ -503,7 +502,7 @@ class _Passes:
             if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
             self._put(name, high_precision())
-            squares = torch.zeros(2, len(PRODUCTS), dtype=torch.float64, device=x.device)
+            squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()

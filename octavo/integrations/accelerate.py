@@ -22,12 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from octavo.distributed.checkpoint import gather_delayed, load_delayed, plain_name, unwrapped
+from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.nn.convert import convert, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.files import SCALE_INV
 from octavo.weights.plain import weight_of
@@ -61,7 +61,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
-        self.model, self.schedule = unwrapped(model), schedule
+        self.model, self.schedule = PlainModel(model).module, schedule
         recipes_of(self.model)
         self._waiting = ExitStack()  # holds a hook after sharded weights were loaded, until this state is loaded, too
         if "lightning.fabric" in sys.modules:
@@ -131,7 +131,8 @@ class TrainingState:
         for name, recipe in recipes_of(self.model).items():
             layers.setdefault(str(recipe), []).append(name)
         schedule = None if self.schedule is None else self.schedule.state_dict()
-        return {"recipes": layers, "delayed": gather_delayed(self.model, Ranks.of_process()), "schedule": schedule}
+        delayed = PlainModel(self.model).gather_delayed(Ranks.of_process())
+        return {"recipes": layers, "delayed": delayed, "schedule": schedule}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, before or after the model's and the optimizer's; every rank calls it.
@@ -154,7 +155,7 @@ class TrainingState:
                     f"the checkpoint's layer {layer!r} computes in {saved_name}, this model's in {name_here}: resume "
                     "with the same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
-        load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
+        PlainModel(self.model).load_delayed(state_dict["delayed"], Ranks.of_process())
         self._waiting.close()
 
 
@@ -165,7 +166,7 @@ def _settings(schedule: PrecisionSchedule) -> Any:
 
 def recipes_of(model: nn.Module) -> dict[str, Recipe]:
     """Return each octavo module's recipe, by its name in the plain model; raise ValueError if there is none."""
-    recipes = {plain_name(name): m.recipe for name, m in model.named_modules() if isinstance(m, RecipeModule)}
+    recipes = {name: module.recipe for name, module in PlainModel(model).layers().items()}
     if not recipes:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     return recipes
@@ -178,17 +179,16 @@ def convert_once(
 
     A model that an earlier training left in one of the schedule's phases is accepted: the schedule begins anew.
     """
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+    layers = PlainModel(model).layers()
     accepted = [recipe, *(phase.recipe for phase in phases)]
-    for name, module in modules:
-        names = module.names(plain_name(name))
-        if all(module.recipe != recipe_of(accepted_recipe, *names) for accepted_recipe in accepted):
-            wanted = recipe_of(recipe, *names)
+    for name, module in layers.items():
+        names = module.names(name)
+        if all(module.recipe != accepted_recipe.of(*names) for accepted_recipe in accepted):
             raise ValueError(
-                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
-                "convert in one place only, or with the same recipe"
+                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not "
+                f"{recipe.of(*names).name!r}: convert in one place only, or with the same recipe"
             )
-    if not modules and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
+    if not layers and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 
@@ -240,7 +240,7 @@ def follow_accumulation(
             if uses_gradients_early(inner) and not GradientState().sync_gradients:
                 following.around.enter_context(inner.accumulate())
 
-    following.handle = unwrapped(model).register_forward_pre_hook(begin)
+    following.handle = PlainModel(model).module.register_forward_pre_hook(begin)
     return following
 
 

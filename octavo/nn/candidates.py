@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
-from octavo.nn.linear import Linear, TransposedLinear
+from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.weights.plain import weight_of, why_unreadable
 
@@ -37,8 +37,10 @@ REPLACED = (
 REPLACED_SINCE = "its forward was replaced on the instance after octavo.convert"
 
 
-def large_enough(module: nn.Module, name: str) -> bool:
+def large_enough(module: nn.Module, name: str, least: int = MIN_FEATURES) -> bool:
     """Whether an nn.Linear, a Conv1D or experts have at least 512 features in and out: the default ``select``.
+
+    ``least``: another number of features.
 
     A ``select`` that leaves more layers out calls it: ``lambda module, name: name != "head" and large_enough(module,
     name)``.
@@ -47,7 +49,7 @@ def large_enough(module: nn.Module, name: str) -> bool:
         >>> large_enough(nn.Linear(512, 1024), ""), large_enough(nn.Linear(512, 8), "")
         (True, False)
     """
-    return min(features(module)) >= MIN_FEATURES
+    return min(features(module)) >= least
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -58,6 +60,19 @@ def features(module: nn.Module) -> tuple[int, int]:
         return hidden, intermediate
     rows, cols = shape_of(module)
     return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int, int]:
+    """Return (how many matrices of experts, or 0; in_features; out_features) of a linear layer or grouped products.
+
+    Zeros for all other modules.
+    """
+    if isinstance(module, Grouped):
+        experts, *sizes = module.weight_parameter.shape
+        columns, rows = sizes if module.stores_transposed else sizes[::-1]
+        return experts, columns, rows
+    is_layer = isinstance(module, nn.Linear | RecipeModule) or fp8_class(module) is not None
+    return (0, *features(module)) if is_layer else (0, 0, 0)
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
@@ -165,11 +180,6 @@ def why_left_alone(module: nn.Module) -> str | None:
         if what := why_unreadable(weight):
             return f"octavo can't read weights that are {what}"
     return None
-
-
-def why_not_convertible(module: nn.Module) -> str | None:
-    """Return why a module can't be converted, whatever the ``select``; or None."""
-    return why_not(module) if fp8_class(module) is None else why_left_alone(module)
 
 
 def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:

@@ -30,9 +30,9 @@ from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear
 from octavo.nn.loss import give_back_loss, has_loss
-from octavo.nn.recipe_module import RecipeModule, device_of, readers_of
+from octavo.nn.recipe_module import RecipeModule, readers_of
 from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
-from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.fsdp2 import forget_gathered, groups_of
 from octavo.weights.gathered import GatherGroup, settings_of
 from octavo.weights.plain import (
@@ -41,9 +41,8 @@ from octavo.weights.plain import (
     check_recipe,
     stored_granularity,
     weight_of,
-    why_not_stored,
 )
-from octavo.weights.stored import OF_FROZEN, local_stored, store, stored_as, why_cut
+from octavo.weights.stored import OF_FROZEN, StoredWeight, local_stored, store, stored_as, why_cut
 
 LEFT_OUT = "select returned False"
 
@@ -114,7 +113,7 @@ def convert(
     for name, module, _ in targets:
         for names, weight in _weights(name, module):
             if weight not in stored:
-                check_recipe(recipe_of(recipe, *names), weight)
+                check_recipe(recipe.of(*names), weight)
     for weight, granularity in stored.items():
         store(weight, granularity)
     group = GatherGroup()
@@ -126,7 +125,7 @@ def convert(
         assert isinstance(holder, WeightOwner)
         for module in readers_of(holder):
             module_name = f"{name}.{module.part_name}".strip(".")
-            module.recipe = recipe_of(recipe, *module.names(module_name))
+            module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)
             if (stored_one := local_stored(weight_of(module))) is not None:
@@ -157,11 +156,11 @@ def _storage(
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
     matrices = [(*each, target, module) for name, module, target in targets for each in _weights(name, module)]
-    matrices = [each for each in matrices if not recipe_of(recipe, *each[0]).is_high_precision]
+    matrices = [each for each in matrices if not recipe.of(*each[0]).is_high_precision]
     others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
     for names, weight, target, module in matrices:
-        name, recipe_of_module = names[-1] or "the model", recipe_of(recipe, *names)
+        name, recipe_of_module = names[-1] or "the model", recipe.of(*names)
         if id(weight) in others:
             continue
         if not issubclass(target, nn.Linear | Grouped | ConvertedExperts):
@@ -170,7 +169,7 @@ def _storage(
             raise ValueError(
                 f"{name}: a weight that is computed from others can't be stored in FP8: leave it out by select="
             )
-        if reason := why_not_stored(recipe_of_module, weight.requires_grad):
+        if reason := StoredWeight.why_not(recipe_of_module, weight.requires_grad):
             raise ValueError(f"{name}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}")
         granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:
@@ -209,7 +208,7 @@ def storages(
         if then[weight] != now[weight]:
             _refuse_sharded(name, weight)
         if (granularity := then[weight]) is not None:
-            check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
+            check_granularity(recipe.of(*module.names(name)), weight.shape, granularity)
     return then
 
 
@@ -278,9 +277,9 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     for name, module, weight in _weights_of(modules):
-        check_recipe(recipe_of(recipe, *module.names(name)), weight)
+        check_recipe(recipe.of(*module.names(name)), weight)
     for name, module in modules:
-        module.recipe = recipe_of(recipe, *module.names(name))
+        module.recipe = recipe.of(*module.names(name))
     gather_anew(model)
     return model
 
@@ -336,7 +335,7 @@ def _put_aside(module: RecipeModule) -> Iterator[None]:
             outer.weight_writes.replaced |= module.fp8.weight_writes.replaced
             module.fp8.outer = outer.outer
             module.recipe = outer.recipe
-            module.fp8.take_back(outer, device_of(module))
+            module.fp8.take_back(outer, module.parameters_device)
 
 
 def restore(model: nn.Module) -> nn.Module:

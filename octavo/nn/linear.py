@@ -16,7 +16,7 @@ from octavo.granularity import ALL
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.delayed import note_empty, state_of
-from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
 from octavo.weights.plain import widened
@@ -135,7 +135,7 @@ def refuse_sharded(weight: Tensor) -> None:
 
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
     """Return the recipe of a module's part of this name, from the module's ``recipe`` argument; default() for None."""
-    return recipes.default() if recipe is None else recipe_of(recipe, name)
+    return recipes.default() if recipe is None else recipe.of(name)
 
 
 Splits = Mapping[str, int]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
+from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
@@ -61,7 +62,7 @@ class LayerFP8:
         self.state: State | None = None
         self.kept_operands: Any = None
         self.gather = Gather()
-        self.observer: Any = None
+        self.observer: Observer | None = None
         self.outer: LayerFP8 | None = None
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
@@ -76,6 +77,11 @@ class LayerFP8:
         if state is not None and state.scale.device != device and device.type != "meta":
             state = self.state = state.on(device)
         return state
+
+    def observe(self, **fields: Any) -> None:
+        """Set fields of the observer; an observer with no field set is removed."""
+        observer = (self.observer or Observer())._replace(**fields)
+        self.observer = None if observer == (None, None) else observer
 
     def forget_weight(self) -> None:
         """Forget codes of the weight and the weight's history, as after a write that no counter shows."""
@@ -106,6 +112,11 @@ class RecipeModule(WeightOwner):
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     @property
+    def parameters_device(self) -> torch.device:
+        """The device of the parameters, of which the weight need not be one (weight_norm)."""
+        return next(self.holder.parameters()).device
+
+    @property
     def recipe(self) -> Recipe:
         """The recipe of the next forward; graphs already built keep the recipe they were built with."""
         return self.fp8.recipe
@@ -118,7 +129,7 @@ class RecipeModule(WeightOwner):
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
         check_recipe(recipe, weight_of(self))
-        device = device_of(self)
+        device = self.parameters_device
         if not isinstance(self.__dict__.get("fp8"), LayerFP8):
             self.__dict__["fp8"] = LayerFP8()
         self.fp8.set_recipe(recipe, device)
@@ -175,7 +186,7 @@ class RecipeModule(WeightOwner):
     def _state_off_meta(self) -> State:
         state = self.fp8.state
         if state is not None and state.scale.is_meta:  # made on the meta device; the weights may be loaded by now
-            state = self.fp8.state_on(device_of(self))
+            state = self.fp8.state_on(self.parameters_device)
         if state is None:
             raise AttributeError(f"the recipe {self.recipe.name!r} has no delayed state")
         return state
@@ -233,7 +244,7 @@ class RecipeModule(WeightOwner):
         """Forget the history, also those that octavo.using has put aside: the next cast takes its own amax."""
         fp8: LayerFP8 | None = self.__dict__.get("fp8")  # torch's constructor initialises before there is a recipe
         if fp8 is not None:
-            fp8.state_on(device_of(self))
+            fp8.state_on(self.parameters_device)
         while fp8 is not None:
             empty_state(fp8.state)
             fp8 = fp8.outer
@@ -249,7 +260,7 @@ class RecipeModule(WeightOwner):
         fp8 = self.fp8
         # the state of experts' parts moves in the next forward
         if self.holder is self and fp8.state is not None:
-            fp8.state = fp8.state.on(device_of(self))
+            fp8.state = fp8.state.on(self.parameters_device)
         fp8.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
             warn_once_if_slower(fp8.recipe, weight.device)
@@ -296,7 +307,7 @@ class RecipeModule(WeightOwner):
 
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
-        return state_for(self, weight_of(self), self.training, device_of(self))
+        return state_for(self, weight_of(self), self.training, self.parameters_device)
 
     def local_product(
         self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows = DENSE
@@ -345,11 +356,6 @@ class RecipeModule(WeightOwner):
 def readers_of(owner: WeightOwner) -> list[RecipeModule]:
     """Return the modules that multiply by the owner's weights."""
     return [reader for reader in owner.weight_readers.values() if isinstance(reader, RecipeModule)]
-
-
-def device_of(module: RecipeModule) -> torch.device:
-    """Return the device of a module's parameters; its weight need not be one of them (weight_norm)."""
-    return next(module.holder.parameters()).device
 
 
 def invalidate(model: nn.Module) -> None:

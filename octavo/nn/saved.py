@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from octavo.nn.candidates import class_of, expert_weights, fp8_class
+from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
-from octavo.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, to_copy
+from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
 
 KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
@@ -53,30 +54,27 @@ def kind_of(module: nn.Module) -> str | None:
     return next((matching for matching, names in _NAMES.items() if any(name in kind.__name__ for name in names)), None)
 
 
-class _Origins(TorchDispatchMode):
+class _Origins(OperationCounter):
     """Records the kinds of storages that casts to FP8 and copies to another dtype write."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__()
-        self.kinds = {storage_of(part): _WEIGHTS for parameter in parameters for part in inner(parameter)}
-        self.held: list[Any] = []  # so that no other storage gets its number
+        self.kinds = {self.storage_of(part): _WEIGHTS for parameter in parameters for part in inner(parameter)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         kind = None
         if func is torch.ops.octavo.cast.default:
-            arguments = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            arguments = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
             if arguments["role"] == WEIGHT:
                 kind = _WEIGHTS
             elif arguments.get("activation") or arguments.get("gamma") is not None:
                 kind = _INPUTS
         elif func._overloadpacket is to_copy:
-            kind = self.kinds.get(storage_of(args[0]))
+            kind = self.kinds.get(self.storage_of(args[0]))
         if kind is not None:
             parts = result[:4] if isinstance(result, list) else [result]
-            self.kinds |= dict.fromkeys(map(storage_of, parts), kind)
+            self.kinds |= dict.fromkeys(map(self.storage_of, parts), kind)
             self.held.append(parts)
-        return result
 
 
 def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
@@ -86,7 +84,11 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     kwargs = dict(kwargs or {})
     argument_tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    excluded = {storage_of(part) for tensor in (*_tensors(model), *argument_tensors) for part in inner(tensor)}
+    excluded = {
+        OperationCounter.storage_of(part)
+        for tensor in (*model.parameters(), *model.buffers(), *argument_tensors)
+        for part in inner(tensor)
+    }
     saved_parts: dict[int, tuple[str, Tensor]] = {}
     origins = _Origins(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}
@@ -94,7 +96,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     def pack(tensor: Tensor) -> Tensor:
         for part in inner(tensor):
-            saved_parts.setdefault(storage_of(part), (stack[-1], part))
+            saved_parts.setdefault(OperationCounter.storage_of(part), (stack[-1], part))
         return tensor
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -162,7 +164,7 @@ def without_data(tensor: Tensor, mode: Any) -> Tensor:
 def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     """Return a copy of a model with fakes in place of parameters and buffers, whose data isn't copied."""
     memo: dict[int, Any] = {}
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         if getattr(tensor, "placements", None) is not None:
             raise ValueError(
                 "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
@@ -171,17 +173,8 @@ def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 def inner(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a wrapper subclass holds, or [the tensor] itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [part for name in tensor.__tensor_flatten__()[0] for part in inner(getattr(tensor, name))]
     return [tensor]
-
-
-def storage_of(tensor: Any) -> int:
-    """Return a number that identifies a tensor's storage; 0 for an object that is no tensor."""
-    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0

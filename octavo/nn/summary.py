@@ -24,12 +24,12 @@ from octavo.nn.candidates import (
 )
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
+from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
-from octavo.private import cpu_attention, cpu_attention_backward, grouped_mm
 from octavo.scaling.recipe import Recipe
 from octavo.weights.plain import weight_of
 
@@ -237,7 +237,7 @@ def _in_training(
     """Return (bytes saved as the model is and unconverted, ``forward_flops`` in training or None if it can't run)."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
         with watched(in_fp8=False):
             plain = predicted_by_kind(model, args, kwargs, restore)
@@ -276,22 +276,6 @@ def _unless_called(why: str, module: nn.Module, recipe: Recipe, products: Mappin
 _FP8 = torch.ops.octavo.matmul, torch.ops.octavo.grouped_matmul
 
 
-def formulas() -> dict[Any, Any]:
-    """Return FLOP formulas for products of torch and transformers that torch's counter lacks."""
-    grouped = [grouped_mm]
-    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # transformers calls it where torch's can't be used
-        grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    # a [T, K], each row times one of the experts' weights b [E, K, N]; or a [N, T] and b [T, K], T in groups
-    by_op: dict[Any, Any] = dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
-    # CPUs' own op, which torch doesn't count: query q [B, H, S, D], keys k and values v [B, G, T, D], causal or not
-    by_op[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-    # two products of its backward contract over v's features or give them, three over q's: one computes scores again
-    by_op[cpu_attention_backward] = lambda _, q, k, v, *__, **___: (
-        2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
-    )
-    return by_op
-
-
 _ForwardCounts = tuple[tuple[int, int], dict[str, bool]]
 
 
@@ -305,7 +289,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     training = {module: module.training for module in model.modules()}
-    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
         with counter, torch.no_grad():
             model.eval()(*args, **kwargs)

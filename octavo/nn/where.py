@@ -16,7 +16,6 @@ from octavo import recipes
 from octavo.granularity import ALL
 from octavo.kernels.arguments import have_e8m0_blocks
 from octavo.kernels.capability import FIRST_NATIVE, compute_capability, warn_once
-from octavo.kernels.cpu import library
 from octavo.kernels.devices import triton_kernels
 from octavo.scaling.recipe import PRODUCTS, Recipe
 
@@ -84,16 +83,6 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
         return text, "nothing"
     of_all = len({maker.loss for maker in makers_by_product.values()}) == 1
     return text, first.loss if of_all else f"in {first.product} {first.loss}"
-
-
-def described_on(device: torch.device) -> dict[str, str]:
-    """Return what computes on a device, in words: casts, on a CPU; and each named recipe's products, by its name."""
-    capability = compute_capability(device)
-    words_by_name = {"casts": library.describe()} if device.type == "cpu" else {}
-    for name in recipes.NAMED[1:]:
-        maker, loss = described(getattr(recipes, name)(), capability)
-        words_by_name[name] = f"{maker}; lost: {loss}"
-    return words_by_name
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:

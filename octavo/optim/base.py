@@ -20,7 +20,7 @@ from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
 from octavo.optim.layout import SharedAmaxes, params_with_shared_amax, place_of, settle_gradient
-from octavo.optim.masters import master_of
+from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
@@ -364,7 +364,7 @@ class CompactOptimizer(Optimizer):
                 self._forget_plans()
             prepared = self._kept[param] = self._keep(param, weight, state, ids)
         if written:  # by a load or by the user
-            fresh = master_of(param, self.master).new_state(weight)
+            fresh = MasterForm.of(param, self.master).new_state(weight)
             for name, value in fresh.items():
                 states.local(state[name]).copy_(states.local(value))
             prepared = self._kept[param] = prepared._replace(data=data, version=data._version)

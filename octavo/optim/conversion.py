@@ -21,7 +21,7 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import is_fp8_experts
-from octavo.optim.masters import master_of
+from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
@@ -154,7 +154,7 @@ class Conversion(NamedTuple):
                 moments += _torch_moments(optimizer, param) if param in trained else 0
             elif param in trained and self.settings is not None and param.requires_grad:
                 of_group = self.settings.only(optimizer.names_of(trained[param]))
-                master = master_of(nn.Parameter(stored, False), of_group.master)
+                master = MasterForm.of(nn.Parameter(stored, False), of_group.master)
                 masters += states.bytes_of(master.new_state(stored).values())
                 moments += states.bytes_of(states.new_moments(of_group.moments_of(param), stored).values())
             if param.requires_grad:
@@ -210,7 +210,8 @@ def _change(
         new_param = like_sharded(zeros, param, param.shape) if is_sharded else nn.Parameter(zeros, param.requires_grad)
     new_weight = states.local(new_param.detach())
     new_state = {"step": state["step"]} | _moments(param, new_param, state, old_settings, new_settings)
-    if storage_changes or master_of(param, old_settings.master) is not master_of(new_param, new_settings.master):
+    old_form, new_form = MasterForm.of(param, old_settings.master), MasterForm.of(new_param, new_settings.master)
+    if storage_changes or old_form is not new_form:
         new_state |= new_master(new_param, new_settings.master)
         new, _ = for_kernel(new_param, new_weight, new_state, new_settings)
         keeps_codes = not storage_changes and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way

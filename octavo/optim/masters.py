@@ -35,6 +35,31 @@ class MasterForm:
     kind: str
     low_bits_dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, param: nn.Parameter, master: str | None) -> MasterForm:
+        """Return a weight's master, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
+
+        ValueError for another name, or a weight of another dtype than the master is for.
+        """
+        if local_stored(param) is not None:
+            wanted = "split16" if master == "auto" else master
+            if wanted not in OF_FP8_WEIGHTS:
+                names = ", ".join(map(repr, OF_FP8_WEIGHTS))
+                raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
+            return OF_FP8_WEIGHTS[wanted]
+        if master not in NAMED and master not in _OF_BF16:
+            raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
+        if param.dtype not in HIGH_PRECISION:
+            raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
+        if param.dtype == torch.bfloat16:
+            return NAMED[_OF_BF16.get(master or "", master)]
+        if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
+            return NAMED["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
+        dtype = torch.float32 if master in _OF_BF16 else torch.bfloat16
+        raise ValueError(
+            f"master={master!r} is for weights of {dtype}, not {param.dtype}; use 'auto', or convert the model"
+        )
+
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state's tensors of a master that begins as the weight.
 
@@ -102,27 +127,3 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
 MASTER_KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]
 # "split32" is the same master as "fp32": the weight is half of its bits
 _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
-
-
-def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
-    """Return a weight's master, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
-
-    ValueError for another name, or a weight of another dtype than the master is for.
-    """
-    if local_stored(param) is not None:
-        wanted = "split16" if master == "auto" else master
-        if wanted not in OF_FP8_WEIGHTS:
-            raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, OF_FP8_WEIGHTS))}")
-        return OF_FP8_WEIGHTS[wanted]
-    if master not in NAMED and master not in _OF_BF16:
-        raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
-    if param.dtype not in HIGH_PRECISION:
-        raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
-    if param.dtype == torch.bfloat16:
-        return NAMED[_OF_BF16.get(master or "", master)]
-    if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
-        return NAMED["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
-    dtype = torch.float32 if master in _OF_BF16 else torch.bfloat16
-    raise ValueError(
-        f"master={master!r} is for weights of {dtype}, not {param.dtype}; use 'auto', or convert the model"
-    )

@@ -21,7 +21,7 @@ from octavo.optim.layout import (
     like_param,
     ranks_share_blocks,
 )
-from octavo.optim.masters import MASTER_KINDS, master_of
+from octavo.optim.masters import MASTER_KINDS, MasterForm
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
@@ -84,7 +84,7 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
-    master_of(param, settings.master)  # type: ignore[arg-type]
+    MasterForm.of(param, settings.master)  # type: ignore[arg-type]
     check_layout(param)
     if not is_sharded(param):
         return
@@ -214,7 +214,7 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
-    chosen = master_of(param, master)
+    chosen = MasterForm.of(param, master)
     tensors = chosen.new_state(local(param.detach()))
     state = sharded_like(tensors, param)
     if tensors:
@@ -250,7 +250,7 @@ def for_kernel(
             "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
             "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
         )
-    master, moments = master_of(param, settings.master), settings.moments_of(param)
+    master, moments = MasterForm.of(param, settings.master), settings.moments_of(param)
     fp8_experts = is_fp8_experts(weight)
     if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not fp8_experts:
         # a row of zeros stands in for a shard without rows: its update keeps the scale the same as on other ranks

@@ -280,6 +280,10 @@ class Recipe:
         )
         self._rename()
 
+    def of(self, *names: str) -> Recipe:
+        """Return this recipe, which all layers have, as ``RecipeMap.of`` returns the one of a layer of these names."""
+        return self
+
     def _rename(self) -> None:
         """Note the fields that the name stands for; rename what dataclasses.replace changed under an old name."""
         values, old_values = {name: getattr(self, name) for name in FIELDS}, self._named
@@ -425,11 +429,6 @@ _HIGH_PRECISION = Recipe(name="high_precision")
 def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) -> Recipe:
     """Return one object for the same change, so that layers share it; ``name``: recipe's, which == does not compare."""
     return replace(recipe, **dict(changes))
-
-
-def recipe_of(recipe: Recipe | RecipeMap, *names: str) -> Recipe:
-    """Return the recipe of the layer of this name, or of these, from a recipe for all or by names."""
-    return recipe.of(*names) if isinstance(recipe, RecipeMap) else recipe
 
 
 def under(recipe: Recipe | RecipeMap | None, name: str) -> Recipe | RecipeMap | None:

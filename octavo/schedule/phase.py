@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
-from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
@@ -156,9 +155,9 @@ def _settings_of(phase: Phase, optimizer: Optimizer, last: Settings | None) -> S
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that products read in FP8, except those of experts."""
-    modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
-    named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
-    return [param for name, param in named if name.rpartition(".")[2] == "weight"]
+    layers = [m for m in model.modules() if isinstance(m, RecipeModule) and not m.recipe.is_high_precision]
+    named = (pair for layer in layers for pair in layer.named_parameters())
+    return [param for name, param in named if name.rpartition(".")[2] == "weight" and param.ndim < 3]
 
 
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from octavo.errors import OctavoError, first_line
-from octavo.reading import parse_json
+from octavo.reading import read_json
 from octavo.recipes import NAMED, as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
 
@@ -409,7 +409,7 @@ def load_options(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
         data = file.read_bytes()
-        content = tomllib.loads(data.decode("utf-8-sig")) if file.suffix == ".toml" else parse_json(data)
+        content = tomllib.loads(data.decode("utf-8-sig")) if file.suffix == ".toml" else read_json(data)
     except OSError as error:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
     except (ValueError, RecursionError) as error:  # tomllib's own, for lists in lists

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import octavo
-from octavo.distributed.ranks import RankError, Ranks, lost_ranks
+from octavo.distributed.ranks import RankError, Ranks
 from octavo.kernels.capability import fast_dtype
-from octavo.reading import parse_json
+from octavo.reading import read_json
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
@@ -262,7 +262,7 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
             if self.saved.get("separate_splits"):
                 octavo.nn.separate_splits(model)
-        with lost_ranks():
+        with Ranks.answering():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
@@ -276,7 +276,7 @@ class _Run:
         self.inspection = _Inspection(self)
         self.progress.begin(self.result.name, len(self.rows), self.result.steps)
         try:
-            with lost_ranks():
+            with Ranks.answering():
                 self._steps()
             if self.folder is not None:
                 self.folder.finish()
@@ -429,7 +429,7 @@ def trained_model(path: Path) -> GPT:
     identity = content["identity"]
     recipe = identity.get("recipe")
     try:
-        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(parse_json(recipe))
+        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(read_json(recipe))
     except (TypeError, ValueError) as error:
         reason = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
         raise RunCheckpointError(reason) from error

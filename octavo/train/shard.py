@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.distributed.ranks import Ranks
 from octavo.train.config import ALONE, FSDP, RanksConfig, TrainConfig, TrainError
 from octavo.train.model import GPT
 
@@ -41,7 +41,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
         raise TrainError(f"shard {shard} trains on ranks that torchrun starts: {LAUNCH} --shard {shard} ...")
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
-        with lost_ranks():
+        with Ranks.answering():
             # gloo besides NCCL, as ranks compare their options by tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
             timeout = timedelta(seconds=config.ranks.timeout)
@@ -98,7 +98,7 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
         return None
     if ranks.group is None:
         return ranks
-    with lost_ranks():
+    with Ranks.answering():
         members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(seconds=config.ranks.timeout)
         return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.cache import make_cache_folder
+from octavo.cache import cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.kernels.capability import runs_natively
-from octavo.kernels.devices import triton_kernels
 
 if TYPE_CHECKING:
     from octavo.tune.tuner import Tuned
@@ -45,18 +44,20 @@ def tune_here(options: argparse.Namespace) -> int:
         TuneError: without Triton or a GPU with native FP8.
     """
     _require_gpu()
-    import triton
+    try:
+        import triton
 
-    from octavo.kernels.triton.launch import tuned_file
-
-    path = tuned_file()
+        from octavo.kernels.triton.launch import TileTable
+    except ImportError as error:
+        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do") from error
+    path = TileTable.tuned_file()
     assert path is not None  # there is a GPU
     if options.forget:
         print(f"forgotten: {path}" if path.exists() else f"nothing was tuned here: there is no {path}")
         path.unlink(missing_ok=True)
         return 0
     if not options.toy:
-        make_cache_folder()
+        cache_folder(make=True)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     return tune(None if options.toy else path, {"device": torch.cuda.get_device_name(), **versions}, options)
 
@@ -64,8 +65,6 @@ def tune_here(options: argparse.Namespace) -> int:
 def _require_gpu() -> None:
     if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
         raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
-    if triton_kernels() is None:
-        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do")
 
 
 def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -82,16 +81,14 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     Raises:
         TuneError: for an unknown kind.
     """
-    from octavo.kernels.triton import cases
+    from octavo.kernels.triton.cases import KINDS
     from octavo.tune import timing, tuner
 
     deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
-    library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
-    all_kinds = [*cases.KINDS, *library]  # library last, as it is compared with the products' new rows
-    kinds, failed = options.kinds or all_kinds, False
-    if unknown := set(kinds) - set(all_kinds):
-        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
+    kinds, failed = options.kinds or [*KINDS], False
+    if unknown := set(kinds) - KINDS.keys():
+        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}")
     if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):
         failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
@@ -120,16 +117,14 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 
 def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tuned]) -> None:
     """Write the table with the rows of these kinds replaced, one line for each kind."""
-    from octavo.kernels.triton.launch import table
+    from octavo.kernels.triton.launch import TileTable
 
-    old_table, rows = table(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
-    library = rows.pop("library", old_table["library"])
+    old_table, rows = TileTable.read(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
+    library = rows.pop("library", [*map(list, sorted(old_table.library))])
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
-    lines = ",\n".join(
-        f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}"
-        for kind, rows_of_kind in {**old_table["configs"], **rows}.items()
-    )
+    rows = old_table.configs | rows
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}" for kind, rows_of_kind in rows.items())
     head = f'{{"measured_on": {json.dumps(measured_on)},\n"library": {json.dumps(library)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -138,7 +133,7 @@ def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tu
 
 def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
     """Return lines that say where the rows were written, and how many times as fast as octavo's own they are."""
-    from octavo.kernels.triton.launch import tuned_file
+    from octavo.kernels.triton.launch import TileTable
 
     if not tuned_by_kind:
         return "nothing was found, nothing is written"
@@ -149,6 +144,6 @@ def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
         gain_by_kind = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
         lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({gain_by_kind})"]
     written = "nothing is kept" if output is None else f"wrote {output}"
-    if output is not None and output == tuned_file():
+    if output is not None and output == TileTable.tuned_file():
         written += ": new processes use it"
     return "\n".join([*lines, f"{len(tuned_by_kind)} kinds tuned; {written}"])

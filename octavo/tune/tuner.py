@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.kernels.triton import cases
-from octavo.kernels.triton.launch import Config, table, using_rows
+from octavo.kernels.triton.launch import TileTable
 from octavo.tune.timing import ON_GPU, timings
 
 LIBRARY = "library"
@@ -24,7 +24,8 @@ FINALISTS = 6
 
 Sizes = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
-Ranking = dict[Config, float]  # time over the best's
+ConfigNumbers = tuple[int, ...]  # of a row of a table, behind its first number
+Ranking = dict[ConfigNumbers, float]  # time over the best's
 Buckets = Mapping[int, Sequence[Sizes]]  # largest log2 of elements -> shapes timed
 
 
@@ -62,38 +63,35 @@ class Tuned(NamedTuple):
     gain: float
 
 
-def shipped(kind: str, bucket: int) -> Config:
-    """Return octavo's own configuration of a bucket."""
-    rows: list[list[int]] = table(None)["configs"][kind]
-    return Config(*next((row for row in rows if bucket <= row[0]), rows[-1])[1:])
-
-
-def grid_of(kind: str, bucket: int, extent: Extent) -> list[Config]:
+def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    base, is_product = shipped(kind, bucket), kind.startswith("matmul")
+    base, is_product = TileTable.read(None).config(kind, bucket), kind.startswith("matmul")
     factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
         tiles = base.tiles + round(math.log2(t)) if is_product else max(1, int(base.tiles * t))
         warps = min(16, int(base.num_warps * w))
         if r * c / w in factors and base.block_r * r >= least and warps > 0:
-            configs.append(Config(int(base.block_r * r), int(base.block_c * c), tiles, warps))
+            configs.append(type(base)(int(base.block_r * r), int(base.block_c * c), tiles, warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 
-call_of = functools.lru_cache(maxsize=4)(cases.call_of)
+@functools.lru_cache(maxsize=4)
+def call_of(kind: str, name: str, shape: Sizes) -> Callable[[], Any]:
+    """Return a case's call; the arguments of four are in memory at a time."""
+    return cases.KINDS[kind][name].call_of(shape)
 
 
-def _calling(kind: str, config: Config, name: str, shape: Sizes) -> Callable[[], Any]:
+def _calling(kind: str, config: ConfigNumbers, name: str, shape: Sizes) -> Callable[[], Any]:
     """Return a call of a case with one configuration for all sizes of a kind."""
-    call = call_of(name, shape)
+    call = call_of(kind, name, shape)
 
     def run() -> Any:
-        with using_rows({kind: [[64, *config]]}):
+        with TileTable.using({kind: [[64, *config]]}):
             return call()
 
     return run
@@ -105,23 +103,24 @@ def tasks(kinds: Sequence[str], extent: Extent) -> list[tuple[Any, ...]]:
     return [(kind, shapes, config) for kind, bucket, shapes in buckets for config in grid_of(kind, bucket, extent)]
 
 
-def compile_one(kind: str, shapes: Sequence[Sizes], config: Config) -> None:
+def compile_one(kind: str, shapes: Sequence[Sizes], config: ConfigNumbers) -> None:
     """Run all of a kind's cases once at each shape with a configuration, in a worker."""
     for shape, name in itertools.product(shapes, cases.KINDS[kind]):
         _calling(kind, config, name, shape)()
 
 
-def _wrong(kind: str, config: Config, shape: Sizes) -> str:
+def _wrong(kind: str, config: ConfigNumbers, shape: Sizes) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
-    with using_rows({kind: [[64, *config]]}):
-        return next((f"{name}: {problem}" for name in cases.KINDS[kind] if (problem := cases.wrong(name, shape))), "")
+    with TileTable.using({kind: [[64, *config]]}):
+        wrong = ((name, case.wrong(shape)) for name, case in cases.KINDS[kind].items())
+        return next((f"{name}: {problem}" for name, problem in wrong if problem), "")
 
 
 def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
     """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
     shapes = extent.buckets_of(kind)[bucket]
 
-    def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
+    def costs(configs: Sequence[ConfigNumbers], names: Sequence[str], rounds: int) -> Ranking:
         """Return the geometric mean over cases and shapes of the time over the best's."""
         total = dict.fromkeys(configs, 0.0)
         for name, shape in itertools.product(names, shapes):
@@ -135,15 +134,16 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    first = costs(grid_of(kind, bucket, extent), cases.KINDS[kind][:1], extent.rounds[0])
+    names, grid = [*cases.KINDS[kind]], grid_of(kind, bucket, extent)
+    first = costs(grid, names[:1], extent.rounds[0])
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), cases.KINDS[kind], extent.rounds[1])
+    return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
 
 
 def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
-        with using_rows(rows):
+        with TileTable.using(rows):
             return _tune_library(extent) if kind == LIBRARY else _tune_kind(kind, extent)
     finally:  # memory for the next kind
         call_of.cache_clear()
@@ -162,7 +162,7 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
         for config in (config for config, cost in ranking.items() if cost < math.inf):
             if not (problem := _wrong(kind, config, shapes[0])):
                 rows.append([bucket, *config])
-                gains.append(math.log(ranking[shipped(kind, bucket)] / ranking[config]))
+                gains.append(math.log(ranking[grid_of(kind, bucket, extent)[0]] / ranking[config]))
                 break
             print(f"  FAILED {tuple(config)}: {problem}", flush=True)
     if rows:
@@ -175,15 +175,14 @@ def _tune_library(extent: Extent) -> Tuned:
     """Return the products that torch's function is to compute: where it is right, and as fast as Triton's kernel."""
     rows: TableRows = []
     shapes = extent.buckets_of(LIBRARY)[64]
-    for name, fast in itertools.product(cases.TORCH, (True, False)):
-        named = {maker: f"{name}, {maker}{', fast' * fast}" for maker in ("torch", "Triton")}
-        problem, log_ratio = cases.wrong(named["torch"], shapes[0]), 0.0
+    for name, case in cases.KINDS[LIBRARY].items():
+        problem, log_ratio = case.wrong(shapes[0]), 0.0
         for shape in () if problem else shapes:
-            times = timings({maker: cases.call_of(name, shape) for maker, name in named.items()}, extent.rounds[1])
+            times = timings({"torch": case.call_of(shape), "Triton": case.by_triton().call_of(shape)}, extent.rounds[1])
             log_ratio += math.log(times.median("torch") / times.median("Triton"))
         taken = not problem and log_ratio <= 0
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
-        print(f"{name}, fast_accum={fast}: torch by Triton {problem or ratio}{', taken' * taken}", flush=True)
+        print(f"{name}, time by Triton's: {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
-            rows.append([*map(list, cases.TORCH[name]), fast])
+            rows.append([*map(list, case.product[:2]), case.product[2]])
     return Tuned(rows, math.nan)

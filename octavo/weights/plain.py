@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
-from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
@@ -246,22 +245,6 @@ def widened(weight: Any) -> Tensor:
     return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **options)
 
 
-def why_not_stored(recipe: Recipe, trained: bool = True) -> str | None:
-    """Return why a recipe's weights can't be stored in FP8, or None; ``trained``: whether an optimizer writes them."""
-    casts = recipe.weight_casts
-    if casts.as_is is None or casts.transposed is None:
-        return "a product reads the weight in high precision"
-    of_frozen = casts.as_is.granularity in OF_FROZEN
-    if not casts.once and (trained or not of_frozen):
-        only = "; weights that are frozen before can be stored so" if of_frozen else ""
-        return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
-    if casts.as_is.format != E4M3:
-        return f"its weights are {casts.as_is.format}, and stored ones E4M3"
-    if not of_frozen and casts.as_is.granularity not in GRANULARITIES:
-        return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
-    return None
-
-
 def why_unreadable(weight: Tensor) -> str | None:
     """Return the class of a weight that FP8 products can't read, to end "weights that are ..."; or None."""
     kind = type(on_this_rank(weight))  # for a DTensor the class of each rank's shard
@@ -288,7 +271,7 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := why_not_stored(recipe, stored not in OF_FROZEN):
+    if reason := StoredWeight.why_not(recipe, stored not in OF_FROZEN):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):

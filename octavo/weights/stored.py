@@ -37,7 +37,7 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.scaling.recipe import WEIGHT
+from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
@@ -123,6 +123,22 @@ class StoredWeight(ShardHooks, Pair):
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
         self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or GRANULARITIES[1]
         return self
+
+    @staticmethod
+    def why_not(recipe: Recipe, trained: bool = True) -> str | None:
+        """Return why a recipe's weights can't be stored, or None; ``trained``: whether an optimizer writes them."""
+        casts = recipe.weight_casts
+        if casts.as_is is None or casts.transposed is None:
+            return "a product reads the weight in high precision"
+        of_frozen = casts.as_is.granularity in OF_FROZEN
+        if not casts.once and (trained or not of_frozen):
+            only = "; weights that are frozen before can be stored so" if of_frozen else ""
+            return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
+        if casts.as_is.format != E4M3:
+            return f"its weights are {casts.as_is.format}, and stored ones E4M3"
+        if not of_frozen and casts.as_is.granularity not in GRANULARITIES:
+            return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
+        return None
 
     @classmethod
     def cast(

@@ -3,15 +3,14 @@
 import torch
 
 import octavo
-from octavo.autograd.timed import cast_call, product_call
+from octavo.autograd.timed import TimedCalls
 
 
 def test_they_are_a_layers_product_and_cast() -> None:
     layer, recipe = torch.nn.Linear(32, 16, bias=False), octavo.recipes.dynamic()
     x = torch.randn(64, 32)
-    plain, fp8 = (product_call(x, layer.weight.detach(), each, 1)() for each in (None, recipe))
-    assert torch.equal(plain, layer(x)) and not torch.equal(plain, fp8)
+    assert not torch.equal(fp8 := TimedCalls(recipe).product(x, layer.weight.detach(), 1)(), layer(x))
     assert torch.equal(fp8, octavo.convert(layer, recipe, lambda module, name: True)(x))
     for each in (recipe, octavo.recipes.delayed()):
-        operands = cast_call(x, each)()
+        operands = TimedCalls(each).cast(x)()
         assert torch.equal(operands.as_is[0].view(torch.uint8).t(), operands.transposed[0].view(torch.uint8)[:, :64])

@@ -20,6 +20,7 @@ import octavo
 from octavo import cli
 from octavo.cli import command
 from octavo.cli.command import _COMMANDS, add_options, examples_of, option_errors
+from octavo.nn import machine
 from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, RunResult, TrainConfig, run
 from octavo.train.config import TrainError, option
 from octavo.train.loop import trained_model
@@ -83,6 +84,7 @@ def test_it_names_versions_devices_and_extras(monkeypatch, tmp_path):
     assert octavo.__version__ in text and torch.__version__ in text and "python" in text and "triton" in text
     assert "cpu" in text and command.EMULATED in text
     assert re.search(r"\nrecipes on cpu\n(  .*\n)*  mx +the reference; lost: FP8's speed: emulated\n", text)
+    assert "\n".join(machine.attention_on([torch.device("cpu")])) in text
     assert re.search(r"\nrecipes on cpu\n  casts +\S.* kept in .*octavo\n", text)
     assert f"matplotlib is not installed: pip install '{ROOT}[cli]'" in text and "onnx         installed" in text
     monkeypatch.chdir(ROOT)
@@ -100,36 +102,6 @@ def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in command.devices()
-
-
-def test_which_products_are_torchs(monkeypatch):
-    library = pytest.importorskip("octavo.kernels.triton.library_matmul")
-    cpu = torch.device("cpu")
-    assert command.products_of(cpu) == []
-    monkeypatch.setattr(command, "runs_natively", lambda device: True)
-    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *others: a_tile == (-1, -1))
-    lines = command.products_of(cpu)
-    assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
-    assert [line for line in lines if "PerTensor()" in line] == [
-        line for line in lines if line.endswith("torch's product")
-    ]
-
-
-def test_which_attention_torch_takes(monkeypatch):
-    cpu = torch.device("cpu")
-    text = "\n".join(command.attention_on([cpu]))
-    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
-        alone = "\n".join(command.attention_on([cpu]))
-    assert "can: flash, efficient, math, cudnn\n" in text and "can: math\n" in alone
-    assert "cpu: flash with heads of 64, flash with heads of 128" in text and "cpu: math with heads of 64" in alone
-    assert "no CUDA device here" in text and "set_priority" not in text
-    assert text in command.describe_machine()
-    # on a GPU where cuDNN's attention waits behind flash, and where it is chosen
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.is_causal)
-    assert "sdpa_kernel([SDPBackend.CUDNN_ATTENTION" in "\n".join(command.attention_on([cpu]))
-    monkeypatch.setattr(command, "fused_sdp_choice", lambda *_, is_causal: 3)
-    text = "\n".join(command.attention_on([cpu]))
-    assert "cpu: cudnn with heads of 64" in text and "set_priority" not in text
 
 
 def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):

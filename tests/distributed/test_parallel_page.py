@@ -12,7 +12,7 @@ from octavo import recipes
 from octavo.autograd.gather_input import GatherReader, can_gather
 from octavo.distributed import Fp8Reduction
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
-from octavo.weights.plain import why_not_stored
+from octavo.weights.stored import StoredWeight
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER
 from tests.support.seams.features import OF_RECIPES
@@ -51,7 +51,7 @@ def test_no_recipe_is_left_out():
         sent = can_gather(reader, INPUT, False)
         assert sent == can_gather(reader, GRAD_OUTPUT, False)
         assert gathered == ("in FP8" if sent else "in their dtype")
-        stored = why_not_stored(tasks.RECIPES[CALLS[call]]) is None
+        stored = StoredWeight.why_not(tasks.RECIPES[CALLS[call]]) is None
         assert others == ["yes", "yes", "yes" if stored else "never"]
 
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from octavo.distributed.ranks import RankError, Ranks, lost_ranks
+from octavo.distributed.ranks import RankError, Ranks
 
 
 def ranks_of(mesh):
@@ -104,6 +104,6 @@ def test_a_lone_process_communicates_nothing():
     ],
 )
 def test_what_collectives_raise_is_named(error, says):
-    with pytest.raises((RuntimeError, RankError), match=says) as fault, lost_ranks():
+    with pytest.raises((RuntimeError, RankError), match=says) as fault, Ranks.answering():
         raise error
     assert isinstance(fault.value, RankError) == (says != "a bug")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo import recipes
 from octavo.distributed import ColwiseParallel, Fp8Reduction, PrepareModuleInput, RowwiseParallel
-from octavo.distributed.checkpoint import gather_delayed
+from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError
 from octavo.scaling.recipe import RecipeMap
@@ -109,7 +109,7 @@ def reduced(mesh: Any, settings: Settings, fsdp: bool = False) -> None:
 
 def saved(mesh: Any, settings: Settings) -> None:
     model = octavo.convert(layers(), recipes.delayed(**settings), every_layer)
-    gather_delayed(model, Ranks(mesh.get_group()))
+    PlainModel(model).gather_delayed(Ranks(mesh.get_group()))
 
 
 def error_of_rank(mesh: Any, name: str, *settings_of_ranks: Settings) -> str:

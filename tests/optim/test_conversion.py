@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import change
-from octavo.optim.masters import master_of
+from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
 from tests.support.trained import master_values, moments_of
@@ -141,7 +141,7 @@ def test_weights_that_have_not_stepped_change_their_storage_alone():
     optimizer, before = AdamW([weight], 0.01, master="auto"), weight.detach().clone()
     change(optimizer, optimizer.settings, {weight: PerTensor()})
     assert torch.equal(values_of(weight), values_of(nn.Parameter(StoredWeight.cast(before))))
-    assert optimizer.state[weight] == {} and master_of(weight, "auto").kind == "fp8_split16"
+    assert optimizer.state[weight] == {} and MasterForm.of(weight, "auto").kind == "fp8_split16"
     store(weight, None)
     torch.testing.assert_close(weight, before, rtol=2.0**-8, atol=float(before.abs().max()) * 2.0**-26)
     step(optimizer, torch.randn(64, 64))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.optim import Adam, AdamW
-from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
+from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, MasterForm
 from octavo.weights.stored import StoredWeight
 from tests.support.stored_weights import inputs, store
 from tests.support.trained import master_values
@@ -20,7 +20,7 @@ from tests.support.trained import master_values
 def test_a_float32_weight_needs_nothing_besides():
     p = nn.Parameter(torch.randn(3, 4))
     for name in ("auto", "split16", "fp16_scaled", *NAMED):
-        assert master_of(p, name) is NAMED["fp32"]
+        assert MasterForm.of(p, name) is NAMED["fp32"]
     assert NAMED["fp32"].new_state(p) == {}
     stored = NAMED["fp32"].for_kernel(p, {})
     assert stored.kind == "weight" and stored.weight is p and not stored.is_random
@@ -32,7 +32,7 @@ def test_a_float32_weight_needs_nothing_besides():
 )
 def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
-    master = master_of(p, name)
+    master = MasterForm.of(p, name)
     assert master is NAMED[name]
     state = master.new_state(p)
     assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": form} if form else {})
@@ -48,19 +48,19 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
     for name, expected in bf16.items():
-        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[expected]
+        assert MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[expected]
     for name, of in (("fp32", "float32"), ("split32", "bfloat16"), ("split24", "bfloat16"), (None, "bfloat16")):
         message = f"master={name!r} is for weights of torch.{of}, not torch.float16; use 'auto'"
         with pytest.raises(ValueError, match=message):
-            master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), name)
+            MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.float16)), name)
     with pytest.raises(ValueError, match=r"take weights of float32, bfloat16 and float16, not torch\.float64"):
-        master_of(nn.Parameter(torch.ones(2, dtype=torch.float64)), "auto")
+        MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.float64)), "auto")
     with pytest.raises(ValueError, match=r"master='fp16_scaled' is for weights of .* not torch.float16; use 'auto'"):
-        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "fp16_scaled")
+        MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "fp16_scaled")
     with pytest.raises(
         ValueError, match="master='split8': use 'auto', 'split16', 'fp16_scaled', 'fp32', 'split32', 'split24', None"
     ):
-        master_of(nn.Parameter(torch.ones(2)), "split8")
+        MasterForm.of(nn.Parameter(torch.ones(2)), "split8")
 
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
@@ -107,7 +107,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def test_names():
     weight = parameter()
-    assert master_of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
+    assert MasterForm.of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
     for name in ("split32", "split8"):
         with pytest.raises(ValueError, match=f"master='{name}': weights stored in FP8 take 'split16', 'split24'"):
             AdamW([weight], master=name)

@@ -6,7 +6,7 @@ A name is public if docs/reference lists it. Every other name that a file of UPP
 also inside of a function, or reads as an attribute of such a module, has to stand in SEAM, by the module that defines
 it: of the bottom modules, too, such as errors, private and numerics, and ops that octavo.kernels has in ``__all__``.
 The lint prints a line for each name that SEAM lacks, for each of SEAM that nobody takes, and if SEAM has more than MOST
-names; it ends with 1 if there is any. MOST only ever falls: the aim is 60.
+names; it ends with 1 if there is any. MOST only ever falls.
 """
 
 from __future__ import annotations
@@ -20,44 +20,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 92
+MOST = 59
 SEAM = {
     "autograd.linear_cross_entropy": "ROWS",
-    "autograd.observer": "LayerCounts Notes Observer shared_scales",
-    "autograd.timed": "cast_call product_call",
-    "cache": "cache_folder make_cache_folder",
-    "distributed.checkpoint": "checkpoints_in gather_delayed load_delayed plain_name unwrapped",
+    "autograd.observer": "LayerCounts",
+    "autograd.timed": "TimedCalls",
+    "cache": "cache_folder",
+    "distributed.checkpoint": "checkpoints_in PlainModel",
     "distributed.files": "PARTIAL reason_of replacing",
-    "distributed.ranks": "Ranks lost_ranks",
+    "distributed.ranks": "Ranks",
     "errors": "first_line require",
-    "granularity": "ALL",
     "kernels.arguments": "Counted",
     "kernels.capability": "fast_dtype runs_natively",
-    "kernels.devices": "triton_kernels",
     "kernels.onnx": "VERSION decompositions",
-    "kernels.triton.cases": "KINDS TORCH call_of wrong",
-    "kernels.triton.launch": "Config table tuned_file using_rows",
-    "kernels.triton.library_matmul": "library_kinds",
-    "nn.candidates": "MIN_FEATURES Select features fp8_class of_subclass why_not_convertible",
+    "kernels.triton.cases": "KINDS",
+    "kernels.triton.launch": "TileTable",
+    "nn.candidates": "Select of_subclass sizes_of",
     "nn.convert": "gather_anew storages stored_now",
+    "nn.counting": "OperationCounter",
     "nn.known_forwards": "fused_modules refusal",
-    "nn.linear": "Grouped SeparateSplits",
-    "nn.recipe_module": "RecipeModule device_of",
-    "nn.saved": "KINDS fakes_of predicted_by_kind storage_of",
-    "nn.summary": "formulas",
-    "nn.where": "described_on",
+    "nn.linear": "SeparateSplits",
+    "nn.machine": "described_on",
+    "nn.recipe_module": "RecipeModule",
+    "nn.saved": "fakes_of predicted_by_kind",
     "optim.base": "CompactOptimizer",
     "optim.conversion": "Conversion",
-    "optim.masters": "MasterForm master_of",
+    "optim.masters": "MasterForm",
     "optim.state": "Settings largest",
-    "private": "hooks_of TorchDispatchMode fused_sdp_choice keep_gpu_busy pytree sdp_priority_order",
-    "reading": "file_inside parse_json read_json",
+    "private": "hooks_of keep_gpu_busy pytree",
+    "reading": "file_inside read_json",
     "recipes": "AnyRecipe NAMED",
     "scaling.delayed": "State",
-    "scaling.recipe": "OPERANDS PRODUCTS ROLES RecipeRule recipe_of",
+    "scaling.recipe": "OPERANDS ROLES RecipeRule",
     "weights.files": "SCALE_INV granularity_of_file",
     "weights.fsdp2": "on_this_rank own_slices whole",
-    "weights.plain": "pair_reader plain_within weight_of why_not_stored",
+    "weights.plain": "pair_reader plain_within weight_of",
     "weights.stored": "StoredWeight take_values",
 }
 REMEDY = "use a public name, move it to the one room that uses it, or let one function below answer in its place"

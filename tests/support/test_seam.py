@@ -50,8 +50,6 @@ def test_a_name_that_is_not_listed_or_not_taken_is_a_fault(monkeypatch: pytest.M
     monkeypatch.setattr(seam, "SEAM", {"errors": "first_line"})
     monkeypatch.setattr(seam, "MOST", 0)
     *lines, unused, too_many = seam.faults()
-    assert any(
-        "octavo.nn.recipe_module.RecipeModule is neither public nor in SEAM: use a public" in line for line in lines
-    )
+    assert any("octavo.nn.candidates.Select is neither public nor in SEAM: use a public" in line for line in lines)
     assert unused == "SEAM has octavo.errors.first_line, which no upper room takes: leave it out"
     assert too_many.startswith("SEAM has 1 names, and may have 0: ")

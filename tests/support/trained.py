@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.optim import E4M4, AdamW, Moment
-from octavo.optim.masters import master_of
+from octavo.optim.masters import MasterForm
 from octavo.optim.state import as_fp32, matrix_of
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
@@ -44,7 +44,7 @@ def moments_of(optimizer: AdamW, p: nn.Parameter) -> list[Tensor]:
 
 def master_values(optimizer: AdamW, p: nn.Parameter) -> Tensor:
     """Return the values that the optimizer's master of a weight has."""
-    form, scale_inv = master_of(p, optimizer.master), getattr(p, "scale_inv", None)
+    form, scale_inv = MasterForm.of(p, optimizer.master), getattr(p, "scale_inv", None)
     master = form.for_kernel(matrix_of(p.detach()), optimizer.state[p], scale_inv)
     return master.read_all(master.weight).view(p.shape)
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from octavo import cli
 from octavo.tune import command
 
 pytest.importorskip("triton")
-tuned = importlib.import_module("octavo.kernels.triton.launch")
+tuned, cases = (importlib.import_module(f"octavo.kernels.triton.{name}") for name in ("launch", "cases"))
 
 ORIGIN = {"device": "a GPU", "torch": "2", "triton": "3"}
 
@@ -33,7 +34,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
 
     monkeypatch.setattr(module, "tune", tune)
-    monkeypatch.setattr("octavo.kernels.triton.cases.TORCH", {"tensor . tensor": ()})
+    monkeypatch.setitem(cases.KINDS, "library", {})
     monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, minutes: [])
     return module
 
@@ -50,12 +51,9 @@ def test_what_is_found_is_written_and_other_rows_stay(
     output = tmp_path / "new" / "table.json"
     assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
-    written, shipped = tuned.table(output), tuned.table(None)
-    assert (
-        written["configs"] == {**shipped["configs"], "amax": [[64, 8, 128, 1, 4]]}
-        and written["library"] == shipped["library"]
-    )
-    assert written["measured_on"] == "a GPU, torch 2, triton 3"
+    written, shipped = tuned.TileTable.read(output), tuned.TileTable.read(None)
+    assert written.configs == {**shipped.configs, "amax": [[64, 8, 128, 1, 4]]} and written.library == shipped.library
+    assert json.loads(output.read_text())["measured_on"] == "a GPU, torch 2, triton 3"
     command.tune(None, ORIGIN, options("amax"))
     assert "nothing is kept" in capsys.readouterr().out
 
@@ -76,10 +74,10 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
 
 def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.tune(tmp_path / "table.json", ORIGIN, options("library")) == 0
-    assert tuned.table(tmp_path / "table.json")["library"] == []  # none is faster
+    assert tuned.TileTable.read(tmp_path / "table.json").library == set()  # none is faster
     with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
         command.tune(None, ORIGIN, options("cost"))
-    monkeypatch.setattr("octavo.kernels.triton.cases.TORCH", {})
+    monkeypatch.delitem(cases.KINDS, "library")
     with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
         command.tune(None, ORIGIN, options("library"))
 
@@ -91,13 +89,13 @@ def test_on_a_gpu(
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.tuned_file().exists()
+    assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.TileTable.tuned_file().exists()
     assert cli.main(["tune", "amax"]) == 0
-    assert f"wrote {tuned.tuned_file()}: new processes use it" in capsys.readouterr().out
-    assert tuned.table(tuned.tuned_file())["configs"]["amax"] == [[64, 8, 128, 1, 4]]
+    assert f"wrote {tuned.TileTable.tuned_file()}: new processes use it" in capsys.readouterr().out
+    assert tuned.TileTable.read(tuned.TileTable.tuned_file()).configs["amax"] == [[64, 8, 128, 1, 4]]
     assert cli.main(["tune", "--forget"]) == cli.main(["tune", "--forget"]) == 0
     out = capsys.readouterr().out
-    assert "forgotten: " in out and "nothing was tuned here" in out and not tuned.tuned_file().exists()
+    assert "forgotten: " in out and "nothing was tuned here" in out and not tuned.TileTable.tuned_file().exists()
 
 
 def test_where_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,5 +105,5 @@ def test_where_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(command, "runs_natively", lambda device: True)
-    monkeypatch.setattr(command, "triton_kernels", lambda: None)
+    monkeypatch.setitem(sys.modules, "octavo.kernels.triton.launch", None)
     assert cli.main(["tune", "--toy"]) == 2 and "Triton can't be imported" in capsys.readouterr().err

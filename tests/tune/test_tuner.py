@@ -13,22 +13,26 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType, kernels: TritonKernels) -> None:
-    assert kernels.module("launch").TABLE.keys() == tuner.cases.KINDS.keys()
-    for kind, names in tuner.cases.KINDS.items():
+    launch = kernels.module("launch")
+    assert launch.TABLE.keys() == tuner.cases.KINDS.keys() - {tuner.LIBRARY}
+    for kind in launch.TABLE:
         if kind == "matmul_scaled" and kernels.module("matmul")._architecture() // 10 not in (0, 10):
             continue  # the interpreter and sm_100 alone read it
-        for name in names:
-            call = tuner.cases.call_of(name, tuner.TOY.buckets_of(kind)[64][0])
-            with tuner.using_rows({kind: []}), pytest.raises(IndexError):
+        for case in tuner.cases.KINDS[kind].values():
+            call = case.call_of(tuner.TOY.buckets_of(kind)[64][0])
+            with tuner.TileTable.using({kind: []}), pytest.raises(IndexError):
                 call()
 
 
 def test_grids(tuner: ModuleType) -> None:
-    for kind, names in tuner.cases.KINDS.items():
-        assert names and max(tuner.FULL.buckets_of(kind)) == 64, kind
+    for kind in tuner.cases.KINDS.keys() - {tuner.LIBRARY}:
+        assert max(tuner.FULL.buckets_of(kind)) == 64, kind
         for bucket in tuner.FULL.buckets_of(kind):
             configs = tuner.grid_of(kind, bucket, tuner.FULL)
-            assert configs[0] == tuner.shipped(kind, bucket) and len(set(configs)) == len(configs) >= 18, kind
+            assert (
+                configs[0] == tuner.TileTable.read(None).config(kind, bucket)
+                and len(set(configs)) == len(configs) >= 18
+            ), kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.tiles for c in configs) > 0
             assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
             assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
@@ -36,7 +40,7 @@ def test_grids(tuner: ModuleType) -> None:
 
 def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is tuned where another configuration is faster: of 64 x 64 a neighbour, of 32 x 32 octavo's own."""
-    large, small = (tuner.shipped("cast", bucket) for bucket in (64, 20))
+    large, small = (tuner.TileTable.read(None).config("cast", bucket) for bucket in (64, 20))
     (first,) = set(tuner.grid_of("cast", 64, tuner.TOY)) - {large}
     (other,) = set(tuner.grid_of("cast", 20, tuner.TOY)) - {small}
     times = {(64, 64): {first: 1.0, large: 2.0}, (32, 64): {other: 3.0, small: 1.0}}
@@ -54,16 +58,16 @@ def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypa
     tuned_rows = tuner.tune("cast", tuner.TOY, {"amax": []})
     assert tuned_rows.rows == [[20, *small], [64, *first]] and tuned_rows.gain == pytest.approx(2**0.5)
     assert before == launch.TABLE
-    monkeypatch.setattr(tuner.cases, "wrong", lambda *case: "" if launch.config("cast", 64) != first else "wrong")
+    monkeypatch.setattr(tuner.cases.Case, "wrong", lambda *case: "" if launch.config("cast", 64) != first else "wrong")
     assert tuner.tune("cast", tuner.TOY, {}).rows == [[20, *small], [64, *large]]
 
 
 def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not tuner.cases.TORCH:
+    if tuner.LIBRARY not in tuner.cases.KINDS:
         pytest.skip("torch 2.11 has no FP8 product on a CPU")
     timings = importlib.import_module("octavo.tune.timing").Timings
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [1.0], "Triton": [2.0]}, {}))
-    monkeypatch.setattr(tuner.cases, "wrong", lambda name, shape: "rows" in name and "noise")
+    monkeypatch.setattr(tuner.cases.Case, "wrong", lambda case, shape: case.product[0] == (1, -1) and "noise")
     rows = tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows
     assert [[-1, -1], [-1, -1], True] in rows and all(a != [1, -1] for a, _, _ in rows)
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [2.0], "Triton": [1.0]}, {}))

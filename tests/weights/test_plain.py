@@ -10,7 +10,6 @@ from torch.nn.utils import parametrizations, prune
 import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.errors import UnsupportedOpError
-from octavo.weights.plain import why_not_stored
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
@@ -65,7 +64,7 @@ def test_recipes_that_store_weights(recipe):
 @pytest.mark.parametrize("name", REFUSED)
 def test_recipes_that_cannot_say_why_and_change_nothing(name):
     recipe, reason = REFUSED[name]
-    assert why_not_stored(dynamic) is None
+    assert StoredWeight.why_not(dynamic) is None
     for wanted in (recipe, octavo.RecipeMap(dynamic, {"2": recipe})):
         model = plain()
         before = dict(model.named_parameters())

@@ -13,7 +13,7 @@ from octavo.errors import UnsupportedOptionError
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import Granularity, PerRow, PerTensor
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
-from octavo.weights.plain import why_not_stored
+from octavo.weights.stored import StoredWeight
 
 _FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
@@ -131,7 +131,7 @@ class Float8LinearConfig:
             if getattr(self, first).target_dtype != getattr(self, second).target_dtype:
                 raise ValueError(f"{first} and {second} must have one target_dtype")
         recipe = recipe_of(self)
-        if self.enable_fsdp_float8_all_gather and (why := why_not_stored(recipe)):
+        if self.enable_fsdp_float8_all_gather and (why := StoredWeight.why_not(recipe)):
             raise UnsupportedOptionError(
                 f"enable_fsdp_float8_all_gather=True: this recipe's weights can't be gathered in FP8: {why}; leave it "
                 "out, or take the recipe 'tensorwise' or octavo.recipes.blockwise()"

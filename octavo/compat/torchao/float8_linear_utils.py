@@ -9,9 +9,9 @@ from torch import nn
 from octavo.compat.torchao.config import Float8LinearConfig, Float8LinearRecipeName, recipe_of
 from octavo.errors import UnsupportedOptionError
 from octavo.kernels.capability import runs_natively
-from octavo.nn.candidates import Select, why_not_convertible
+from octavo.nn.candidates import Select
 from octavo.nn.convert import convert
-from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.summary import summary
 
 
 def convert_to_float8_training(
@@ -39,15 +39,12 @@ def convert_to_float8_training(
 
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
-    unconverted = [
-        f"{name or 'the model'}: {why}"
-        for name, child in module.named_modules()
-        if not isinstance(child, RecipeModule) and chosen(child, name)
-        if (why := why_not_convertible(child)) is not None
-    ]
-    if unconverted:
-        warnings.warn(f"{len(unconverted)} chosen layers stay in high precision; {unconverted[0]}", stacklevel=2)
-    return convert(module, recipe_of(config), select=chosen)
+    converted = convert(module, recipe_of(config), select=chosen)
+    layers = {name: layer for name, layer in converted.named_modules() if chosen(layer, name)}
+    left = [f"{row.name or 'the model'}: {row.reason}" for row in summary(converted).left_alone if row.name in layers]
+    if left:
+        warnings.warn(f"{len(left)} chosen layers stay in high precision; {left[0]}", stacklevel=2)
+    return converted
 
 
 def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.cache import cache_folder, make_cache_folder, why_not_private
+from octavo.cache import cache_folder, why_not_private
 from octavo.kernels.capability import warn_once
 
 _FOLDER = Path(__file__).parent
@@ -46,7 +46,7 @@ def library(name: str) -> ctypes.CDLL | None:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
         key = _digest(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
-        folder = make_cache_folder()
+        folder = cache_folder(make=True)
         if not may_load_from(folder):
             return None
         return ctypes.CDLL(str(_from_cache(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))

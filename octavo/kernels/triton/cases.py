@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo import formats
-from octavo.granularity import ALL, PADDING, PerBlock
+from octavo.granularity import ALL, PADDING, PerBlock, Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference import KERNELS as REFERENCE
@@ -75,6 +75,34 @@ class Case(NamedTuple):
     reads: int = 1  # how many times it reads its inputs
     inputs: Callable[[Shape], tuple[Any, ...]] = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
+    product: tuple[Any, ...] = ()  # if it is one: both operands' tiles, and fast_accum
+
+    def call_of(self, shape: Shape) -> Callable[[], Any]:
+        """Return a call of the case's kernel."""
+        bound = partial(call, KERNELS[self.op], self.arguments(*self.inputs(shape)))
+        _synchronize()  # until the scales have arrived on the host
+        return bound
+
+    def wrong(self, shape: Shape) -> str:
+        """Return how the kernel differs from its reference more than the definition permits; "" if it does not.
+
+        A product is held against the same pairs multiplied in float32.
+        """
+        arguments, expected_arguments = (self.arguments(*self.inputs(shape)) for _ in range(2))
+        _synchronize()
+        results = call(KERNELS[self.op], arguments)
+        if self.product:
+            a, b = (REFERENCE["dequantize"](*pair, torch.float32) for pair in (arguments[:3], arguments[3:6]))
+            quality = sqnr(results.float(), a @ b.t())
+            return "" if quality > LEAST_SQNR else f"{quality:.1f} dB"
+        expected = call(DEFINITIONS[self.op], expected_arguments)
+        results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
+        problem = difference(results, expected, self.exact, shape[0])
+        return problem or ("" if same_state(arguments, expected_arguments, self.exact) else "state differs")
+
+    def by_triton(self) -> Case:
+        """Return the same product by octavo's kernel."""
+        return _product("Triton", *self.product)
 
 
 class Named(dict[str, Any]):
@@ -380,7 +408,7 @@ STEPS = {
 
 # --- products of two pairs in E4M3, by octavo's kernel and by torch's -------------------------------------------------
 
-TILES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+TILES: dict[str, tuple[Tile, Tile]] = {
     "tensor . tensor": (TENSOR, TENSOR),
     "rows . rows": (ROWS, ROWS),
     "1x128 . 128x128": (VECTOR, SQUARE),
@@ -396,11 +424,8 @@ def _torch_has(tiles: str) -> bool:
     return torch.__version__ >= "2.12" and "x" not in tiles
 
 
-TORCH = {name: tiles for name, tiles in TILES.items() if _torch_has(name)}
-
-
-def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_accum: bool) -> Case:
-    def operand(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _product(maker: str, a_tile: Tile, b_tile: Tile, fast_accum: bool) -> Case:
+    def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
@@ -410,18 +435,18 @@ def _product(a_tile: tuple[int, int], b_tile: tuple[int, int], maker: str, fast_
     def arguments(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> tuple[Any, ...]:
         return a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, None, torch.bfloat16, fast_accum
 
-    return Case(f"{maker} product", arguments, inputs=inputs, exact=False)
+    return Case(f"{maker} product", arguments, 1, inputs, False, (a_tile, b_tile, fast_accum))
 
 
 PRODUCTS = {
-    f"{name}, {maker}{', fast' * fast}": _product(*TILES[name], maker, fast)
-    for maker, names in (("Triton", list(TILES)), ("torch", list(TORCH)))
-    for name in names
+    f"{name}, {maker}{', fast' * fast}": _product(maker, *tiles, fast)
+    for maker in ("Triton", "torch")
+    for name, tiles in TILES.items()
     for fast in (True, False)
+    if maker == "Triton" or _torch_has(name)
 }
 
-# the cases of each row of configs.json; the first one decides which configurations are timed again
-KINDS = {
+_NAMES = {
     "cast_transpose": ("cast+transpose delayed", "cast+transpose+sum+commit"),
     "cast": ("cast delayed",),
     "amax": ("amax",),
@@ -446,6 +471,7 @@ KINDS = {
     "matmul_square_blocks": ("1x128 . 128x128, Triton",),
     "matmul_scaled": ("1x32 . 1x32, Triton",),
     "matmul": ("rows . rows, Triton",),
+    "library": tuple(name for name, case in PRODUCTS.items() if case.op == "torch product"),
 }
 
 KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"]), "step": stepping(optimizer_step, keeps_plans=True)}
@@ -454,7 +480,10 @@ KERNELS["torch product"] = unpacking({"matmul": library_matmul})["matmul"]
 DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
 DEFINITIONS["step"] = stepping(reference_step, keeps_plans=False)
 CASES = {**PLAIN, **FUSED}
-_ALL = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
+ALL_CASES = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
+# by kind of configs.json: its cases, of which the first decides which configurations are timed again; last torch's
+# products, which are compared with the products' new rows, if torch has any here (2.11 has none on a CPU)
+KINDS = {kind: {name: ALL_CASES[name] for name in names} for kind, names in _NAMES.items() if names}
 
 
 def _synchronize() -> None:
@@ -464,33 +493,4 @@ def _synchronize() -> None:
 
 def reads(name: str, shape: Shape) -> tuple[Tensor, ...]:
     """Return the tensors that a case reads."""
-    return tuple(tensor for tensor in _ALL[name].inputs(shape) if isinstance(tensor, Tensor))
-
-
-def call_of(name: str, shape: Shape) -> Callable[[], Any]:
-    """Return a call of a case's kernel."""
-    case = _ALL[name]
-    bound = partial(call, KERNELS[case.op], case.arguments(*case.inputs(shape)))
-    _synchronize()  # until the scales have arrived on the host
-    return bound
-
-
-def wrong(name: str, shape: Shape) -> str:
-    """Return how the kernel differs from its reference more than the definition permits; "" if it does not.
-
-    A product is held against the same pairs multiplied in float32.
-    """
-    case = _ALL[name]
-    arguments, expected_arguments = (case.arguments(*case.inputs(shape)) for _ in range(2))
-    _synchronize()
-    results = call(KERNELS[case.op], arguments)
-    if name in PRODUCTS:
-        a, b = (REFERENCE["dequantize"](*pair, torch.float32) for pair in (arguments[:3], arguments[3:6]))
-        quality = sqnr(results.float(), a @ b.t())
-        return "" if quality > LEAST_SQNR else f"{quality:.1f} dB"
-    expected = call(DEFINITIONS[case.op], expected_arguments)
-    results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
-    problem = difference(results, expected, case.exact, shape[0])
-    if not problem and not same_state(arguments, expected_arguments, case.exact):
-        problem = "state differs"
-    return problem
+    return tuple(tensor for tensor in ALL_CASES[name].inputs(shape) if isinstance(tensor, Tensor))

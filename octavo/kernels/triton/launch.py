@@ -40,26 +40,59 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def tuned_file() -> Path | None:
-    """Return the path of the current GPU's table, whether the file exists or not; None without a GPU."""
-    if not torch.cuda.is_available() or is_in_bad_fork():
-        return None
-    device = re.sub(r"\W+", "-", torch.cuda.get_device_name())
-    kernels = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()[:8]
-    return cache_folder() / f"kernels-{device}-triton-{triton.__version__}-{kernels}.json"
+class TileTable(NamedTuple):
+    """Configurations of kernels, and the products that torch's own scaled product makes: what a configs.json holds.
 
+    Attributes:
+        configs: {kind of kernel: rows}; a row is [the largest log2 of a tensor's elements that it is for, *Config], and
+            the last one serves all larger tensors too.
+        library: (a's tile, b's tile, fast_accum) of each of these products.
+    """
 
-def table(path: Path | None) -> dict[str, Any]:
-    """Return shipped kinds of kernels, each with its rows of the table at ``path`` where that has them."""
-    shipped: dict[str, Any] = read_json(SHIPPED)
-    try:
-        tuned = {} if path is None else read_json(path)
-        merged = {**shipped, **tuned, "configs": {**shipped["configs"], **tuned.get("configs", {})}}
-        merged["configs"] = {kind: checked(kind, merged["configs"][kind]) for kind in shipped["configs"]}
-        _library(merged)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
-        return shipped
-    return merged
+    configs: dict[str, list[list[int]]]
+    library: set[tuple[tuple[int, int], tuple[int, int], bool]]
+
+    @staticmethod
+    def tuned_file() -> Path | None:
+        """Return the path of the current GPU's table, whether the file exists or not; None without a GPU."""
+        if not torch.cuda.is_available() or is_in_bad_fork():
+            return None
+        device = re.sub(r"\W+", "-", torch.cuda.get_device_name())
+        kernels = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()[:8]
+        return cache_folder() / f"kernels-{device}-triton-{triton.__version__}-{kernels}.json"
+
+    @classmethod
+    def read(cls, path: Path | None) -> TileTable:
+        """Return the shipped table; of kinds that the table at ``path`` has, the rows of that one."""
+        shipped: dict[str, Any] = read_json(SHIPPED)
+        try:
+            tuned = {} if path is None else read_json(path)
+            rows = shipped["configs"] | tuned.get("configs", {})
+            library = {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in (shipped | tuned)["library"]}
+            return cls({kind: checked(kind, rows[kind]) for kind in shipped["configs"]}, library)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            if path is None:
+                raise
+            return cls.read(None)  # there is no other table, or a damaged one
+
+    def config(self, kind: str, log2_elements: int) -> Config:
+        """Return a kind's configuration for a tensor of up to 2^log2_elements elements."""
+        rows = self.configs[kind]
+        return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+
+    @staticmethod
+    @contextmanager
+    def using(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
+        """Choose configurations of these kinds by other rows than the table's."""
+        old_rows = dict(TABLE)
+        TABLE.update(rows)  # type: ignore[arg-type]
+        _forget_choices()
+        try:
+            yield
+        finally:
+            TABLE.clear()  # a kind may have had no row
+            TABLE.update(old_rows)
+            _forget_choices()
 
 
 def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
@@ -78,40 +111,12 @@ def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-def _library(configs: dict[str, Any]) -> set[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """Return (a's tile, b's tile, fast_accum) of the products that a table leaves to torch's scaled product."""
-    return {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in configs["library"]}
-
-
-_CONFIGS = table(tuned_file())
-TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
+_TABLE = TileTable.read(TileTable.tuned_file())
+TABLE = _TABLE.configs
+config = functools.cache(_TABLE.config)
 
 # the products that torch's own scaled product makes: here, and by the shipped table
-LIBRARY, SHIPPED_LIBRARY = _library(_CONFIGS), _library(table(None))
-
-
-@functools.cache
-def config(kernel: str, log2_elements: int) -> Config:
-    """Return a kernel's configuration for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
-
-    A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too.
-    """
-    rows = TABLE[kernel]
-    return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
-
-
-@contextmanager
-def using_rows(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
-    """Choose configurations of these kinds by other rows than the table's."""
-    old_rows = dict(TABLE)
-    TABLE.update(rows)  # type: ignore[arg-type]
-    _forget_choices()
-    try:
-        yield
-    finally:
-        TABLE.clear()  # a kind may have had no row
-        TABLE.update(old_rows)
-        _forget_choices()
+LIBRARY, SHIPPED_LIBRARY = _TABLE.library, TileTable.read(None).library
 
 
 def _forget_choices() -> None:

@@ -33,13 +33,13 @@ def unless_compiled(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", unless_compiled([*CASES, *ONLY_TUNED, *STEPS]))
 def test_kernel_and_reference(cases: ModuleType, name: str) -> None:
     shape = (32, 256) if name in FUSED or name in ONLY_TUNED else (32, 128) if name in STEPS else (48, 128)
-    assert cases.wrong(name, shape) == ""
+    assert cases.ALL_CASES[name].wrong(shape) == ""
 
 
 @pytest.mark.parametrize("name", unless_compiled(name for name in PRODUCTS if not name.endswith("fast")))
 def test_products(cases: ModuleType, name: str) -> None:
-    assert cases.wrong(name, (32, 48, 128)) == ""
-    assert cases.call_of(name, (32, 48, 128))().shape == (32, 48)
+    assert cases.ALL_CASES[name].wrong((32, 48, 128)) == ""
+    assert cases.ALL_CASES[name].call_of((32, 48, 128))().shape == (32, 48)
 
 
 def test_a_wrong_product_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,22 +49,22 @@ def test_a_wrong_product_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyP
         return right(a, a_scale_inv.mean().expand_as(a_scale_inv).contiguous(), *others)
 
     monkeypatch.setitem(cases.KERNELS, "Triton product", wrong)
-    assert cases.wrong("rows . rows, Triton", (32, 48, 128)).endswith("dB")
+    assert cases.ALL_CASES["rows . rows, Triton"].wrong((32, 48, 128)).endswith("dB")
 
 
 def test_what_a_case_reads(cases: ModuleType) -> None:
     (x,) = cases.reads("amax", (32, 48))
     assert torch.equal(x, cases.normal((32, 48))) and not torch.equal(x, cases.normal((32, 48), 1))
-    assert cases.call_of("amax", (32, 48))().item() == x.abs().max().item()
+    assert cases.ALL_CASES["amax"].call_of((32, 48))().item() == x.abs().max().item()
     assert len(cases.reads("rmsnorm gradient + residual", (32, 48))) == 6
     dy, h, scale_inv = cases.reads("swiglu gradient of codes + cast+transpose+sum+commit", (32, 128))
     assert dy.shape == (32, 64) and h.shape == (32, 128) and h.element_size() == 1 and scale_inv.shape == (32, 4)
 
 
 def test_a_wrong_kernel_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cases.wrong("amax", (32, 48)) == ""
+    assert cases.ALL_CASES["amax"].wrong((32, 48)) == ""
     monkeypatch.setitem(cases.KERNELS, "amax", lambda x, tile: cases.DEFINITIONS["amax"](x, tile) + 1)
-    assert cases.wrong("amax", (32, 48)) == "output 0: 1 of 1 differ"
+    assert cases.ALL_CASES["amax"].wrong((32, 48)) == "output 0: 1 of 1 differ"
 
     def leaves_the_state(*arguments: object) -> object:
         return cases.DEFINITIONS["cast_and_commit"](
@@ -72,4 +72,4 @@ def test_a_wrong_kernel_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPa
         )
 
     monkeypatch.setitem(cases.KERNELS, "cast_and_commit", leaves_the_state)
-    assert cases.wrong("cast+transpose+sum+commit", (32, 48)) == "state differs"
+    assert cases.ALL_CASES["cast+transpose+sum+commit"].wrong((32, 48)) == "state differs"

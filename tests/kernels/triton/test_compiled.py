@@ -170,7 +170,7 @@ def check(name: str, kernels: TritonKernels) -> None:
         CALLS[name](kernels)
     else:
         shape = PRODUCT if name in cases.PRODUCTS else SHAPES.get(name, SHAPE)
-        assert kernels.module("octavo.kernels.triton.cases").wrong(name, shape) == ""
+        assert kernels.module("octavo.kernels.triton.cases").ALL_CASES[name].wrong(shape) == ""
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
 def test_stores_fill_sectors(name: str) -> None:
     """Stores of rows of codes fill whole sectors; a warp's other stores lie together too."""
     with emulating(90, Options(counts=True)) as launches:
-        assert cases.wrong(name, (64, 256)) == ""
+        assert cases.ALL_CASES[name].wrong((64, 256)) == ""
     accesses = [access for one in launches for access in one.launch.counts.items()]
     counts = [count for (line, space), count in accesses if space == "global" and line.name.startswith(("st", "red"))]
     assert counts and all(count.got <= 1.05 * count.least for count in counts)

@@ -5,7 +5,6 @@ import json
 import re
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -131,43 +130,39 @@ def table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    path = tuned.tuned_file()
+    path = tuned.TileTable.tuned_file()
     assert path is not None and path.is_relative_to(tmp_path) and "NVIDIA-H200" in path.name
     path.parent.mkdir()
     return Path(path)
 
 
-def shipped() -> dict[str, Any]:
-    return dict(json.loads(tuned.SHIPPED.read_text()))
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"configs": 3}', '{"library": [[[1], [1, 2], true]]}'])
 def test_a_spoilt_one_is_not(table_file: Path, content: str) -> None:
     table_file.write_text(content)
-    assert tuned.table(tuned.tuned_file()) == shipped()
+    assert tuned.TileTable.read(tuned.TileTable.tuned_file()) == tuned.TileTable.read(None)
 
 
 def test_a_damaged_one_is_not_or_has_rows(table_file: Path) -> None:
     for seed in range(40):
-        table_file.write_bytes(damaged_json(shipped(), seed))
-        table = tuned.table(tuned.tuned_file())
-        assert table.keys() >= {"configs", "library"} and table["configs"].keys() == shipped()["configs"].keys()
-        for rows in table["configs"].values():
+        table_file.write_bytes(damaged_json(json.loads(tuned.SHIPPED.read_text()), seed))
+        table = tuned.TileTable.read(tuned.TileTable.tuned_file())
+        assert table.configs.keys() == tuned.TileTable.read(None).configs.keys()
+        for rows in table.configs.values():
             assert rows and all(type(number) is int and number > 0 for row in rows for number in row)
             assert {len(row) for row in rows} == {5}
 
 
 def test_a_tile_holds_the_padding_of_the_transposed_rows_that_it_writes(table_file: Path) -> None:
     """A tile of fewer rows than those are padded to would leave codes unwritten."""
-    table = shipped()
+    table = json.loads(tuned.SHIPPED.read_text())
     assert {kind: tuned.checked(kind, rows) for kind, rows in table["configs"].items()} == table["configs"]
     table["configs"]["norm_cast_transpose"][0][1] = PADDING // 2
     table_file.write_text(json.dumps(table))
-    assert tuned.table(tuned.tuned_file()) == shipped()
+    assert tuned.TileTable.read(tuned.TileTable.tuned_file()) == tuned.TileTable.read(None)
 
 
 def test_other_kernels_have_another(table_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tmp_path / "configs.json"
     changed.write_text("{}")
     monkeypatch.setattr(tuned, "SHIPPED", changed)
-    assert tuned.tuned_file() != table_file
+    assert tuned.TileTable.tuned_file() != table_file

@@ -1,0 +1,35 @@
+"""The lines of `octavo info` on the kernels of this machine's devices."""
+
+import pytest
+import torch
+
+from octavo.nn import machine
+
+
+def test_which_products_are_torchs(monkeypatch):
+    library = pytest.importorskip("octavo.kernels.triton.library_matmul")
+    cpu = torch.device("cpu")
+    assert machine.products_of(cpu) == []
+    monkeypatch.setattr(machine, "runs_natively", lambda device: True)
+    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *others: a_tile == (-1, -1))
+    lines = machine.products_of(cpu)
+    assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
+    assert [line for line in lines if "PerTensor()" in line] == [
+        line for line in lines if line.endswith("torch's product")
+    ]
+
+
+def test_which_attention_torch_takes(monkeypatch):
+    cpu = torch.device("cpu")
+    text = "\n".join(machine.attention_on([cpu]))
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        alone = "\n".join(machine.attention_on([cpu]))
+    assert "can: flash, efficient, math, cudnn\n" in text and "can: math\n" in alone
+    assert "cpu: flash with heads of 64, flash with heads of 128" in text and "cpu: math with heads of 64" in alone
+    assert "no CUDA device here" in text and "set_priority" not in text
+    # on a GPU where cuDNN's attention waits behind flash, and where it is chosen
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.is_causal)
+    assert "sdpa_kernel([SDPBackend.CUDNN_ATTENTION" in "\n".join(machine.attention_on([cpu]))
+    monkeypatch.setattr(machine, "fused_sdp_choice", lambda *_, is_causal: 3)
+    text = "\n".join(machine.attention_on([cpu]))
+    assert "cpu: cudnn with heads of 64" in text and "set_priority" not in text
