@@ -115,7 +115,7 @@ class Layout(NamedTuple):
 
 
 FileLayout = Literal["fine-grained", "mxfp8", "compressed-tensors"]
-AnyLayout = Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"]
+AnyLayout = Literal[FileLayout, "per-tensor"]
 
 
 class Entry(NamedTuple):

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import HigherOrderGradientError, recipes
-from octavo.kernels.activations import ACTIVATIONS, activate
-from octavo.kernels.reference.activation import produced
+from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.reference.activation import activate, produced
 from octavo.kernels.reference.norm import normalise
 from octavo.nn import LayerNorm, RMSNorm
 from tests.support.combinations import each_pair

@@ -63,15 +63,10 @@ def table(path: Path | None) -> dict[str, Any]:
 
 
 def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
-    """Return a kind's rows. Raise ValueError or TypeError if they are none.
-
-    A program writes the padding of the transposed rows that it writes, so its tile has no fewer rows than they are
-    padded to.
-    """
-    least = PADDING if "transpose" in kind else 1
+    """Return a kind's rows. Raise ValueError or TypeError if they are none."""
     for row in rows:
         largest, config = row[0], Config(*row[1:])
-        if not all(type(number) is int and number > 0 for number in (largest, *config)) or config.block_r < least:
+        if not all(type(number) is int and number > 0 for number in (largest, *config)):
             raise ValueError(f"{row} is no row of a table of configurations of {kind}")
     if not rows:
         raise ValueError("a kind has no row")
@@ -94,10 +89,13 @@ LIBRARY, SHIPPED_LIBRARY = _library(_CONFIGS), _library(table(None))
 def config(kernel: str, log2_elements: int) -> Config:
     """Return a kernel's configuration for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
 
-    A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too.
+    A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too. Programs
+    that write transposed rows write these rows' padding too, so their tile has at least PADDING rows, whatever the table
+    says.
     """
     rows = TABLE[kernel]
-    return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+    chosen = Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+    return chosen._replace(block_r=max(chosen.block_r, PADDING)) if "transpose" in kernel else chosen
 
 
 @contextmanager
