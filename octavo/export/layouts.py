@@ -355,6 +355,7 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     }
 
 
+# in the order in which errors propose them: a new one is the last of files
 LAYOUTS: dict[AnyLayout, Layout] = {
     "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
     "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
