@@ -90,7 +90,7 @@ def config(kernel: str, log2_elements: int) -> Config:
     """Return a kernel's configuration for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
 
     A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too. A program
-    that writes transposed rows writes their padding too, so its tile has at least PADDING rows, whatever the table says.
+    that writes transposed rows writes their padding too, so its tile has at least PADDING rows, whatever a row says.
     """
     rows = TABLE[kernel]
     chosen = Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
