@@ -22,7 +22,7 @@ from octavo.scaling.recipe import Recipe
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
 PAIR, SENT_PAIR = 1 + 4 / 128, 1 + 1 / 128  # bytes of a code and its share of 128's scale; sent, of its exponent
-BLOCK = 128  # of the recipe "blockwise"
+BLOCK = 128  # elements that share a scale by the recipe "blockwise"
 # of a product's rate on a lone GPU, measured for seconds, the share that is published of others: 600 of 718 TFLOP/s in
 # bf16, 1,125 of 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784)
 SUSTAINED = 0.84
@@ -41,7 +41,7 @@ class Weight:
     split: Literal["in", "out", "experts", None] = None  # the features that tensor parallelism divides; whole experts
     held: int = 1  # how many of these matrices there are
     used: float = 1  # by how many of them a token is multiplied
-    share: float = 1  # of the blocks that have it
+    share: float = 1  # the share of blocks that have it
 
     @property
     def elements(self) -> float:
@@ -66,9 +66,9 @@ class Shapes:
     attention: float  # features of a head's queries and values, the mean of both, times heads
     elementwise: float
     logits: float = 4 * BF16  # bytes that a step moves for one
-    launches: float = 0  # of a block's kernels between products, if the device waits for them
+    launches: float = 0  # kernels of a block between products, if the device waits for their launches
     saved: float | None = None
-    heads: tuple[int, ...] = ()  # of queries, and of keys; tensor parallelism divides each
+    heads: tuple[int, ...] = ()  # numbers of heads of queries and of keys; tensor parallelism divides each
 
     @property
     def parameters(self) -> float:
