@@ -383,16 +383,18 @@ class Stage:
         size = weight.elements / weight.share / (self.layout.sharded if self.precision.gathers else 1)
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
-        first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
-        spared: float = 1
+        # what is sent is the input of a first layer and the gradient of a second one's output. A rank casts its part of
+        # it before, or each token once for all its experts
+        is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
+        divisor: float = 1
         if self.precision.pairs and splits:
-            spared = self.layout.tensor
+            divisor = self.layout.tensor
         elif self.precision.pairs and self.precision.elsewhere and weight.split == "experts":
-            spared = weight.used
-        shares = spared if first else 1, 1, 1 if first else spared
-        for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
+            divisor = weight.used
+        divisors = divisor if is_first else 1, 1, 1 if is_first else divisor
+        for role, elements, divisor in zip(recipe.casts, counts, divisors, strict=True):
             if (cast := role.as_is or role.transposed) is not None:
-                casts += rates.cast_seconds(cast, elements / share, True)
+                casts += rates.cast_seconds(cast, elements / divisor, True)
         return weight.share * products, weight.share * casts
 
     @functools.cached_property
