@@ -10,8 +10,8 @@ import torch
 from gfloat.formats import format_info_ocp_e8m0
 
 from octavo import E4M3, E5M2, numerics
-from octavo.export.lowering import _TYPES
 from octavo.formats import E4M4, FORMATS, Format, format_of
+from octavo.kernels.onnx import _TYPES
 from tests.support.definitions import (
     FORMAT_INFO,
     ML_DTYPES,
