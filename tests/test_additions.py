@@ -80,8 +80,6 @@ def begin(model, recipe):
     "a layout of files": r"""
 @ octavo/export/layouts.py <<"compressed-tensors"]
 "rows",
-@ octavo/export/layouts.py <<"per-tensor"]
-"rows",
 @ octavo/export/layouts.py <    "per-tensor": L
     "rows": Layout("_scale_rows", ((1, ALL),), "rowwise", _compressed_tensors_config, "rows"),
 """,

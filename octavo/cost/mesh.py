@@ -22,7 +22,7 @@ from octavo.scaling.recipe import Recipe
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
 PAIR, SENT_PAIR = 1 + 4 / 128, 1 + 1 / 128  # bytes of a code and its share of 128's scale; sent, of its exponent
-BLOCK = 128  # of the recipe "blockwise"
+BLOCK = 128  # elements that share a scale by the recipe "blockwise"
 # of a product's rate on a lone GPU, measured for seconds, the share that is published of others: 600 of 718 TFLOP/s in
 # bf16, 1,125 of 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784)
 SUSTAINED = 0.84
@@ -41,7 +41,7 @@ class Weight:
     split: Literal["in", "out", "experts", None] = None  # the features that tensor parallelism divides; whole experts
     held: int = 1  # how many of these matrices there are
     used: float = 1  # by how many of them a token is multiplied
-    share: float = 1  # of the blocks that have it
+    share: float = 1  # the share of blocks that have it
 
     @property
     def elements(self) -> float:
@@ -66,9 +66,9 @@ class Shapes:
     attention: float  # features of a head's queries and values, the mean of both, times heads
     elementwise: float
     logits: float = 4 * BF16  # bytes that a step moves for one
-    launches: float = 0  # of a block's kernels between products, if the device waits for them
+    launches: float = 0  # kernels of a block between products, if the device waits for their launches
     saved: float | None = None
-    heads: tuple[int, ...] = ()  # of queries, and of keys; tensor parallelism divides each
+    heads: tuple[int, ...] = ()  # numbers of heads of queries and of keys; tensor parallelism divides each
 
     @property
     def parameters(self) -> float:
@@ -383,16 +383,18 @@ class Stage:
         size = weight.elements / weight.share / (self.layout.sharded if self.precision.gathers else 1)
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
-        first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
-        spared: float = 1
+        # what is sent is the input of a first layer and the gradient of a second one's output. A rank casts its part of
+        # it before, or each token once for all its experts
+        is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
+        divisor: float = 1
         if self.precision.pairs and splits:
-            spared = self.layout.tensor
+            divisor = self.layout.tensor
         elif self.precision.pairs and self.precision.elsewhere and weight.split == "experts":
-            spared = weight.used
-        shares = spared if first else 1, 1, 1 if first else spared
-        for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
+            divisor = weight.used
+        divisors = divisor if is_first else 1, 1, 1 if is_first else divisor
+        for role, elements, divisor in zip(recipe.casts, counts, divisors, strict=True):
             if (cast := role.as_is or role.transposed) is not None:
-                casts += rates.cast_seconds(cast, elements / share, True)
+                casts += rates.cast_seconds(cast, elements / divisor, True)
         return weight.share * products, weight.share * casts
 
     @functools.cached_property

@@ -51,9 +51,9 @@ def to_safetensors(
     Args:
         model: a converted model, none of it on the meta device.
         folder: created, parents too; may exist if it is empty.
-        layout: "fine-grained" holds E4M3 weights in 128x128 blocks (``recipes.blockwise()``), "mxfp8" those in 1x32
-            blocks (``mx()``), "compressed-tensors" both of these and those with one scale, or one a row
-            (``dynamic()``, ``delayed()``, ``rowwise()``).
+        layout: one of the table on the page on rollouts. "fine-grained" holds E4M3 weights in 128x128 blocks
+            (``recipes.blockwise()``), "mxfp8" those in 1x32 blocks (``mx()``), "compressed-tensors" both of these and
+            those with one scale, or one a row (``dynamic()``, ``delayed()``, ``rowwise()``).
         max_shard_bytes: the most that one file holds; a larger tensor has a file of its own.
 
     Raises:
@@ -198,9 +198,8 @@ def iterate_fp8(
 
     Yields:
         (name, codes, scale_inv), named as in ``model.state_dict()``, on the model's device; tied tensors once, but FP8
-        layers that share a weight each yield it. Codes are float8_e4m3fn [N, K], scale_inv is float32
-        [ceil(N / 128), ceil(K / 128)] ("fine-grained", "compressed-tensors"), [1] or [N, 1] ("compressed-tensors") or
-        [1] ("per-tensor"), and the value is codes * scale_inv; of 1x32 blocks ("mxfp8", "compressed-tensors") it is
+        layers that share a weight each yield it. Codes are float8_e4m3fn [N, K]. scale_inv is float32 [1], [N, 1] or
+        [ceil(N / 128), ceil(K / 128)], as the recipe scales, and the value is codes * scale_inv; of 1x32 blocks it is
         uint8 [N, K / 32], E8M0's bytes, and the value is codes * 2 ** (scale_inv - 127). A tensor in high precision is
         (name, tensor, None). For a transformers model whose experts are in FP8, names are those that its
         save_pretrained writes, and each expert's matrices are tensors of their own.

@@ -115,7 +115,7 @@ class Layout(NamedTuple):
 
 
 FileLayout = Literal["fine-grained", "mxfp8", "compressed-tensors"]
-AnyLayout = Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"]
+AnyLayout = Literal[FileLayout, "per-tensor"]
 
 
 class Entry(NamedTuple):
@@ -353,6 +353,7 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     }
 
 
+# in the order in which errors propose them: a new one is the last of files
 LAYOUTS: dict[AnyLayout, Layout] = {
     "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
     "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),

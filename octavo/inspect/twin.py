@@ -31,7 +31,7 @@ LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 
 
 class Comparison(NamedTuple):
-    """What a twin found, on the device.
+    """The comparison of a step's gradients and loss with its twin's, on the device.
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;

@@ -281,6 +281,7 @@ def _cast(
     swizzle: bool = False,
     **heads_or_value: Any,
 ) -> tuple[Any, ...]:
+    """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
@@ -371,6 +372,7 @@ def _cast_and_commit(
     h_tile: Sequence[int] = (ALL, ALL),
     **heads_or_value: Any,
 ) -> tuple[Any, ...]:
+    """Return (source, scaling, commit, output) of the flat arguments of the op ``cast_and_commit``."""
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)

@@ -17,18 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.autograd.casts import State
 from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
-from octavo.autograd.shared_casts import read_by
+from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.nn.inputs import is_parallel, product_dtype
-from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
 
 class Sending(NamedTuple):
@@ -64,7 +64,7 @@ class Style:
     reads_gathered: bool = False  # whether an input that was gathered in FP8 has reached it
 
 
-def hooks_on(module: Any) -> int:
+def hooks_on(module: nn.Module) -> int:
     """Return how many hooks of forward and backward a module has."""
     count = 0
     for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -72,12 +72,12 @@ def hooks_on(module: Any) -> int:
     return count
 
 
-def style_of(module: Any) -> Style | None:
+def style_of(module: object) -> Style | None:
     """Return the style of octavo.distributed that a module is under, or None."""
     return module.__dict__.get(STYLE)
 
 
-def sending_of(module: Any) -> Sending | None:
+def sending_of(module: object) -> Sending | None:
     """Return the settings by which a layer's tokens are sent, from the style of octavo.distributed over it; or None."""
     style = style_of(module)
     return None if style is None else style.sending
@@ -85,6 +85,24 @@ def sending_of(module: Any) -> Sending | None:
 
 # This rank's weight [N, K] and bias [N], and the parameter, a leaf of autograd's graph, that the weight is a view of.
 LayerTensors = tuple[Tensor, Tensor | None, Tensor]
+
+
+class ShardedLayer(Protocol):
+    """A layer that multiplies its part of a weight: a RecipeModule, which imports this file."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of its products."""
+
+    @property
+    def observing(self) -> Any:
+        """The observer of a forward that runs now; None in evaluation."""
+
+    def state_of_input(self) -> State | None:
+        """Return the delayed state that a cast of the next input reads."""
+
+    def local_product(self, input: Any, tensors: LayerTensors, read: ReadTensor | None, rows: Rows) -> Tensor:
+        """Return the product of this rank's parts."""
 
 
 class FusedParts(NamedTuple):
@@ -180,7 +198,8 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     return of_last.finish(last, y, placed.mesh), normed
 
 
-def _is_counted(module: Any) -> bool:
+def _is_counted(module: ShardedLayer) -> bool:
+    """Whether octavo.inspect counts the casts of a layer's forward that runs now."""
     observer = module.observing
     return observer is not None and observer.counts is not None
 
@@ -233,7 +252,9 @@ def _state_of_all(readers: Sequence[Any]) -> State | None:
     return states[0]._replace(scale=torch.where((scales == scales[0]).all(0), scales[0], 0.0))
 
 
-def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any) -> Any:
+def _scattered_for(
+    module: ShardedLayer, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any
+) -> Any:
     """Return the sum over ranks of their outputs y [..., N], a DTensor whose gradient is gathered in FP8.
 
     None if torch has to compute the sum. A gradient that octavo.inspect counts is gathered in its dtype.
@@ -256,7 +277,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     return DTensor.from_local(rows, mesh, [sending.output], run_check=False)
 
 
-def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
+def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -> Any:
     """Return input [..., K] . weight^T + bias [N] of DTensors by the module's recipe, a DTensor; see the table."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -310,7 +331,8 @@ def spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
     return DTensor.from_local(y, mesh, [placement], run_check=False, **whole)
 
 
-def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: Any) -> Any:
+def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any, bias: Any) -> Any:
+    """Return the product of an input that was gathered in FP8 and a weight that is Shard(0), a DTensor."""
     from torch.distributed.tensor import Shard
 
     if input.casts != arguments_of(module.recipe) or weight.placements != (Shard(0),):

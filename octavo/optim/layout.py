@@ -104,7 +104,7 @@ def bytes_of_shard(tensor: Tensor) -> int:
 
 
 def settle_gradient(param: nn.Parameter) -> Tensor | None:
-    """A weight's gradient, redistributed to the weight's placements if it has others; all ranks of the mesh then call.
+    """Return a weight's gradient, after giving it the weight's placements; collective if it has others.
 
     For a replicated norm torch leaves each rank with the sum over its own tokens.
     """

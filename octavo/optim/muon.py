@@ -366,12 +366,14 @@ def by_owners(
     """
     ranks, this_rank = group.size(), group.rank()
     owners = owners_of(shapes, ranks)
+    # matrices go by their numbers: those of each rank, and all of them in the order of their owners, as they are sent
     owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
     ordered = list(itertools.chain.from_iterable(owned))
     rows: dict[int, list[int]] = {}  # {matrix that this rank owns: how many of its rows each rank has}
     for number in owned[this_rank]:
         slices = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
         rows[number] = [some.stop - some.start for some in slices]
+    # there: elements that each rank sends of each matrix of this rank's, and elements to and from each rank
     sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned[this_rank]] for rank in range(ranks)]
     sent = [sum(parts[number].numel() for number in some) for some in owned]
     received = [sum(some) for some in sizes]
@@ -381,6 +383,7 @@ def by_owners(
         functions[number](torch.cat(shards).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
         for number, shards in zip(owned[this_rank], zip(*pieces, strict=True), strict=True)
     ]
+    # back: each rank's rows of the results
     back = (matrix[rank] for rank in range(ranks) for matrix in results)
     sent_back = [sum(rows[number][rank] * shapes[number][1] for number in owned[this_rank]) for rank in range(ranks)]
     sizes_here = {number: parts[number].shape[0] * shapes[number][1] for number in ordered}
@@ -392,5 +395,6 @@ def by_owners(
 
 
 def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Return the elements, flat, that an all-to-all of tensors brings; ``sent``, ``received``: how many, by rank."""
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
     return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))

@@ -1,4 +1,13 @@
-"""An optimizer's state of a weight: how it begins, is sharded, described, loaded, converted and passed to kernels."""
+"""An optimizer's state of a weight: how it begins, is sharded, described, loaded, converted and passed to kernels.
+
+step                                 how many steps the weight has had, float32
+exp_avg, exp_avg_sq;                 a moment in float32 or bf16, of the weight's shape; one in FP8 has in its place
+SGD's and Muon's momentum_buffer     NAME_codes, uint8, and NAME_scale_inv, float32; by the last step's
+                                     amax also NAME_amax (optim/moment.py)
+master_rest                          what the master keeps besides the weight (optim/masters.py)
+master_amax                          of a weight that lives in FP8: the amax from which its next scale comes
+master_kind                          the master's kind, as several have equal names and dtypes
+"""
 
 from __future__ import annotations
 

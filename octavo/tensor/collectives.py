@@ -1,4 +1,18 @@
-"""torch.distributed's collectives by the names that they have in each release, and the messages that ranks send."""
+"""Messages between ranks, and torch.distributed's collectives by the names that they have in each release.
+
+    what travels in training             as                                        sent by
+    a weight under FSDP2                 codes and scales, or in its dtype         weights/gathered.py, fsdp2.py
+    a stored weight when DDP begins      codes and scales                          weights/bucket.py
+    tokens under tensor parallelism      pairs; their sums in the tensor's dtype   autograd/gather_input.py
+    rows that experts elsewhere compute  pairs; results in high precision          autograd/exchange.py
+    gradients that are averaged          pairs                                     distributed/fp8_reduce.py
+    Muon's directions                    bf16, or pairs                            optim/muon.py
+    amaxes that ranks share              their maximum, float32                    maximum_over_ranks, optim/layout.py
+    sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
+    settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
+
+``pack`` makes a pair a message, codes beside their scales, and ``unpack`` reads it.
+"""
 
 from __future__ import annotations
 

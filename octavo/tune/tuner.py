@@ -66,8 +66,8 @@ class Tuned(NamedTuple):
 def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
-    Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
-    what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
+    Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile of
+    a kind that transposes has 16 rows or more, and of large tensors 32: a sector's bytes.
     """
     base, is_product = TileTable.read(None).config(kind, bucket), kind.startswith("matmul")
     factors, configs = (1.0, 0.5, 2.0), [base]

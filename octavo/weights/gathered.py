@@ -71,7 +71,7 @@ class Unshard(NamedTuple):
     module: WeightReader
     shard: Tensor
     mesh: Any  # over which FSDP2 sends
-    shape: torch.Size  # of the tensor that FSDP2 shards
+    shape: torch.Size  # shape of the tensor that FSDP2 shards
     mp_policy: Any
 
 
@@ -165,7 +165,7 @@ class InFP8(Way):
         self.gather, self.shard_cast = gather, shard_cast
         self.sent: list[Tensor] = []  # the codes, and scales perhaps, that the last cast wrote
         self.shared_scales: list[Tensor] = []  # scale_inv (and amax) that all ranks have in common, of ``sent``
-        self.steps = -1  # of the optimizer that owns the weight, at the last cast
+        self.steps = -1  # steps that the optimizer of the weight had done at the last cast
         self.cast_key: tuple[Any, ...] | None = None  # ``codes_key`` at the group's last cast; equal: don't cast again
 
     @property
@@ -193,14 +193,14 @@ class InFP8(Way):
 
 
 class Gather:
-    """State that one module keeps for its weight's gathers. Each call is given the module, a RecipeModule."""
+    """State that one module keeps for its weight's gathers. Its methods take that module, a RecipeModule."""
 
     def __init__(self, group: GatherGroup | None = None, shared: bool = False, name: str = "") -> None:
         self.group = group  # weights that find their scales together; None: this weight is cast after its gather
         self.shared = shared  # whether a module of another kind has the same weight
-        self.name = name  # of the module in the model that octavo.convert was given
+        self.name = name  # the module's name in the model that octavo.convert was called with
         self.parameter: Any = None  # the module's sharded parameter
-        self.shape = torch.Size()  # of the tensor that FSDP2 shards: tensor parallelism has left this rank a part
+        self.shape = torch.Size()  # shape of the tensor that FSDP2 shards: tensor parallelism has left this rank a part
         self.at = 0  # the mesh dimension that FSDP2 shards over; those of tensor parallelism follow
         self.for_training = True  # whether the weight was last gathered for a forward in training
         self.generation = 0  # counts new parameters and loads, which the address of a shard without rows does not show

@@ -60,18 +60,19 @@ class Known:
         low_bits: int8 [N, K]: the bits of the cast values that the codes do not hold.
         awaited: whether an optimizer will take ``low_bits`` into its master; False for copies.
         is_frozen: whether the parameter is not trained.
-        alone: whether this rank chose its shard's scale: ranks have to agree on one before the next gather or save.
+        scale_is_local: whether this rank chose its shard's scale by itself: ranks have to agree on one before the next
+            gather or save.
         replaced_scale: the scales that NaN has replaced until load_state_dict reads those of the codes that were sent.
     """
 
     low_bits: Tensor | None = None
     awaited: bool = False
     is_frozen: bool = False
-    alone: bool = False
+    scale_is_local: bool = False
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Known, (self.low_bits, False, self.is_frozen, self.alone)
+        return Known, (self.low_bits, False, self.is_frozen, self.scale_is_local)
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -338,8 +339,8 @@ class StoredWeight(ShardHooks, Pair):
             has_scales = other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
             pair, other = (other, other) if has_scales else (None, other.before_cast())
         # decided without values, so that all ranks decide alike
-        self.known.alone = (
-            self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.alone)
+        self.known.scale_is_local = (
+            self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.scale_is_local)
         )
         if pair is not None:
             if pair.shape != self.shape or not self.equals(pair):
@@ -616,19 +617,19 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     shard = local_stored(param)
     if shard is None or shard.is_meta:
         return
-    if shard.has_one_scale and (just_cut or shard.known.alone):
+    if shard.has_one_scale and (just_cut or shard.known.scale_is_local):
         largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
         if largest != -least:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
             keep_rest = shard.low_bits is not None or param.requires_grad
             shard.write(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
-    shard.known.alone = False
+    shard.known.scale_is_local = False
 
 
 def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
     """Return a shard of a DTensor, or a copy of it on another device, as ``agree_on_scale`` leaves it."""
-    if (stored := local_stored(param)) is None or not shard.known.alone:
+    if (stored := local_stored(param)) is None or not shard.known.scale_is_local:
         return shard
     agree_on_scale(param)
     return stored.moved(lambda tensor: tensor.to(shard.device))

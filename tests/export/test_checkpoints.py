@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ import octavo
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
+from octavo.export.layouts import LAYOUTS, FileLayout
 from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, to_fp8
 from tests.support.memory import peak_bytes
 
@@ -433,11 +434,11 @@ def test_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'mxfp8', 'compressed-tensors'"):
+    with pytest.raises(ValueError, match=f"layout='gguf': use {', '.join(map(repr, get_args(FileLayout)))}"):
         to_safetensors(two_layers(), tmp_path / "out", "gguf")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be an integer of at least 1"):
         to_safetensors(two_layers(), tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(ValueError, match=r"layout='gguf': use .*, 'mxfp8', 'compressed-tensors', 'per-tensor'"):
+    with pytest.raises(ValueError, match=f"layout='gguf': use {', '.join(map(repr, LAYOUTS))}"):
         iterate_fp8(two_layers(), "gguf")
 
 

@@ -31,6 +31,7 @@ from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.combinations import dealt
 from tests.support.definitions import GRANULARITIES, same_bits
+from tests.support.exact_activation import EXACT
 from tests.support.groups import SIZES, offsets_of, parts, random_sizes, scale_slices, slices_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,7 +40,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALL, COLUMN = (-1, -1), (32, 1)
 LAYOUTS = ["rows", "columns", "strided", "offset"]
 VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
-EXACT = {"", "relu", "squared_relu", "reglu"}  # activations with no rounding but a product's: the same bits anywhere
 ROUNDINGS = 2.0**-20  # what float32's make of an activation, a slope or a norm, relative to what went into it
 
 SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (270, 1), (128, 17), (64, 256), (33, 270), (130, 140)]

@@ -64,7 +64,7 @@ from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.tiles import Codes, Outputs
 
-_MOST_ROWS = 32  # of a block, for one launch: with blocks of 128, 4096 rows would be only 32 programs' work
+_MOST_ROWS = 32  # rows of a block that one launch casts: with blocks of 128, 4096 rows would be only 32 programs' work
 
 
 def cast(

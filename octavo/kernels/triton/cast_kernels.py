@@ -111,7 +111,7 @@ def amax_kernel(
     amax_ptr,
     delayed,  # with a ROLE, a State: return at once where a scale exists
     work_ptr,
-    groups,  # of tiling.tiles tiles in a strip
+    groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic (Triton 3.6 can't compare a State that holds None with None)
     tiling: tl.constexpr,  # Tiling
@@ -155,7 +155,7 @@ def cast_tensor_kernel(
     sums,  # None, or (column sums [C], their parts [groups, C])
     value,  # with of_value, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
-    groups,  # of tiling.tiles tiles in a strip
+    groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
@@ -216,7 +216,7 @@ def cast_by_tensor(
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
     knows_amax: bool = False,  # whether out's amax may be written already
-    value: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast
+    value: tuple[Scaling, Codes] | None = None,  # for the activation whose gradient is cast, if that is cast too
 ) -> None:
     """Cast with one scale for all."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
@@ -316,10 +316,10 @@ def line_amax_kernel(
     x,
     h,
     by_row,  # Outputs of a scaling by rows, or anything
-    by_column,  # of one by columns
-    scales,  # of the rows, and of the columns, for the cast
+    by_column,  # outputs of the scaling by columns
+    scales,  # the scales that the cast reads: those of rows, then those of columns
     work_ptr,
-    groups,  # of tiling.tiles tiles in a strip
+    groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     row_rounding: tl.constexpr,  # None without a scaling by rows
     column_rounding: tl.constexpr,
@@ -369,11 +369,11 @@ def cast_lines_kernel(
     x,
     h,
     by_row,  # Outputs of a scaling by rows, or anything
-    by_column,  # of one by columns
+    by_column,  # outputs of the scaling by columns
     scales,  # that line_amax_kernel wrote
     sums,  # None, or (column sums, their parts [halves, groups, C])
     work_ptr,
-    groups,  # of tiling.tiles tiles in a strip
+    groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     row_rounding: tl.constexpr,  # None without a scaling by rows
     column_rounding: tl.constexpr,
@@ -538,12 +538,12 @@ def cast_blocks_kernel(
     x,
     h,
     first,  # Outputs of the first scaling
-    second,  # of the second, or None
+    second,  # outputs of the second scaling, or None
     sums,  # None, or (column sums, their parts [halves, groups, C])
     work_ptr,
     function: tl.constexpr,  # Function
     scaling: tl.constexpr,  # Rounding of the first
-    second_scaling: tl.constexpr,  # of the second, or None
+    second_scaling: tl.constexpr,  # None for one scaling
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with a scale for each block whose sizes divide the program's part; with two such scalings from one read.

@@ -81,7 +81,7 @@ def add_rows(
     first,  # the program's first of these rows
     size,  # how many rows there are
     scale_row,  # where their scales begin
-    strip,  # of columns
+    strip,  # number of the strip of columns
     sums_ptr,
     extremes_ptr,
     counting: tl.constexpr,
@@ -201,8 +201,8 @@ def cast_statistics(
 
 
 _BLOCK = 256
-_COLUMNS = 8  # of the operand, where it is looked at
-_SCALE_BLOCKS = 16  # of scales that a program reads
+_COLUMNS = 8  # columns of an operand that a program reads at a time
+_SCALE_BLOCKS = 16  # blocks of scales that a program reads
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def note_faults_kernel(
     place_ptr,
     found_ptr,
     first_ptr,
-    offsets_ptr,  # of groups
-    count,  # of groups
+    offsets_ptr,  # where groups of rows end
+    count,  # how many groups
     HAS_SCALES: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     IS_CODES: tl.constexpr,

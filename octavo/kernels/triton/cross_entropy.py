@@ -22,7 +22,7 @@ from octavo.kernels.triton.tiles import Codes, Source, load_tile, narrow, store_
 from octavo.numerics import scale_of_unit
 
 COLUMNS = 8192  # at a time, 32 a thread
-TILE = (128, 64)  # of codes: 128 bytes of them lie beside each other transposed, and as many of bfloat16 are read
+TILE = (128, 64)  # a program's codes: 128 bytes of them lie beside each other transposed; it reads as many of bfloat16
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def cross_entropy_kernel(
     columns,
     ignore_index,
     smoothing,
-    share,  # of a column: smoothing / columns
+    share,  # what label smoothing gives each column: smoothing / columns
     softcap,
     steepness,
     CAPS: tl.constexpr,
@@ -64,7 +64,7 @@ def cross_entropy_kernel(
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
-    largest = -3e38  # of a row of -inf too, whose loss is NaN
+    largest = -3e38  # finite, so that a row of -inf has a NaN as its loss
     exponentials = 0.0
     total = 0.0
     for start in range(0, columns, BLOCK):
@@ -117,7 +117,7 @@ def cross_entropy_backward_kernel(
     columns,
     ignore_index,
     smoothing,
-    share,  # of a column: smoothing / columns
+    share,  # what label smoothing gives each column: smoothing / columns
     softcap,
     steepness,
     CAPS: tl.constexpr,
@@ -149,7 +149,7 @@ def cross_entropy_codes_kernel(
     unit,  # the scale
     ignore_index,
     smoothing,
-    share,  # of a column: smoothing / columns
+    share,  # what label smoothing gives each column: smoothing / columns
     softcap,
     steepness,
     CAPS: tl.constexpr,

@@ -32,7 +32,7 @@ class Update(NamedTuple):
     limits: tuple[float, ...]
     powers_of_two: tuple[bool, ...]
     most_recent: bool
-    length: int  # of the history
+    length: int  # entries of the history
     block: int  # that, rounded up to a power of two
     longest: int  # passes of one step
 

@@ -103,7 +103,7 @@ def group_amax_kernel(
     h,
     groups,
     out,  # Outputs of the scaling
-    scales_ptr,  # of each group, or each column of each group, for the cast
+    scales_ptr,  # the scales that the cast reads: one a group, or one for each column of a group
     delayed_scale_ptr,  # None, or: return at once where a scale exists
     work_ptr,
     heights,  # programs of a strip

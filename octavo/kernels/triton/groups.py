@@ -33,9 +33,9 @@ class Grouping(NamedTuple):
 
     width: int  # a power of two, the number of groups or more
     ragged: bool  # whether kernels need to know where groups begin; else only where the last ends
-    pad: int  # of a group's transposed columns
+    pad: int  # the multiple to which a group's transposed columns are padded
     tile_r: int  # rows of a group that share a scale; 1 << 30 for all
-    h_tile_r: int  # of an activation's input that is codes
+    h_tile_r: int  # rows that share a scale_inv in an activation's input, if that is codes
 
 
 class GroupOfProgram(NamedTuple):
@@ -50,7 +50,7 @@ class GroupOfProgram(NamedTuple):
     columns: Any  # to be written, with the padding
     scale_row: Any
     scale_rows: Any  # to be written
-    h_row: Any  # of the scales of an activation's input
+    h_row: Any  # a group's first row among the scales of an activation's input
 
 
 @triton.jit

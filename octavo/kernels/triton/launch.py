@@ -76,9 +76,14 @@ class TileTable(NamedTuple):
             return cls.read(None)  # there is no other table, or a damaged one
 
     def config(self, kind: str, log2_elements: int) -> Config:
-        """Return a kind's configuration for a tensor of up to 2^log2_elements elements."""
+        """Return a kind's configuration for a tensor of up to 2^log2_elements elements.
+
+        A program that writes transposed rows writes their padding too, so its tile has at least PADDING rows, whatever
+        a row says.
+        """
         rows = self.configs[kind]
-        return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+        chosen = Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+        return chosen._replace(block_r=max(chosen.block_r, PADDING)) if "transpose" in kind else chosen
 
     @staticmethod
     @contextmanager
@@ -96,15 +101,10 @@ class TileTable(NamedTuple):
 
 
 def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
-    """Return a kind's rows. Raise ValueError or TypeError if they are none.
-
-    A program writes the padding of the transposed rows that it writes, so its tile has no fewer rows than they are
-    padded to.
-    """
-    least = PADDING if "transpose" in kind else 1
+    """Return a kind's rows. Raise ValueError or TypeError if they are none."""
     for row in rows:
         largest, config = row[0], Config(*row[1:])
-        if not all(type(number) is int and number > 0 for number in (largest, *config)) or config.block_r < least:
+        if not all(type(number) is int and number > 0 for number in (largest, *config)):
             raise ValueError(f"{row} is no row of a table of configurations of {kind}")
     if not rows:
         raise ValueError("a kind has no row")

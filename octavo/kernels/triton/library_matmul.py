@@ -56,7 +56,7 @@ _SCALINGS = {
     (128, 128): ScalingType.BlockWise128x128,
     MX: ScalingType.BlockWise1x32,
 }
-_ERROR = 0.02  # of any row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
+_ERROR = 0.02  # largest error of a row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
 _known: dict[tuple[Any, ...], bool] = {}
 
 

@@ -248,10 +248,10 @@ def norm_blocks_kernel(
     y_ptr,
     eps,
     first_out,  # Outputs of the first scaling
-    second_out,  # of the second, or None
+    second_out,  # outputs of the second scaling, or None
     ZERO_CENTERED: tl.constexpr,
     scaling: tl.constexpr,  # Rounding of the first
-    second_scaling: tl.constexpr,  # of the second, or None
+    second_scaling: tl.constexpr,  # None for one scaling
     tiling: tl.constexpr,  # Tiling
 ):
     """Write statistics and y, and cast y with a scale for each block whose sizes divide a tile, or twice so."""
@@ -360,7 +360,7 @@ def grow(ptr, values, cols, written, C):
 
 @triton.jit
 def norm_backward_sum_kernel(
-    parts,  # of dgamma, followed by those of dbeta if that is not None
+    parts,  # each program's sums for dgamma, then those for dbeta if that is not None
     dgamma_ptr,
     dbeta_ptr,
     strips,

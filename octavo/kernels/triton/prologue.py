@@ -23,12 +23,12 @@ class Function(NamedTuple):
     name: str = ""
     gated: bool = False
     gradient: bool = False
-    tile_r: int = 0  # of an activation's input that is codes: (rows, columns) that share a scale_inv
+    tile_r: int = 0  # (rows, columns) that share a scale_inv in an activation's input, if that is codes
     tile_c: int = 0
     zero_centered: bool = False
-    half: int = 0  # of a head's elements
+    half: int = 0  # half of a head's elements
     shift: int = 0  # from the angles of a head's first half to those of its second: half, or 0
-    e5m2: bool = False  # of an activation that is cast beside its gradient: its codes
+    e5m2: bool = False  # whether an activation that is cast beside its gradient gets codes in E5M2
 
 
 class Input(NamedTuple):

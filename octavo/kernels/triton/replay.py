@@ -274,7 +274,7 @@ class _Text:
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         self.constants: dict[str, Any] = {"driver": driver}
-        self.names: dict[Any, str] = {}  # of tensors, by what they are and by where they begin
+        self.names: dict[Any, str] = {}  # names of tensors, by identity and by the address where they begin
         self.count = itertools.count()
         parameters = [f"p{number}" for number in range(len(arguments))]
         self.parameters = ", ".join((*parameters, *named))

@@ -15,8 +15,8 @@ from octavo.kernels.arguments import RotaryHeads, new_rotary
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import narrow
 
-ELEMENTS = 1024  # of half a head, of a program's positions: 8 a thread, which loads them at once
-HEADS = 8  # of a program: angles are read an eighth as often as the heads
+ELEMENTS = 1024  # elements of half heads that a program turns: 8 a thread, which loads them at once
+HEADS = 8  # heads of a program, which reads angles once for all of them
 
 
 class Heads(NamedTuple):

@@ -341,7 +341,7 @@ def update_tensor(
     grad_scale_ptr,
     resolution_ptr,
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
-    program,  # of the tensor's
+    program,  # its number among the tensor's programs
     tiles,
     OF: tl.constexpr,
     COUNT: tl.constexpr,

@@ -78,7 +78,8 @@ def test_gradients_against_float64(activation: str) -> None:
     if activation in GATED:
         of_value = of_value * h[:, 64:]
         assert bool((off(dh, truth)[:, 64:] <= 2 * HALF_ULP * (dy * gate).abs()).all())
-    allowed = slope_error(gate, GATED.get(activation, activation)) * of_value.abs()
+    # relative to the gradient where a slope is beyond 1
+    allowed = slope_error(gate, GATED.get(activation, activation)) * of_value.abs().maximum(truth[:, :64].abs())
     assert bool((off(dh, truth)[:, :64] <= allowed)[~is_too_steep(h, activation)[:, :64]].all())
 
 
