@@ -12,8 +12,8 @@ from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, Norm, cast_role
 from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.gather_input import cast_norm
+from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
-from octavo.inspect.rows import Observer
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.kernels.reference.activation import FUNCTIONS, activate
 from octavo.scaling.recipe import WEIGHT
