@@ -20,7 +20,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import LOSS, Comparison, Twin
+from octavo.inspect.twin import LOSS, NO_HOOKS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
@@ -137,7 +137,7 @@ class Recorder:
                 skipped = getattr(self.schedule, "left_out", None)
             numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
             if comparison is not None and loss is not None:
-                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale", 1.0))
+                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
@@ -234,6 +234,8 @@ class Recorder:
                 "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
             )
             self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}")
+            if self._twin is not None:
+                self._twin.reason = self._twin.reason or NO_HOOKS
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -241,6 +243,7 @@ class Recorder:
         if self._twin is not None and self._twin.reason:
             if self.optimizer is not None:
                 self.event(NO_TWIN, self._twin.reason)
+            self._twin.close()
             self._twin = None
         return counts if comparison is None else counts | {"twin": comparison.products}
 
