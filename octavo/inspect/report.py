@@ -244,9 +244,12 @@ def _twin_apart(record: Record) -> dict[str, float] | None:
     """Return where a loss is farthest from its twin's, and how far, as a share of the latter."""
     losses = dict(zip(*record.scalars.get("loss", ([], [])), strict=True))
     twins = zip(*record.scalars.get(LOSS, ([], [])), strict=True)
-    apart = [(abs(losses[step] / twin - 1), step) for step, twin in twins if step in losses and twin]
-    share, step = max((each for each in apart if math.isfinite(each[0])), default=(None, 0))
-    return None if share is None else {"share": share, "step": step}
+    pairs = [(step, losses[step], twin) for step, twin in twins if step in losses]
+    are_finite = (
+        (step, loss, twin) for step, loss, twin in pairs if math.isfinite(loss) and math.isfinite(twin) and twin
+    )
+    apart = [{"share": abs(loss / twin - 1), "step": step} for step, loss, twin in are_finite]
+    return max(apart, key=lambda each: each["share"], default=None)
 
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def losses_and_bits(build: Callable[[], Net], step: Step, folder: Path, twin: bo
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss=loss)
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     python = [model.calls, model.seen, model.training, random.random(), np.random.rand(), float(torch.rand(()))]
     tensors = [*model.state_dict().values(), *octavo.nn.delayed_state_dict(model).values(), model.scale.grad]
     return [*losses, *python, *(tensor.tolist() for tensor in tensors)]
@@ -327,6 +327,7 @@ def test_a_loss_scale_that_is_not_given_makes_no_false_loss(returns_loss: bool, 
             loss = y if returns_loss else loss_of(y)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             recorder.step(loss=loss, **scales)
     record, losses, of_step = twins(tmp_path)
