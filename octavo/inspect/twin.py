@@ -94,7 +94,7 @@ class _NotedOutput:
         self.product: Tensor | float = 0.0
 
 
-class _Noted(torch.autograd.Function):
+class _NotesGradient(torch.autograd.Function):
     """Return a tensor as it is, and note the gradient that it gets: of outside alone, as outputs may need each other.
 
     Not by a hook of a view: that one is left out where the view is written in place.
@@ -136,7 +136,7 @@ class _Call(NamedTuple):
 _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
 
 
-class _Run(NamedTuple):
+class _RunAgain(NamedTuple):
     """The calls of a step run once more: both gradients of each layer's weight, the loss and its change."""
 
     pairs: list[_StepAndTwin]
@@ -223,7 +223,7 @@ class Twin:
             if not _is_noted(y):
                 return y
             call.outputs.append(output := _NotedOutput())
-            return cast(Tensor, _Noted.apply(y, output))
+            return cast(Tensor, _NotesGradient.apply(y, output))
 
         with self._or_reason():
             return _each(noted, result)
@@ -248,7 +248,7 @@ class Twin:
         if all(module.weight_parameter.grad is None for module, _ in layers):
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
-        runs, versions = list[_Run](), _versions(self._model)
+        runs, versions = list[_RunAgain](), _versions(self._model)
         if not calls:
             self.reason = self.reason or NO_OUTPUT
         elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
@@ -272,13 +272,13 @@ class Twin:
         change, loss = self._ranks.mean(runs[-1].loss_change), self._ranks.mean(runs[-1].loss)
         self._comparison = Comparison(products, change, loss, any(call.is_float16 for call in calls))
 
-    def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _Run:
+    def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
         """Run forwards and their backwards again under a recipe."""
         with _without_trace(self._model) as gradients, using(self._model, recipe):
             changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
             parameters = [module.weight_parameter for module, _ in layers]
             pairs = [(gradients.get(p), p.grad) for p in parameters]
-        return _Run(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
+        return _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
 
     def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""

@@ -93,8 +93,15 @@ def twins(folder: Path) -> tuple[Record, Any, Any]:
     return record, np.array(losses), np.array([of_step[step] for step in steps])
 
 
-@pytest.mark.parametrize("returns_loss", [True, False])
-@pytest.mark.parametrize("recipe", ["dynamic", "delayed", pytest.param("blockwise", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("recipe", "returns_loss"),
+    [
+        ("dynamic", True),
+        ("delayed", False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("delayed", True), ("dynamic", False))),
+        *(pytest.param("blockwise", returns_loss, marks=pytest.mark.full) for returns_loss in (True, False)),
+    ],
+)
 def test_a_training_with_twins_has_the_bits_of_one_without(recipe: str, returns_loss: bool, tmp_path: Path) -> None:
     with_twins = train(built(recipe, returns_loss), 2, tmp_path / "with")
     without = train(built(recipe, returns_loss), 2, tmp_path / "without", twin=False)
