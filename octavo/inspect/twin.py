@@ -38,6 +38,7 @@ from octavo.private import functorch_is_active, hooks_of, pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
 COSINE = 0.8  # a layer's gradient and the twin's differ if theirs is less; in healthy runs the median is 0.99
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
@@ -68,12 +69,15 @@ class Comparison(NamedTuple):
         loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
+        control: in the first recorded step the least cosine of a layer's gradient with that of a run in FP8. Where it
+            is below COSINE the numbers above are nan, in later steps too.
     """
 
     products: Tensor
     loss_change: Tensor
     loss: Tensor
     is_float16: bool
+    control: Tensor | None
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -165,7 +169,7 @@ class Twin:
         self._of_forward: list[_Call | None] = []
         self._hooks: list[Any] = []
         self._hooks_of_optimizer: list[Any] = []
-        self._is_first = True
+        self._control: Tensor | None = None  # least cosine of the first recorded step's gradients with a run in FP8
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
@@ -255,7 +259,7 @@ class Twin:
             self.reason = OTHER_WEIGHTS
         if not self.reason:
             with self._or_reason():
-                if self._is_first:
+                if self._control is None:
                     with _not_counted(layers):
                         runs.append(self._run(calls, layers, own_recipes(self._model)))
                 runs.append(self._run(calls, layers, recipes.high_precision()))
@@ -264,13 +268,12 @@ class Twin:
             return
         *controls, products = [self._products(run.pairs) for run in runs]
         for control in controls:
-            cosines = control[:, 0] / (control[:, 1] * control[:, 2]).sqrt()
-            if (least := float(cosines.nan_to_num(1.0).min())) < COSINE:
-                self.reason = OTHER_GRADIENTS.format(least)
-                return
-        self._is_first = False
-        change, loss = self._ranks.mean(runs[-1].loss_change), self._ranks.mean(runs[-1].loss)
-        self._comparison = Comparison(products, change, loss, any(call.is_float16 for call in calls))
+            self._control = (control[:, 0] / (control[:, 1] * control[:, 2]).sqrt()).nan_to_num(1.0).min()
+        assert self._control is not None
+        doubt = torch.where(self._control < COSINE, math.nan, 0.0)
+        change, loss = (self._ranks.mean(number) + doubt for number in (runs[-1].loss_change, runs[-1].loss))
+        is_float16 = any(call.is_float16 for call in calls)
+        self._comparison = Comparison(products + doubt, change, loss, is_float16, self._control if controls else None)
 
     def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
         """Run forwards and their backwards again under a recipe."""
