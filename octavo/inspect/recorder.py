@@ -20,7 +20,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import LOSS, Comparison, Twin
+from octavo.inspect.twin import CONTROL, COSINE, LOSS, NO_HOOKS, OTHER_GRADIENTS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
@@ -136,8 +136,10 @@ class Recorder:
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
                 skipped = getattr(self.schedule, "left_out", None)
             numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+            if comparison is not None:
+                numbers[CONTROL] = comparison.control
             if comparison is not None and loss is not None:
-                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale", 1.0))
+                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
@@ -234,6 +236,8 @@ class Recorder:
                 "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
             )
             self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}")
+            if self._twin is not None:
+                self._twin.reason = self._twin.reason or NO_HOOKS
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -241,6 +245,7 @@ class Recorder:
         if self._twin is not None and self._twin.reason:
             if self.optimizer is not None:
                 self.event(NO_TWIN, self._twin.reason)
+            self._twin.close()
             self._twin = None
         return counts if comparison is None else counts | {"twin": comparison.products}
 
@@ -265,7 +270,11 @@ class Recorder:
         with self._or_ends():
             for step, name, value in reading.scalars:
                 value = next(arrived) if isinstance(value, Tensor) else value
-                if name != SKIPPED:
+                if name == CONTROL:
+                    if value < COSINE:
+                        text = OTHER_GRADIENTS.format(value)
+                        self._writer.add_lines({"step": step, "event": NO_TWIN, "text": text})
+                elif name != SKIPPED:
                     rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
                 elif value != 0:
                     text = "neither the weights nor the optimizer's state were touched"

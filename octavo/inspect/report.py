@@ -19,6 +19,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
+from octavo.inspect.twin import LOSS
 from octavo.inspect.verdicts import verdict
 from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
@@ -130,6 +131,8 @@ def to_json(
         "against": None if against is None else _against(findings, against),
         "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
+        "twins": _twins(record, starts),
+        "twin_apart": _twin_apart(record),
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": _curves(record),
@@ -226,6 +229,27 @@ def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict
         ratios = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
         if role == "weight" or any(map(math.isfinite, ratios)):
             yield {"layer": record.layers[place], "role": role, "resolution": ratios}
+
+
+def _twins(record: Record, starts: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the cosine of each layer's gradient with its twin's, by step."""
+    cosines = record.weights["twin_cosine"].T if "twin_cosine" in record.weights else ()
+    return [
+        {"layer": layer, "role": "gradient", "cosine": [_rounded(value) for value in _worst(of_layer, starts, min)]}
+        for layer, of_layer in zip(record.layers, cosines, strict=False)
+    ]
+
+
+def _twin_apart(record: Record) -> dict[str, float] | None:
+    """Return where a loss is farthest from its twin's, and how far, as a share of the latter."""
+    losses = dict(zip(*record.scalars.get("loss", ([], [])), strict=True))
+    twins = zip(*record.scalars.get(LOSS, ([], [])), strict=True)
+    pairs = [(step, losses[step], twin) for step, twin in twins if step in losses]
+    are_finite = (
+        (step, loss, twin) for step, loss, twin in pairs if math.isfinite(loss) and math.isfinite(twin) and twin
+    )
+    apart = [{"share": abs(loss / twin - 1), "step": step} for step, loss, twin in are_finite]
+    return max(apart, key=lambda each: each["share"], default=None)
 
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:

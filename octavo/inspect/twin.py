@@ -2,18 +2,26 @@
 
 A step's forwards of the model are noted with their arguments, random states and autocast, and the gradients that their
 outputs get. Before the optimizer's update they run again with every layer in high precision, and backward begins with
-the same gradients of the outputs. So weights' gradients can be compared however the loss is computed. The loss itself
-is compared to first order, by the change of the outputs times their gradients: exactly where the model returns it.
+the same gradients of the outputs. So weights' gradients can be compared however the loss is computed. Of a model that
+returns its loss the twin has the loss itself; of others it has it to first order, by the change of the outputs times
+their gradients.
 
-The twin leaves no trace: gradients, buffers, random states and all that octavo keeps are as before.
+That gives a step's gradients only if all that reaches the weights goes through the model's outputs, and nothing changes
+a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives other gradients than
+the step had, there is no twin.
+
+The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,87 +29,153 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.rows import RecordedLayer
+from octavo.errors import first_line
+from octavo.inspect.record import np
+from octavo.inspect.remedies import own_recipes
+from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
-from octavo.private import hooks_of, pytree
-from octavo.weights.fsdp2 import on_this_rank
+from octavo.private import functorch_is_active, hooks_of, pytree
+from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
+
+LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
+COSINE = 0.8  # a layer's gradient and the twin's differ if theirs is less; in healthy runs the median is 0.99
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
-LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
+IN_BACKWARD = "hooks take gradients as backward makes them, such as an optimizer's update in backward"
+NO_OUTPUT = (
+    "no gradient came through the outputs of the model that octavo.inspect.record has: give it the module that the "
+    "training calls (what torch.compile returned, not the module inside; a model.compile() cannot be noted), which "
+    "returns tensors, or lists, dicts or dataclasses of them"
+)
+OTHER_GRADIENTS = (
+    "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
+    "forwards run once more in FP8 have a gradient whose cosine with the step's is {:.2f} in one layer"
+)
+OTHER_WEIGHTS = (
+    "weights were written between the forward and the update of the optimizer that octavo.inspect.record has, such as "
+    "by another optimizer: give it the one that updates first"
+)
+OTHER_RANK = "it failed on another rank"
 
 
 class Comparison(NamedTuple):
-    """The comparison of a step's gradients and loss with its twin's, on the device.
+    """The comparison of a step's gradients and loss with its twin's, on the device; losses are times the loss scale.
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
             summed over ranks.
-        loss_change: the twin's loss less the step's, float64, times the loss scale; nan where an output was
-            overwritten.
-        loss: the twin's loss times the loss scale; nan where a model returns another tensor than a number.
+        loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
+        loss: the twin's loss; nan where a model returns another tensor than a number.
+        is_float16: whether gradients were computed in float16, where losses have a scale.
+        control: in the first recorded step the least cosine of a layer's gradient with that of a run in FP8. Where it
+            is below COSINE the numbers above are nan, in later steps too.
     """
 
     products: Tensor
     loss_change: Tensor
     loss: Tensor
+    is_float16: bool
+    control: Tensor | None
 
-    def beside(self, loss: float | Tensor, loss_scale: float | Tensor) -> Tensor:
-        """Return the twin's loss beside a step's loss, which need be finite only where the model returns no number."""
-        changed = loss + self.loss_change / loss_scale
-        return torch.where(changed.isfinite(), changed, self.loss / loss_scale)
+    def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
+        """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
+
+        A loss that the model returns is compared by its ratio, which no scale, mean over batches or rank changes.
+        """
+        ratio = self.loss / (self.loss - self.loss_change)
+        scale = (math.nan if self.is_float16 else 1.0) if loss_scale is None else loss_scale
+        exact = torch.where((loss * ratio).isfinite(), loss * ratio, self.loss / scale)
+        return torch.where(self.loss.isnan(), loss + self.loss_change / scale, exact)
 
 
 class _NotedOutput:
     """A tensor that a forward returned: the gradient that it gets, and their product."""
 
-    def __init__(self, y: Tensor) -> None:
+    def __init__(self) -> None:
         self.grad: Tensor | None = None
-        self.product = y.new_full((), math.nan, dtype=torch.float64)
-        self._y, self._version = y.detach(), y._version
+        self.product: Tensor | float = 0.0
 
-    def take(self, grad: Tensor) -> None:
-        """Note the output's gradient; the output itself may have become that gradient, in place."""
-        if self._y._version == self._version:
-            self.product = _dot(self._y, grad)
-        del self._y
-        self.grad = grad.detach()
+
+class _NotesGradient(torch.autograd.Function):
+    """Return a tensor as it is, and note the gradient that it gets: of outside alone, as outputs may need each other.
+
+    Not by a hook of a view: that one is left out where the view is written in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, output: _NotedOutput) -> Tensor:
+        ctx.output = output
+        ctx.save_for_backward(y.detach())  # freed with the graph
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        output, noted = ctx.output, grad.detach()
+        try:
+            (y,) = ctx.saved_tensors
+            output.product = output.product + _dot(whole(y), whole(noted))
+        except RuntimeError:  # it was overwritten meanwhile, perhaps by its gradient
+            output.product = math.nan
+        output.grad = noted if output.grad is None else output.grad + noted  # more than one backward of a graph
+        return grad, None
 
 
 class _Call(NamedTuple):
-    """A forward of the model: what it takes to run it again, and its outputs that have a gradient."""
+    """A forward of the model: what it takes to run it again, and its outputs that need a gradient."""
 
     arguments: Any
-    random_states: list[Tensor]
+    modes: list[bool]  # whether each module is in training
+    random_states: list[Any]
     autocast: Any  # a context manager
+    is_float16: bool
+    versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
     outputs: list[_NotedOutput]
+
+    def gradients(self) -> list[Tensor]:
+        return [output.grad for output in self.outputs if output.grad is not None]
 
 
 _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
+
+
+class _RunAgain(NamedTuple):
+    """The calls of a step run once more: both gradients of each layer's weight, the loss and its change."""
+
+    pairs: list[_StepAndTwin]
+    loss_change: Tensor
+    loss: Tensor
 
 
 class Twin:
     """Notes a recorded step's forwards, and runs them again before the optimizer's update.
 
     Args:
-        model: whose forwards are noted; DistributedDataParallel and torch.compile around it are left out.
+        model: whose forwards are noted; they run again without DistributedDataParallel and torch.compile around it.
         optimizer: before whose update the twin runs.
         ranks: that train together.
+
+    Attributes:
+        reason: why there is no twin; empty if there is one.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
-        self.reason = ""  # why there is no twin
+        self.reason = ""
         self._comparison: Comparison | None = None
         self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
-        self._of_forward: list[tuple[Any, list[Tensor], Any]] = []
+        self._of_forward: list[_Call | None] = []
         self._hooks: list[Any] = []
+        self._hooks_of_optimizer: list[Any] = []
+        self._control: Tensor | None = None  # least cosine of the first recorded step's gradients with a run in FP8
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
             self.reason = NO_OPTIMIZER
         elif any(hooks_of(p)[1] for p in model.parameters()):
-            self.reason = "hooks take gradients as backward makes them, such as an optimizer's update in backward"
+            self.reason = IN_BACKWARD
         else:
             self._hooks_of_optimizer = [hooked.register_step_pre_hook(lambda *_: self._before_update())]
 
@@ -110,8 +184,9 @@ class Twin:
         self.end()
         if not self.reason:
             self._layers = layers
-            before = self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            self._hooks = [before, self._model.register_forward_hook(self._after_forward)]
+            before = self._wrapped.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            after = self._wrapped.register_forward_hook(self._after_forward, always_call=True)
+            self._hooks = [before, after]
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -126,66 +201,109 @@ class Twin:
         self._hooks, self._calls, self._of_forward, self._layers = [], [], [], ()
 
     def close(self) -> None:
+        """Leave model and optimizer alone."""
         self.end()
-        for hook in getattr(self, "_hooks_of_optimizer", ()):
+        for hook in self._hooks_of_optimizer:
             hook.remove()
 
-    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
+    def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
             return
-        copies = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
-        self._of_forward.append((copies, _random_states(model), _autocast(_device_of(model).type)))
+        call, model = None, self._model
+        if torch.is_grad_enabled() and not functorch_is_active() and not self._of_forward:
+            with self._or_reason():
+                autocast, is_float16 = _autocast(_device_of(model).type)
+                modes = [module.training for module in model.modules()]
+                how = modes, _random_states(model), autocast, is_float16, _versions(model)
+                call = _Call(_each(_copied, (args, kwargs)), *how, [])
+        self._of_forward.append(call)
 
-    def _after_forward(self, model: nn.Module, args: Any, result: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._of_forward:
+    def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._of_forward or (call := self._of_forward.pop()) is None:
             return None
-        outputs: list[_NotedOutput] = []
-        self._calls.append(_Call(*self._of_forward.pop(), outputs))
+        self._calls.append(call)
 
-        def noted(y: Any) -> Any:
-            if not isinstance(y, Tensor) or not y.requires_grad:
+        def noted(y: Tensor) -> Tensor:
+            if not _is_noted(y):
                 return y
-            outputs.append(output := _NotedOutput(y))
-            y = y.view_as(y)  # one output may be computed from another: the view's gradient is of outside alone
-            y.register_hook(output.take)
-            return y
+            call.outputs.append(output := _NotedOutput())
+            return cast(Tensor, _NotesGradient.apply(y, output))
 
-        return pytree.tree_map(noted, result)
+        with self._or_reason():
+            return _each(noted, result)
+        return None
+
+    @contextlib.contextmanager
+    def _or_reason(self) -> Iterator[None]:
+        """Note an error of the twin as the reason why there is none: the training goes on."""
+        try:
+            yield
+        except Exception as error:
+            if not forget_failed_pass(self._model):
+                raise
+            self.reason = f"the twin failed: {type(error).__name__}: {first_line(error)}"
 
     def _before_update(self) -> None:
-        calls, layers = self._calls, self._layers
-        self.end()
-        if not calls or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._hooks:
             return
-        try:
-            self._comparison = self._compare(calls, layers)
-        except Exception as error:  # the training goes on
-            self.reason = f"the model's forward or backward failed in high precision: {type(error).__name__}: {error}"
+        if _device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        layers, calls = self._layers, [call for call in self._calls if call.gradients()]
+        if all(module.weight_parameter.grad is None for module, _ in layers):
+            return  # such as an update before the first step that makes the optimizer's state
+        self.end()
+        runs, versions = list[_RunAgain](), _versions(self._model)
+        if not calls:
+            self.reason = self.reason or NO_OUTPUT
+        elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
+            self.reason = OTHER_WEIGHTS
+        if not self.reason:
+            with self._or_reason():
+                if self._control is None:
+                    with _not_counted(layers):
+                        runs.append(self._run(calls, layers, own_recipes(self._model)))
+                runs.append(self._run(calls, layers, recipes.high_precision()))
+        if self._ranks.any(bool(self.reason)):
+            self.reason = self.reason or OTHER_RANK
+            return
+        *controls, products = [self._products(run.pairs) for run in runs]
+        for control in controls:
+            self._control = (control[:, 0] / (control[:, 1] * control[:, 2]).sqrt()).nan_to_num(1.0).min()
+        assert self._control is not None
+        doubt = torch.where(self._control < COSINE, math.nan, 0.0)
+        change, loss = (self._ranks.mean(number) + doubt for number in (runs[-1].loss_change, runs[-1].loss))
+        is_float16 = any(call.is_float16 for call in calls)
+        self._comparison = Comparison(products + doubt, change, loss, is_float16, self._control if controls else None)
 
-    def _compare(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer]) -> Comparison:
-        parameters = [module.weight_parameter for module, _ in layers]
-        with _without_trace(self._model) as gradients, using(self._model, recipes.high_precision()):
-            changes, losses = zip(*(self._run(call) for call in calls), strict=True)
+    def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
+        """Run forwards and their backwards again under a recipe."""
+        with _without_trace(self._model) as gradients, using(self._model, recipe):
+            changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
+            parameters = [module.weight_parameter for module, _ in layers]
             pairs = [(gradients.get(p), p.grad) for p in parameters]
-            products = torch.stack([*map(self._products, pairs, self._replicated(pairs))])
-        change, loss = torch.stack(changes).sum(), torch.stack(losses).sum()
-        return Comparison(self._ranks.sum(products), self._ranks.mean(change), self._ranks.mean(loss))
+        return _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
 
-    def _run(self, call: _Call) -> tuple[Tensor, Tensor]:
+    def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""
         _set_random_states(self._model, call.random_states)
+        for module, mode in zip(self._model.modules(), call.modes, strict=True):
+            vars(module)["training"] = mode
         args, kwargs = call.arguments
+        outputs: list[Tensor] = []
         with torch.enable_grad(), call.autocast:
-            result = self._model(*args, **kwargs)
-        tensors = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
-        pairs = [(y, o.grad, o.product) for y, o in zip(tensors, call.outputs, strict=True) if o.grad is not None]
+            _each(outputs.append, self._model(*args, **kwargs))
+        noted = zip(filter(_is_noted, outputs), call.outputs, strict=True)
+        pairs = [(y, o.grad, o.product) for y, o in noted if o.grad is not None]
+        torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
         zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
-        if pairs:
-            torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
-        losses = [_dot(y.detach(), grad) for y, grad, _ in pairs]
+        losses = [_dot(whole(y.detach()), whole(grad)) for y, grad, _ in pairs]
         change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
-        are_numbers = all(y.numel() == 1 for y, *_ in pairs)
-        return change, sum(losses, zero) if are_numbers else zero + math.nan
+        return change, sum(losses, zero) if all(y.numel() == 1 for y, *_ in pairs) else zero + math.nan
+
+    def _products(self, pairs: Sequence[_StepAndTwin]) -> Tensor:
+        """Return <g, t>, <g, g> and <t, t> of weights' gradients, summed over ranks: float64 [layers, 3]."""
+        are_replicated = self._replicated(pairs)
+        return self._ranks.sum(torch.stack([*map(self._products_of, pairs, are_replicated)]))
 
     def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
         """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
@@ -198,7 +316,7 @@ class Twin:
             self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
         return self._are_replicated
 
-    def _products(self, pair: _StepAndTwin, is_replicated: bool) -> Tensor:
+    def _products_of(self, pair: _StepAndTwin, is_replicated: bool) -> Tensor:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
         grad, twin = pair
         if grad is None or twin is None:
@@ -209,51 +327,121 @@ class Twin:
 
 
 @contextlib.contextmanager
-def _without_trace(model: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Run a block whose gradients, buffers and random numbers are not seen after it; yield the gradients from before.
+def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+    """Run a block that changes no gradient, buffer, attribute or random number; yield the gradients from before it.
 
     A model that is compiled runs in eager there.
     """
-    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    leaves = [
+        *model.parameters(),
+        *(x for of_one in map(vars, model.modules()) for x in of_one.values() if _is_leaf(x)),
+    ]
+    gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    states = _random_states(model)
+    attributes, states = _attributes(model), _random_states(model)
     try:
-        for parameter in gradients:
-            parameter.grad = None
+        for leaf in gradients:
+            leaf.grad = None
         with torch.compiler.set_stance("force_eager"):
             yield gradients
     finally:
-        for parameter in model.parameters():
-            parameter.grad = gradients.get(parameter)
+        for held, copied in attributes:
+            if isinstance(held, list):
+                held[:] = copied
+            elif [(key, id(x)) for key, x in held.items()] != [(key, id(x)) for key, x in copied.items()]:
+                held.clear()
+                held.update(copied)
+        for leaf in leaves:
+            leaf.grad = gradients.get(leaf)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         _set_random_states(model, states)
 
 
+def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
+    of_modules = [vars(module) for module in model.modules()]
+    held = [x for of_one in of_modules for x in of_one.values() if type(x) in (dict, list)]
+    return [(each, copy.copy(each)) for each in (*of_modules, *held)]
+
+
+@contextlib.contextmanager
+def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
+    """Run a block whose casts are not recorded."""
+    for module, _ in layers:
+        observe(module, counts=None)
+    try:
+        yield
+    finally:
+        for module, counts in layers:
+            observe(module, counts=counts)
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
+
+
+def _is_noted(y: Tensor) -> bool:
+    return y.requires_grad and not y.is_leaf
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _each(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a nested value with each of its tensors changed; of a dataclass a copy."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return change(x)
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        copied = copy.copy(x)
+        for field in dataclasses.fields(x):
+            if hasattr(x, field.name):
+                object.__setattr__(copied, field.name, _each(change, getattr(x, field.name)))
+        return copied
+
+    return pytree.tree_map(changed, value)
+
+
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _autocast(kind: str) -> Any:
-    """Return a context manager of autocast as it is now on a kind of device."""
+def _versions(model: nn.Module) -> dict[nn.Parameter, int]:
+    return {parameter: parameter._version for parameter in model.parameters()}
+
+
+def _autocast(kind: str) -> tuple[Any, bool]:
+    """Return a context manager of autocast as it is now on a kind of device, and whether it casts to float16."""
     if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(), False
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
+    context = torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
+    return context, enabled and dtype == torch.float16
 
 
-def _random_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of the CPU's generator and the device's."""
+def _random_states(model: nn.Module) -> list[Any]:
+    """Return the states of the generators of Python, NumPy, the CPU and the device."""
     device = _device_of(model)
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else ())]
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *of_device]
 
 
-def _set_random_states(model: nn.Module, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], _device_of(model))
+def _set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    for state in states[3:]:
+        torch.cuda.set_rng_state(state, _device_of(model))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x.double() * y.double()).sum() if x.numel() < 1 << 16 else (x.float() * y.float()).sum(dtype=torch.float64)
+    """Return the sum of products, float64; of large tensors in parts, whose products are float32."""
+    if x.numel() < 1 << 16:
+        return (x.double() * y.double()).sum()
+    parts = zip(x.flatten().split(1 << 24), y.flatten().split(1 << 24), strict=True)
+    return torch.stack([(a.float() * b.float()).sum(dtype=torch.float64) for a, b in parts]).sum()

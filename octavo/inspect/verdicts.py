@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.recorder import NO_TWIN
-from octavo.inspect.twin import LOSS, NO_OPTIMIZER
+from octavo.inspect.twin import COSINE, LOSS, NO_OPTIMIZER
 
 LASTS = 3  # so many records in turn are no accident of one batch
 APART = 0.02  # of the twin's loss: healthy runs of all draws are apart by less than 0.006
-COSINE = 0.8  # of a layer's gradient with the twin's: in such runs the median is 0.99
 PAST = 16  # records that a number is compared with
 SPREAD, FEW = 6.0, 8.0  # a departure: so many times the usual change, and more of few records
 LEAST = {"the loss": 1.05, "the learning rate": 1.3}  # and at least by this factor

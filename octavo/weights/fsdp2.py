@@ -289,6 +289,25 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
     return forgotten
 
 
+def forget_failed_pass(model: nn.Module) -> bool:
+    """Make FSDP2 forget a forward or backward that failed, so that another can follow; return False if it can't.
+
+    Torch has ``reset_iter_state`` from 2.13 on.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return True
+    from torch.distributed.fsdp import FSDPModule
+
+    inner: set[nn.Module] = set()
+    for module in model.modules():  # outer ones first
+        if isinstance(module, FSDPModule) and module not in inner:
+            if not hasattr(module, "reset_iter_state"):
+                return False
+            module.reset_iter_state()
+            inner.update(module.modules())
+    return True
+
+
 def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
     taken = {id(param) for param in params}

@@ -26,6 +26,7 @@ np = pytest.importorskip("numpy")
 
 from tests.inspect.test_command import record  # noqa: E402
 from tests.inspect.test_findings import healthy, put  # noqa: E402
+from tests.inspect.test_verdicts import with_twin  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIMIT = 3_000_000  # bytes of a page
@@ -191,6 +192,21 @@ def test_the_first_step_without_a_finite_loss_is_said() -> None:
     assert next(point["step"] for point in content["scalars"]["loss"] if point["value"] is None) == 1374
 
 
+def test_the_numbers_of_twins_are_in_the_json() -> None:
+    record = with_twin(healthy(3, 6), 0.99)
+    assert json.loads(to_json(record, []))["twins"][2] == {
+        "layer": record.layers[2],
+        "role": "gradient",
+        "cosine": [0.99] * 6,
+    }
+    record.weights["twin_cosine"][4, 2], record.scalars["twin_loss"][1][3] = np.nan, math.inf
+    content = json.loads(to_json(record, []))
+    assert content["twins"][2]["cosine"] == [0.99, 0.99, 0.99, 0.99, None, 0.99]
+    assert content["twin_apart"]["share"] == pytest.approx(0.001, rel=0.01)
+    without = json.loads(to_json(healthy(3, 6), []))
+    assert without["twin_apart"] is None and not any(map(any, (row["cosine"] for row in without["twins"])))
+
+
 def test_a_printed_page_is_light_and_has_the_names_of_columns() -> None:
     style = Path(report.__file__).with_suffix(".html").read_text().partition("</style>")[0]
     screen, _, printed = style.partition("@media print")
@@ -223,14 +239,17 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     record, findings = broken(12, 40)
     record.events.extend([(100, "recovery", "the loss is a spike"), (100, "skipped", "nothing was touched")])
     record.scalars["lr"] = record.steps, [1e-3] * len(record.steps)
-    findings[0] = replace(findings[0], consequences=(replace(findings[1], kind="clipped"),))
+    with_twin(record, 0.995, 1.01).weights["twin_cosine"][3, 1] = 0.7
+    findings[0] = replace(findings[0], severity=5.0, consequences=(replace(findings[1], kind="clipped"),))
     other = put(put(healthy(12, 30), 3, assumed=2.5), 12, flushed=0.2)
     against = Against("another run", other, diagnose(other))
     page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"), against)
     seen = looked_at(page, tmp_path)
-    plots = "loss against-flushed against-clipped against-sqnr flushed clipped sqnr assumed exponents amax resolution"
+    plots = (
+        "loss twin against-flushed against-clipped against-sqnr flushed clipped sqnr assumed exponents amax resolution"
+    )
     assert seen["sections"] == [*plots.split(), "what-if"]
-    assert len(seen["colours"]) == 5 and min(seen["colours"]) > 10, "a heat map is empty"
+    assert len(seen["colours"]) == 6 and min(seen["colours"]) > 10, "a heat map is empty"
     assert len(seen["marks"]) == 7 and min(seen["marks"]) > 2, "a plot is empty"
     assert seen["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
     assert seen["state"] == ["worse", "new"] and len(seen["gone"]) == 1 and seen["folded"] == ["1 consequence"]
@@ -239,10 +258,13 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
     assert seen["filtered"] == ["model.layers.1.mlp"]
     assert all(after < before for after, before in zip(seen["after"], seen["before"], strict=True))
-    assert len(seen["labels"]) == 12 and {role for role, *_ in seen["labels"]} == {"img"}
+    assert len(seen["labels"]) == 13 and {role for role, *_ in seen["labels"]} == {"img"}
     assert all(label and shows for _, label, shows in seen["labels"])
-    assert "lr: 0.001 in all steps." in seen["labels"][0][2]
-    assert len(seen["links"]) == 14 and all(seen["links"])
+    assert (
+        "lr: 0.001 in all steps. In high precision the loss of a recorded step is at most 0.99" in seen["labels"][0][2]
+    )
+    assert seen["labels"][1][2] == "Worst: 0.7 cosine in model.layers.1.mlp gradient, step 150."
+    assert len(seen["links"]) == 15 and all(seen["links"])
     assert max(seen["cut"] + seen["narrow"]) <= 0 and seen["wider"] <= 0 and seen["wider_narrow"] <= 0
     assert max(seen["cards"]) < 390 and all(right < 390 and height for right, height in seen["remedies"])
     assert seen["more"][0] is False and "1 of 2 findings" in seen["more"][1]

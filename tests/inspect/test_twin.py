@@ -1,6 +1,8 @@
 """A recorded step's twin measures what FP8 changes, and leaves no trace in the training."""
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import octavo
 from octavo import recipes
 from octavo.inspect.record import Record
 from octavo.inspect.recorder import NO_TWIN
+from octavo.weights.fsdp2 import on_this_rank
 
 np = pytest.importorskip("numpy")
 
@@ -90,8 +93,15 @@ def twins(folder: Path) -> tuple[Record, Any, Any]:
     return record, np.array(losses), np.array([of_step[step] for step in steps])
 
 
-@pytest.mark.parametrize("returns_loss", [True, False])
-@pytest.mark.parametrize("recipe", ["dynamic", "delayed", pytest.param("blockwise", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("recipe", "returns_loss"),
+    [
+        ("dynamic", True),
+        ("delayed", False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("delayed", True), ("dynamic", False))),
+        *(pytest.param("blockwise", returns_loss, marks=pytest.mark.full) for returns_loss in (True, False)),
+    ],
+)
 def test_a_training_with_twins_has_the_bits_of_one_without(recipe: str, returns_loss: bool, tmp_path: Path) -> None:
     with_twins = train(built(recipe, returns_loss), 2, tmp_path / "with")
     without = train(built(recipe, returns_loss), 2, tmp_path / "without", twin=False)
@@ -185,8 +195,223 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     none = octavo.inspect.load(tmp_path / "none")
     assert "give octavo.inspect.record the optimizer" in octavo.inspect.verdict(none, octavo.inspect.diagnose(none))
     handle = model.register_forward_pre_hook(lambda *_: 1 // 0 if model[0].recipe.is_high_precision else None)
-    assert "failed in high precision: ZeroDivisionError" in why("fails", sgd)
+    assert "the twin failed: ZeroDivisionError" in why("fails", sgd)
     handle.remove()
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     assert "update in backward" in why("in backward", sgd)
     handle.remove()
+    outside = lambda: model(torch.randn(16, 64)).mean() + 99 * model[0].weight.square().sum()  # noqa: E731
+    assert "another way than the model's outputs" in why("a penalty of weights", sgd, outside)
+    assert "no gradient came through the outputs" in why("another module", sgd, lambda: model[0](torch.randn(16, 64)))
+
+    def written() -> Tensor:
+        y = model(torch.randn(16, 64)).square()
+        torch.autograd.backward(y.sum(), retain_graph=True)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return y.detach().requires_grad_()
+
+    assert "weights were written between" in why("two optimizers", sgd, written)
+    sgd.step = lambda: None  # type: ignore[assignment, method-assign]
+    assert "runs no hooks" in why("no hooks", sgd)
+
+
+# --- The ways in which a training loop may use a model: x [16, 64] to a loss.
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: Tensor
+
+
+class Net(nn.Module):
+    """Returns its loss as ``returned`` has it; writes attributes, a buffer and generators in each forward."""
+
+    def __init__(self, returned: Callable[[Tensor, Tensor], Any] = lambda loss, hidden: loss) -> None:
+        super().__init__()
+        self.up, self.down, self.returned = nn.Linear(64, 96), nn.Linear(96, 64), returned
+        self.calls, self.seen, self.scale = 0, list[int](), torch.ones((), requires_grad=True)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.dropout(self.up(x).relu(), 0.1 * random.random() * np.random.rand(), self.training) * self.scale
+        loss = (self.down(hidden) - x).square().mean()
+        self.calls, self.mean = self.calls + 1, 0.9 * self.mean + loss.detach()
+        self.seen.append(self.calls)
+        return self.returned(loss, hidden)
+
+
+def in_place(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    loss /= 2
+    return loss
+
+
+def twice(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x) + 0.5 * model(-x)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def evaluating(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    model.eval()
+    model(x)  # with a graph, and without
+    with torch.no_grad():
+        model(x)
+    return loss
+
+
+def overwriting(model: Any, x: Tensor) -> Tensor:
+    rows = x.clone()
+    model(x=rows).backward()
+    rows.zero_()
+    return model(x)  # type: ignore[no-any-return]
+
+
+def with_func(model: Any, x: Tensor) -> Tensor:
+    with octavo.using(model, recipes.high_precision()):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x,)))(weights)
+    return torch.func.functional_call(model, dict(model.named_parameters()), (x,))  # type: ignore[no-any-return]
+
+
+Step = Callable[[Any, Tensor], Tensor]
+WAYS: dict[str, tuple[Callable[[], Net], Step]] = {
+    "tuple": (lambda: Net(lambda loss, hidden: (loss, hidden)), lambda model, x: model(x)[0]),
+    "losses": (lambda: Net(lambda loss, hidden: [loss, loss**2]), lambda model, x: sum(model(x), torch.zeros(()))),
+    "dataclass": (lambda: Net(Output), lambda model, x: model(x).loss + model(x).hidden.mean()),
+    "in place": (Net, in_place),
+    "two backwards": (Net, twice),
+    "evaluation": (Net, evaluating),
+    "training in eval": (lambda: Net().eval(), lambda model, x: model(x)),
+    "overwritten": (Net, overwriting),
+    "torch.func": (Net, with_func),
+}
+
+
+def losses_and_bits(build: Callable[[], Net], step: Step, folder: Path, twin: bool) -> list[Any]:
+    """Train two recorded steps; return all that they leave."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    model: Any = octavo.convert(build(), recipes.delayed(), lambda *_: True)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    mode = model.training
+    with octavo.inspect.record(model, folder, 1, optimizer=optimizer, twin=twin) as recorder:
+        for _ in range(2):
+            loss = step(model.train(mode), torch.randn(16, 64))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+            losses.append(float(loss.detach()))
+    python = [model.calls, model.seen, model.training, random.random(), np.random.rand(), float(torch.rand(()))]
+    tensors = [*model.state_dict().values(), *octavo.nn.delayed_state_dict(model).values(), model.scale.grad]
+    return [*losses, *python, *(tensor.tolist() for tensor in tensors)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_twin_follows_the_training_loop(way: str, tmp_path: Path) -> None:
+    with_twins, without = (losses_and_bits(*WAYS[way], tmp_path / str(twin), twin) for twin in (True, False))
+    assert with_twins == without
+    record, losses, of_step = twins(tmp_path / "True")
+    assert record.weights["twin_cosine"].min() > 0.95 and record.events == []
+    np.testing.assert_allclose(losses, of_step, rtol=0.02)
+    assert (losses != of_step).all()
+
+
+@pytest.mark.parametrize("returns_loss", [True, False])
+def test_a_loss_scale_that_is_not_given_makes_no_false_loss(returns_loss: bool, tmp_path: Path) -> None:
+    model: Any = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+    loss_of = lambda y: y.float().square().mean()  # noqa: E731
+    if returns_loss:
+        model.append(Loss(loss_of))
+    scaler, optimizer = torch.amp.GradScaler("cpu", 2.0**12), torch.optim.SGD(model.parameters(), 0.1)
+    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
+        for scales in ({}, {"loss_scale": 2.0**12}):
+            with torch.autocast("cpu", torch.float16):
+                y = model(torch.randn(16, 64))
+            loss = y if returns_loss else loss_of(y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorder.step(loss=loss, **scales)
+    record, losses, of_step = twins(tmp_path)
+    assert np.isfinite(losses).tolist() == [returns_loss, True]
+    assert losses[-2 * returns_loss or -1 :] == pytest.approx(of_step[-2 * returns_loss or -1 :], rel=0.01)
+    assert record.weights["twin_cosine"].min() > 0.95
+
+
+def fail_on_ranks(mesh: Any, folder: str) -> list[Any]:
+    """Train a sharded model whose twins fail, and a replicated one whose twins fail on rank 1."""
+    results = []
+    for wrap in ("fsdp", "ddp"):
+        for twin in (True, False):
+            torch.manual_seed(0)
+            model: Any = octavo.convert(
+                nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.delayed(), lambda *_: True
+            )
+            fails = lambda layer, _: 1 // 0 if layer.recipe.is_high_precision else None  # noqa: E731
+            if wrap == "fsdp" or mesh.get_local_rank() == 1:
+                model[1].register_forward_pre_hook(fails)
+            first = model[0]
+            if wrap == "fsdp":
+                fully_shard(fully_shard(first, mesh=mesh) and model, mesh=mesh)
+            else:
+                model = DistributedDataParallel(model, process_group=mesh.get_group())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            path = Path(folder, wrap, str(twin))
+            with octavo.inspect.record(
+                model, path, 1, optimizer=optimizer, twin=twin, group=mesh.get_group()
+            ) as recorder:
+                for _ in range(3):
+                    model(torch.randn(16, 64)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    recorder.step()
+            results.append([on_this_rank(p).tolist() for p in model.parameters()])
+    return results
+
+
+def test_a_twin_that_fails_on_ranks_ends_no_training(pool: Any, tmp_path: Path) -> None:
+    for with_twin, without, *replicated in pool.run(fail_on_ranks, (2,), str(tmp_path)):
+        assert with_twin == without and replicated[0] == replicated[1]
+    for wrap, reason in (("fsdp", "the twin failed: ZeroDivisionError"), ("ddp", "it failed on another rank")):
+        ((_, kind, text),) = octavo.inspect.load(tmp_path / wrap / "True").events
+        assert kind == NO_TWIN and text.startswith(reason)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["model", "full graph", "in place", "block"])
+def test_a_compiled_model_has_a_twin_in_eager(where: str, tmp_path: Path) -> None:
+    def build() -> Any:
+        model = Loss(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)))
+        return octavo.convert(model, recipes.dynamic(), lambda *_: True)
+
+    results = []
+    for twin in (True, False):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = build()
+        if where == "in place":
+            model.compile(backend="eager")
+        elif where == "block":
+            model.loss_of.compile(backend="eager")
+        else:
+            model = torch.compile(model, backend="eager", fullgraph=where == "full graph")
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        with octavo.inspect.record(model, tmp_path / str(twin), 2, optimizer=optimizer, twin=twin) as recorder:
+            for _ in range(3):
+                loss = model(torch.randn(16, 64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+        results.append([p.tolist() for p in model.parameters()])
+    assert results[0] == results[1]
+    record = octavo.inspect.load(tmp_path / "True")
+    if where == "in place":
+        assert "a model.compile() cannot be noted" in record.events[0][2]
+    else:
+        assert record.weights["twin_cosine"].min() > 0.95 and len(record.scalars["twin_loss"][0]) == 2
