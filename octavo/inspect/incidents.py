@@ -73,7 +73,6 @@ KINDS = {
     "loss scale": Kind(LOSS, WHOLE),
     "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
     "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
-    "jump": Kind(UPDATE, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
     **dict.fromkeys(("dead units", "idle expert"), Kind()),
     "nonfinite": Kind(traits=WHOLE),

@@ -122,7 +122,7 @@ OF_WEIGHTS = {
     "master_resolution": ("master_update", "grid", True),
     "master_changed": ("master_changed", "masters", False),
     "size": ("weight", "elements", True),  # the weight after the step
-    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it
+    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it; inf where sampled ones are inf or NaN
     "outside": ("outside", "seen", True),  # change in the step before the optimizer's update: by something else
     "second_moment": ("second", "seconds", False),  # mean of an optimizer's second moment, if it is a plain tensor
 }
@@ -367,7 +367,8 @@ def of_weights(moved: Any) -> dict[str, Any]:
             least = np.minimum(sums[divisor], sums["masters"]) if dividend.startswith("master") else sums[divisor]
             ratio = np.where(least > 0, sums[dividend] / sums[divisor], np.nan)
             measures[name] = np.sqrt(ratio) if is_root else ratio
-    return measures
+    is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
+    return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 
 
 def of_twin(products: Any) -> dict[str, Any]:

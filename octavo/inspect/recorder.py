@@ -20,7 +20,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import LOSS, Comparison, Twin
+from octavo.inspect.twin import LEFT, LOSS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
@@ -136,6 +136,7 @@ class Recorder:
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
                 skipped = getattr(self.schedule, "left_out", None)
             numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+            numbers[LEFT] = None if comparison is None else comparison.left
             if comparison is not None and loss is not None:
                 numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale", 1.0))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones

@@ -11,6 +11,7 @@ The twin leaves no trace: gradients, buffers, random states and all that octavo 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from octavo.weights.fsdp2 import on_this_rank
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+LEFT = "left_gradient"  # the same: Comparison.left
 
 
 class Comparison(NamedTuple):
@@ -35,15 +37,17 @@ class Comparison(NamedTuple):
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
-            summed over ranks.
+            summed over ranks; nan where gradients of an earlier step were left, as g is then not this step's alone.
         loss_change: the twin's loss less the step's, float64, times the loss scale; nan where an output was
             overwritten.
         loss: the twin's loss times the loss scale; nan where a model returns another tensor than a number.
+        left: the norm of weights' gradients from before the step's first backward, over their norm after the last.
     """
 
     products: Tensor
     loss_change: Tensor
     loss: Tensor
+    left: Tensor
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor) -> Tensor:
         """Return the twin's loss beside a step's loss, which need be finite only where the model returns no number."""
@@ -94,6 +98,7 @@ class Twin:
         self._model, self._wrapped, self._ranks = unwrapped(model), model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
+        self._left: list[Tensor] | None = None  # squares of the norms of gradients from before the first backward
         self._of_forward: list[tuple[Any, list[Tensor], Any]] = []
         self._hooks: list[Any] = []
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
@@ -123,7 +128,7 @@ class Twin:
         """Note no more forwards, and forget those that were noted."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._calls, self._of_forward, self._layers = [], [], [], ()
+        self._hooks, self._calls, self._of_forward, self._layers, self._left = [], [], [], (), None
 
     def close(self) -> None:
         self.end()
@@ -147,29 +152,40 @@ class Twin:
                 return y
             outputs.append(output := _NotedOutput(y))
             y = y.view_as(y)  # one output may be computed from another: the view's gradient is of outside alone
-            y.register_hook(output.take)
+            y.register_hook(functools.partial(self._backward_begins, output))
             return y
 
         return pytree.tree_map(noted, result)
 
+    def _backward_begins(self, output: _NotedOutput, grad: Tensor) -> None:
+        if self._left is None:
+            gradients = (module.weight_parameter.grad for module, _ in self._layers)
+            self._left = [_dot(local, local) for g in gradients if g is not None for local in (on_this_rank(g),)]
+        output.take(grad)
+
     def _before_update(self) -> None:
-        calls, layers = self._calls, self._layers
+        calls, layers, left = self._calls, self._layers, self._left
         self.end()
         if not calls or torch.compiler.is_compiling():
             return
         try:
-            self._comparison = self._compare(calls, layers)
+            self._comparison = self._compare(calls, layers, left or ())
         except Exception as error:  # the training goes on
             self.reason = f"the model's forward or backward failed in high precision: {type(error).__name__}: {error}"
 
-    def _compare(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer]) -> Comparison:
+    def _compare(
+        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], squares: Sequence[Tensor]
+    ) -> Comparison:
         parameters = [module.weight_parameter for module, _ in layers]
         with _without_trace(self._model) as gradients, using(self._model, recipes.high_precision()):
             changes, losses = zip(*(self._run(call) for call in calls), strict=True)
             pairs = [(gradients.get(p), p.grad) for p in parameters]
             products = torch.stack([*map(self._products, pairs, self._replicated(pairs))])
         change, loss = torch.stack(changes).sum(), torch.stack(losses).sum()
-        return Comparison(self._ranks.sum(products), self._ranks.mean(change), self._ranks.mean(loss))
+        products, left = self._ranks.sum(products), self._ranks.sum(sum(squares, torch.zeros_like(change)))
+        share = torch.where(left == 0, 0.0, (left / products[:, 1].sum()).sqrt())
+        products = torch.where(left == 0, products, math.nan)
+        return Comparison(products, self._ranks.mean(change), self._ranks.mean(loss), share)
 
     def _run(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""
