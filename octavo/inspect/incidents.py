@@ -167,10 +167,10 @@ class _CauseAndEffect:
     def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
         traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
         is_note, is_severe = cause.level == "note", cause.severity == MOST_SEVERE
-        is_of_its_batch = cause.kind == "batch" and records == 0  # casts of such data
+        is_of_its_step = OF_A_STEP in traits and records == 0  # casts of such data, or of such gradients
         self.is_from_outside = OUTSIDE in effect_traits and not is_severe
         self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
-        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_batch)
+        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
         self.has_no_comparison = is_first and OF_A_STEP in traits
         self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
         self.goes_on = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
@@ -186,8 +186,8 @@ EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
     (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
     (lambda pair: pair.harms_all and pair.is_over, SOON),
     (lambda pair: pair.harms_all, LATER),
-    (lambda pair: pair.goes_on, SOON),
     (lambda pair: pair.is_milder_cast, NEVER),
+    (lambda pair: pair.goes_on, SOON),
     (lambda pair: pair.is_of_layer or pair.is_symptom, SOON),
     (lambda pair: True, NEVER),
 )

@@ -357,6 +357,7 @@ def losses(run: Training, stays: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
+        at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
         yield Hit(stays, steps[at], (now - level) / level / stays.limit, {"was": level, "now": now})
 
 
