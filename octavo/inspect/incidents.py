@@ -173,8 +173,9 @@ class _CauseAndEffect:
         self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
         self.has_no_comparison = is_first and OF_A_STEP in traits
         self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
-        self.goes_on = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
         self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
+        is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
+        self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
         self.is_of_layer = cause.layer == effect.layer
         self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
 
@@ -186,8 +187,8 @@ EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
     (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
     (lambda pair: pair.harms_all and pair.is_over, SOON),
     (lambda pair: pair.harms_all, LATER),
-    (lambda pair: pair.is_milder_cast, NEVER),
     (lambda pair: pair.goes_on, SOON),
+    (lambda pair: pair.is_milder_cast, NEVER),
     (lambda pair: pair.is_of_layer or pair.is_symptom, SOON),
     (lambda pair: True, NEVER),
 )

@@ -37,6 +37,15 @@ def test_upstream_explains_downstream() -> None:
         assert [effect.layer for effect in finding.consequences] == [record.rows[place].layer for place in places[1:]]
 
 
+def test_a_mild_clip_explains_no_worse_one_later_on() -> None:
+    for later, count in ((0, 1), (1, 2)):
+        record = healthy(3, RECORDS)
+        record.measures["assumed"][AT:, 8], record.measures["clipped"][AT:, 8] = 3.0, 2e-3
+        record.measures["assumed"][AT + later :, 5], record.measures["clipped"][AT + later :, 5] = 9.0, 0.2
+        findings = diagnose(record)
+        assert len(findings) == count and findings[0].level == "warning"
+
+
 def test_an_inf_or_nan_explains_all_others() -> None:
     record = healthy(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)

@@ -307,6 +307,14 @@ def test_a_leap_begins_where_most_of_it_happens() -> None:
     assert [(effect.kind, effect.begins) for effect in first.consequences] == [("gradients", 50 * AT)]
 
 
+def test_a_loss_begins_to_rise_where_most_of_it_happens() -> None:
+    """Also where a noisy step or two before it are higher than those before them."""
+    record = healthy(4, RECORDS)
+    record.scalars["loss"] = record.steps, [2.2, 2.3, 2.2, 2.3, 2.9, 2.4, 2.4, 2.5, *[3.9, 4.0] * 4]
+    first = diagnose(record)[0]
+    assert (first.kind, first.begins) == ("labels", 50 * AT)
+
+
 def test_gradients_that_fell_are_not_called_larger() -> None:
     record = healthy(4, RECORDS)
     weights("gradient", 1e-3, 2.5e-4, records=LASTING)(record)
