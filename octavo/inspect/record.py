@@ -112,11 +112,7 @@ OF_WEIGHTS = {
     "resolution": ("update", "grid", True),  # the update over the distance between numbers of the weight's dtype
     "between": ("between", "elements", True),  # change between the last recorded step and this one
     "changed": ("changed", "elements", False),  # share of the weight's numbers that the step changes
-    "first_flushed": (
-        "first_flushed",
-        "moments",
-        False,
-    ),  # share of first moments that are 0 while the second is not
+    "first_flushed": ("first_flushed", "moments", False),  # share of first moments that are 0 while the second is not
     "second_flushed": ("second_flushed", "moments", False),  # the same of second moments
     "master_update": ("master_update", "masters", True),  # as above, of a master besides the weight
     "master_resolution": ("master_update", "grid", True),
@@ -346,9 +342,8 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
             "flushed": np.where(finite > zeros, flushed / (finite - zeros), np.where(elements > 0, 0.0, np.nan)),
             "clipped": clipped / finite,  # share of the finite numbers beyond the format's largest, their code
             "nonfinite": nonfinite / elements,  # share of infs and NaNs
-            "elements": np.where(
-                elements > 0, elements, np.nan
-            ),  # twice, if a compiled backward computes forward again
+            # twice as many, if a compiled backward computes forward again
+            "elements": np.where(elements > 0, elements, np.nan),
             "zeros": zeros / elements,  # share of the numbers that are 0 before they are cast
             "rms": np.sqrt(power / finite),  # root mean square of the finite numbers
             "sqnr": 10 * np.log10(power / error),  # decibels: the numbers' power over that of what rounding changed

@@ -197,6 +197,11 @@ RULES: Sequence[Rule] = (
         *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
+    Rule(
+        *("batch", 3.0, tests.leaps),
+        "the gradients' norm, before it is clipped, is for a step {times:.3g} times what it was",
+        LOOK,
+    ),
     Rule("frozen", 0.0, tests.frozen, "does not train{others}, while other layers do", TRAINS),
     Rule(
         *("frozen", 0.0, tests.frozen),

@@ -242,9 +242,7 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
             texts |= {"value": value, "previous": previous}
             if value < 0:
                 return Hit(below, steps[at], 8, texts)
-            if lasts and not any(
-                next_values
-            ):  # a schedule that gets to 0 by steps as before, near the end, is one's choice
+            if lasts and not any(next_values):  # a choice, where a schedule gets there by steps as before, near the end
                 is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
                 return Hit(zero._replace(level="note") if is_end else zero, steps[at], 8, texts)
             if lasts and 0 < max(next_values) < min(previous / falls.limit, 1.5 * min(next_values)):
@@ -483,9 +481,9 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
-def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
+def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rule) -> Iterator[Hit]:
     """Yield gradients that leap or fall, of all layers; or that leap in one layer and those before it."""
-    _, risen, alone, norms, outputs, _ = run.leaps
+    (_, risen, alone, norms, outputs, _), (fall, scaled_fall, norm) = run.leaps, others
     typical, at_most = np.nanmedian(risen, axis=1), np.nanmedian(alone, axis=1)
     fallen = np.fmin(typical, np.maximum(norms, outputs))  # clipping makes up for a fall, before the optimizer gets it
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
@@ -503,6 +501,9 @@ def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, fall: Rule, 
         at = int(over.argmax())  # backward goes from the last layer to the first
         layer = run.layers[np.flatnonzero(alone[at] > of_layer.limit)[-1]]
         yield _leap(run, (of_layer,), over, np.nanmax(alone, axis=1), (layer, "grad_output"))
+    elif losses not in run.fired and (over := (norms > norm.limit) & ~(np.append(norms[1:], 0) > norm.limit)).any():
+        at = int(over.argmax())
+        yield Hit(norm, run.steps[at], 1, {"times": norms[at]})
 
 
 def _leap(run: Training, rules: tuple[Rule, ...], over: Any, times_of: Any, where: tuple[str, str] = ("", "")) -> Hit:

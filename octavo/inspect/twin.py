@@ -37,11 +37,12 @@ class Comparison(NamedTuple):
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
-            summed over ranks; nan where gradients of an earlier step were left, as g is then not this step's alone.
+            summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone.
         loss_change: the twin's loss less the step's, float64, times the loss scale; nan where an output was
             overwritten.
         loss: the twin's loss times the loss scale; nan where a model returns another tensor than a number.
-        left: the norm of weights' gradients from before the step's first backward, over their norm after the last.
+        left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
+            norm of all weights' gradients after the last.
     """
 
     products: Tensor
@@ -102,7 +103,7 @@ class Twin:
         self._of_forward: list[tuple[Any, list[Tensor], Any]] = []
         self._hooks: list[Any] = []
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
-        hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
+        self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
             self.reason = NO_OPTIMIZER
         elif any(hooks_of(p)[1] for p in model.parameters()):
@@ -160,7 +161,8 @@ class Twin:
     def _backward_begins(self, output: _NotedOutput, grad: Tensor) -> None:
         if self._left is None:
             gradients = (module.weight_parameter.grad for module, _ in self._layers)
-            self._left = [_dot(local, local) for g in gradients if g is not None for local in (on_this_rank(g),)]
+            zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
+            self._left = [zero if g is None else _dot(local := on_this_rank(g), local) for g in gradients]
         output.take(grad)
 
     def _before_update(self) -> None:
@@ -169,12 +171,12 @@ class Twin:
         if not calls or torch.compiler.is_compiling():
             return
         try:
-            self._comparison = self._compare(calls, layers, left or ())
+            self._comparison = self._compare(calls, layers, left)
         except Exception as error:  # the training goes on
             self.reason = f"the model's forward or backward failed in high precision: {type(error).__name__}: {error}"
 
     def _compare(
-        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], squares: Sequence[Tensor]
+        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], left: Sequence[Tensor] | None
     ) -> Comparison:
         parameters = [module.weight_parameter for module, _ in layers]
         with _without_trace(self._model) as gradients, using(self._model, recipes.high_precision()):
@@ -182,9 +184,12 @@ class Twin:
             pairs = [(gradients.get(p), p.grad) for p in parameters]
             products = torch.stack([*map(self._products, pairs, self._replicated(pairs))])
         change, loss = torch.stack(changes).sum(), torch.stack(losses).sum()
-        products, left = self._ranks.sum(products), self._ranks.sum(sum(squares, torch.zeros_like(change)))
-        share = torch.where(left == 0, 0.0, (left / products[:, 1].sum()).sqrt())
-        products = torch.where(left == 0, products, math.nan)
+        products = self._ranks.sum(products)
+        squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(torch.stack([*left]))
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        left_of_trained = torch.stack([squares[at] * (id(p) in trained) for at, p in enumerate(parameters)]).sum()
+        share = torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
+        products = torch.where(squares.unsqueeze(1) == 0, products, 0.0)
         return Comparison(products, self._ranks.mean(change), self._ranks.mean(loss), share)
 
     def _run(self, call: _Call) -> tuple[Tensor, Tensor]:
