@@ -73,7 +73,6 @@ KINDS = {
     "loss scale": Kind(LOSS, WHOLE),
     "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
     "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
-    "jump": Kind(UPDATE, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
     **dict.fromkeys(("dead units", "idle expert"), Kind()),
     "nonfinite": Kind(traits=WHOLE),
@@ -168,14 +167,15 @@ class _CauseAndEffect:
     def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
         traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
         is_note, is_severe = cause.level == "note", cause.severity == MOST_SEVERE
-        is_of_its_batch = cause.kind == "batch" and records == 0  # casts of such data
+        is_of_its_step = OF_A_STEP in traits and records == 0  # casts of such data, or of such gradients
         self.is_from_outside = OUTSIDE in effect_traits and not is_severe
         self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
-        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_batch)
+        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
         self.has_no_comparison = is_first and OF_A_STEP in traits
         self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
-        self.goes_on = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
         self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
+        is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
+        self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
         self.is_of_layer = cause.layer == effect.layer
         self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
 

@@ -112,17 +112,13 @@ OF_WEIGHTS = {
     "resolution": ("update", "grid", True),  # the update over the distance between numbers of the weight's dtype
     "between": ("between", "elements", True),  # change between the last recorded step and this one
     "changed": ("changed", "elements", False),  # share of the weight's numbers that the step changes
-    "first_flushed": (
-        "first_flushed",
-        "moments",
-        False,
-    ),  # share of first moments that are 0 while the second is not
+    "first_flushed": ("first_flushed", "moments", False),  # share of first moments that are 0 while the second is not
     "second_flushed": ("second_flushed", "moments", False),  # the same of second moments
     "master_update": ("master_update", "masters", True),  # as above, of a master besides the weight
     "master_resolution": ("master_update", "grid", True),
     "master_changed": ("master_changed", "masters", False),
     "size": ("weight", "elements", True),  # the weight after the step
-    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it
+    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it; inf where sampled ones are inf or NaN
     "outside": ("outside", "seen", True),  # change in the step before the optimizer's update: by something else
     "second_moment": ("second", "seconds", False),  # mean of an optimizer's second moment, if it is a plain tensor
 }
@@ -346,9 +342,8 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
             "flushed": np.where(finite > zeros, flushed / (finite - zeros), np.where(elements > 0, 0.0, np.nan)),
             "clipped": clipped / finite,  # share of the finite numbers beyond the format's largest, their code
             "nonfinite": nonfinite / elements,  # share of infs and NaNs
-            "elements": np.where(
-                elements > 0, elements, np.nan
-            ),  # twice, if a compiled backward computes forward again
+            # twice as many, if a compiled backward computes forward again
+            "elements": np.where(elements > 0, elements, np.nan),
             "zeros": zeros / elements,  # share of the numbers that are 0 before they are cast
             "rms": np.sqrt(power / finite),  # root mean square of the finite numbers
             "sqnr": 10 * np.log10(power / error),  # decibels: the numbers' power over that of what rounding changed
@@ -367,7 +362,8 @@ def of_weights(moved: Any) -> dict[str, Any]:
             least = np.minimum(sums[divisor], sums["masters"]) if dividend.startswith("master") else sums[divisor]
             ratio = np.where(least > 0, sums[dividend] / sums[divisor], np.nan)
             measures[name] = np.sqrt(ratio) if is_root else ratio
-    return measures
+    is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
+    return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 
 
 def of_twin(products: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import CONTROL, COSINE, LOSS, NO_HOOKS, OTHER_GRADIENTS, Comparison, Twin
+from octavo.inspect.twin import CONTROL, COSINE, LEFT, LOSS, NO_HOOKS, OTHER_GRADIENTS, Comparison, Twin
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
@@ -138,6 +138,7 @@ class Recorder:
             numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
             if comparison is not None:
                 numbers[CONTROL] = comparison.control
+                numbers[LEFT] = comparison.left
             if comparison is not None and loss is not None:
                 numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones

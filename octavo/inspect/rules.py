@@ -26,14 +26,15 @@ LOOK = "look at the data of that step, and leave out what is not as the rest"
 RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
 SKIP = "leave out such steps"
-AFTER = "after the optimizer's step, though inputs and gradients have none"
+AFTER = "after the optimizer's step, and in no layer's input or gradient of its output"
 ANEW = "give these units their initial weights anew; look for what masks them, and at the bias before"
 FIND = f"{RESTORE}; find what wrote them"
 LARGER = "{times:.3g} times as large as before, and a step changes most weights {ratio:.3g} times as much"
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), {norm:.3g})"
 CLIPPED = CLIP, "before each optimizer.step(): no more than twice the last record's", "clip their norm"
 MEAN = "divide the loss once by the batches that it is summed over"
-ZERO = f"call optimizer.zero_grad() before each backward, and {MEAN}"
+CLEAR = "call optimizer.zero_grad() before each step's backward"
+ZERO = f"{CLEAR}, and {MEAN}"
 FALL = "the gradients are {share} of those before"
 TRAINS = "requires_grad, a group of the optimizer, and no detach() or no_grad() behind it: a weight that trains has all"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
@@ -61,7 +62,7 @@ RULES: Sequence[Rule] = (
     # share of a weight that weight decay takes in a step
     Rule(
         *("decay", 0.02, tests.options, "weight decay takes {share} of the weights of group {group} in a step"),
-        'optimizer.param_groups[{group}]["{option}"] = 0.1',
+        f'optimizer.param_groups[{{group}}]["{{option}}"] = {tests.USUAL_DECAY}',
         advice="lower it",
     ),
     # times the bound of a moment by its last value and the gradient, or the bound over the moment
@@ -78,10 +79,18 @@ RULES: Sequence[Rule] = (
     ),
     # the very first step's change of a weight, over its root mean square: median of layers
     Rule(
-        *("warm-up", 0.1, tests.warmup),
+        *("warm-up", 0.1, tests.step_sizes),
         "the first step, without a warm-up, changes most weights by {share} of their size",
         "let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
         "smaller first updates",
+    ),
+    # the same of any step, where the update is as large as before for its rate
+    Rule(
+        *("learning rate", 0.05, tests.step_sizes),
+        "the learning rate is too high: a step changes most weights by {share} of their size",
+        'for group in optimizer.param_groups: group["lr"] /= {times:.2g}',
+        "steps of about 1 %",
+        "divide it by {times:.2g}",
     ),
     # the numbers of a batch, over those of all earlier batches, where it lasts
     Rule(
@@ -137,6 +146,12 @@ RULES: Sequence[Rule] = (
         "gets a gradient with inf or NaN, which the layers behind it did not have",
         *(RECOVERY, "leaves out steps with such gradients", SKIP),
     ),
+    Rule(
+        *("nonfinite", 0.0, tests.first_nonfinite),
+        "the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or what "
+        "changes gradients after backward",
+        *(RECOVERY, "leaves out steps with such gradients", SKIP),
+    ),
     Rule("nonfinite", 0.0, tests.first_nonfinite, f"has inf or NaN in its weight {AFTER}", RESTORE),
     Rule("nonfinite", 0.0, tests.first_nonfinite, f"inf or NaN are in the weights {AFTER}", RESTORE),
     # share of the last layer's gradients that became 0
@@ -169,12 +184,13 @@ RULES: Sequence[Rule] = (
         "not by the optimizer",
         FIND,
     ),
-    # the gradients over the largest earlier ones, if updates rose too
+    Rule("gradients", 0.0, tests.left, "gradients of the step before are left when backward begins", CLEAR),
+    # the gradients that the optimizer gets over the median of earlier ones, and half as much over the largest
     Rule("gradients", tests.GRADIENTS, tests.leaps, f"the gradients are {LARGER}", *CLIPPED),
     Rule(
         "gradients", tests.GRADIENTS, tests.leaps, f"the gradients are {LARGER}", f"{ZERO}; or {CLIP}", CLIPPED[1], ZERO
     ),
-    # of one layer while the others stay; and all layers' gradients, which fall to one in so many
+    # of one layer, over its largest; and all layers' gradients, which fall to one in so many
     Rule("gradients", 8.0, tests.leaps, f"gets gradients {LARGER}", *CLIPPED),
     Rule("gradients", 8.0, tests.leaps, FALL, MEAN),
     Rule(
@@ -183,14 +199,8 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         *("batch", 3.0, tests.leaps),
-        "the gradients' norm, before it is clipped, is {times:.3g} times what it was",
+        "the gradients' norm, before it is clipped, is for a step {times:.3g} times what it was",
         LOOK,
-    ),
-    # a step's update over earlier ones' median, if neither gradients nor the learning rate rose
-    Rule(
-        *("jump", tests.JUMP, tests.leaps),
-        "the step changes weights {value:.3g} times as much as those before, {extent}",
-        *(RECOVERY, "leaves out the steps after it whose loss jumps; {cause} rose", SKIP),
     ),
     Rule("frozen", 0.0, tests.frozen, "does not train{others}, while other layers do", TRAINS),
     Rule(
@@ -201,8 +211,8 @@ RULES: Sequence[Rule] = (
     Rule("frozen", 0.0, tests.frozen, "does not train{others}, and gets no gradient", TRAINS),
     Rule(
         *("frozen", 0.0, tests.frozen),
-        "no weight changes, though all have gradients: the optimizer has none of them",
-        TRAINS,
+        "no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
+        "look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or NaN",
     ),
     # share of a weight's, or its master's, numbers that a step does not change
     Rule(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import called
+from octavo.inspect.twin import LEFT
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
@@ -28,10 +29,11 @@ IN_TURN = 4  # at most so many batches repeat in turn
 FEW = 3  # records or steps in a row that a fault has to last
 ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
-JUMP = 8.0  # an update over earlier ones' median, of weights that are asked whether something else wrote them
 GRADIENTS = 3.0  # the gradients over the largest earlier ones, if updates rose too
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 UNMOVED = 0.9  # share of a weight's numbers that a step does not change
+USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
+STOPPED = 1e-3  # a rate below this share of its highest trains nothing
 FLOAT16 = 2.0**13  # finite gradients of this size, where others are inf, are float16's
 
 
@@ -127,10 +129,15 @@ class Training:
         place = self.places.get((layer, role))
         return np.full(len(self.steps), np.nan) if place is None else self.record.measures[name][:, place]
 
+    def by_record(self, *names: str) -> Any:
+        """Return a number at each record, as it was last written; nan where it is not recorded."""
+        steps, values = self.scalar(*names)
+        return np.array([values[max(0, bisect_right(steps, s) - 1)] if steps else math.nan for s in self.steps])
+
     def loss_scale(self, at: int) -> str:
         """Return the loss scale of a record in words, nothing where none is recorded."""
-        steps, values = self.scalar("loss_scale")
-        return f" of {values[max(0, bisect_left(steps, self.steps[at]))]:.3g}" if values else ""
+        scale = self.by_record("loss_scale")[at]
+        return f" of {scale:.3g}" if math.isfinite(scale) else ""
 
     @property
     def bad_losses(self) -> list[int]:
@@ -145,17 +152,17 @@ class Training:
         features = self.record.rows[row].features or math.sqrt(sizes[0] * sizes[1] / sizes[2])
         return float(measures["nonfinite"][at, row]) * features < 0.5
 
-    def worst(self, rule: Rule, values: Any) -> Iterator[Worst]:
-        """Yield where a measure [steps, names] exceeds a rule's limit by most, if it does."""
-        over = values > rule.limit
+    def worst(self, values: Any, *rules: Rule) -> Iterator[Hit]:
+        """Yield the layer where a measure [steps, layers] exceeds the limit by most; with a master by the last rule."""
+        over = values > rules[0].limit
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
             begins, worst = stretch(over[:, place], values[:, place])
             numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.of.items()}
-            noun = "layers" if len(over[0]) == len(self.layers) else "weights"
-            extent = f"in {over[worst].sum()} of {len(over[0])} {noun}"
-            steps, value = (self.steps[begins], self.steps[worst]), float(values[worst, place])
-            yield Worst(*steps, self.names[place], value, numbers, extent)
+            rule, value = rules[-1 if numbers["master_update"] > 0 else 0], float(values[worst, place])
+            texts = {"share": called(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
+            at = self.steps[begins], value / rule.limit
+            yield Hit(rule, *at, texts, (self.layers[place], "weight"), self.steps[worst], numbers)
 
     @cached_property
     def leaps(self) -> Leaps:
@@ -163,55 +170,46 @@ class Training:
         measures, count = self.of, len(self.layers)
         size, updates = measures["size"], measures["update"]
         last_size = np.concatenate([size[:1], size[:-1]])
-        when, rate = self.rate  # rates: of each record; 1 where it is not recorded
-        rates = np.array([rate[max(0, bisect_right(when, step) - 1)] if when else 1.0 for step in self.steps])[:, None]
+        rates = self.by_record(*RATES)[:, None]
         rates = np.where(rates > 0, rates, 1.0)
         usual, ratio = earlier(updates / rates) * rates, self.rms / size[:, :count]
         jumps = np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan)
-        risen = measures["gradient"] / earlier(measures["gradient"])
+        gradients = np.where(np.isinf(measures["gradient"]), np.nan, measures["gradient"])
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
-        norms = norms / earlier(norms)
-        risen = np.where(np.isnan(risen), np.where(jumps > 2, norms, np.nan), risen)
+        outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
+        outputs /= np.nan_to_num(self.by_record("loss_scale"), nan=1.0)[:, None]
+        risen, norms, outputs = (values / earlier(values) for values in (gradients, norms, outputs))
+        highest = gradients / earlier(gradients, np.nanmax)
         expected = np.fmax(np.nan_to_num(usual), updates) * 3 * (self.gaps - 1)
-        written = (
-            np.fmax(measures["between"] - expected, measures["outside"] - earlier(measures["outside"]) * 3) / last_size
-        )
-        alone = jumps > JUMP * np.fmax(1, np.nanmedian(jumps, axis=1, keepdims=True))
-        alone |= (updates > last_size / 2) & (jumps > JUMP)
-        is_unseen = np.isnan(measures["outside"]) & ~(norms > 2)  # no optimizer's step was seen
-        written = np.fmax(written, np.where(is_unseen & alone, updates / last_size, 0))
+        outside = measures["outside"] - earlier(measures["outside"]) * 3
+        written = np.fmax(measures["between"] - expected, outside) / last_size
         # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
         moved = (measures["between"] + updates * self.gaps)[1:, :count] * 3 / last_size[1:, :count]
         unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
         written[1:, :count] = np.fmax(written[1:, :count], unexplained)
         written = np.nan_to_num(written, nan=0, posinf=1e30)
         over = (written > WRITTEN).any(axis=1)
-        jumps[over], risen[over], norms[over] = np.nan, np.nan, np.nan
-        risen[:FEW], norms[:FEW] = np.nan, np.nan  # too few earlier records to compare with
-        return Leaps(jumps, risen, norms[:, 0], written)
-
-
-class Worst(NamedTuple):
-    """The place where a measure exceeds its limit by most: steps, layer and its measures; and the extent in words."""
-
-    begins: int
-    worst: int
-    layer: str
-    value: float
-    numbers: dict[str, float]
-    extent: str
+        for values in (jumps, risen, highest, norms, outputs):
+            values[over] = np.nan
+        for values in (risen, highest, norms, outputs):
+            values[:FEW] = np.nan  # too few earlier records to compare with
+        return Leaps(jumps, risen, highest[:, :count], norms[:, 0], np.nanmedian(outputs, axis=1), written)
 
 
 class Leaps(NamedTuple):
     """The factors by which numbers grow over those of earlier records, nan where there are too few.
 
-    ``updates``, ``gradients``, [steps, names]; ``norms``, [steps]: of all gradients, before they are clipped.
+    ``updates``, ``gradients`` as the optimizer gets them, [steps, names]; ``highest``, [steps, layers]: such gradients
+    over the largest of those records, not their median. ``norms``, [steps]: of all gradients, before they are clipped;
+    ``outputs``, [steps]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes here.
     ``written``, [steps, names]: the change by something but the optimizer, over the weight's root mean square.
     """
 
     updates: Any
     gradients: Any
+    highest: Any
     norms: Any
+    outputs: Any
     written: Any
 
 
@@ -221,6 +219,11 @@ def earlier(values: Any, statistic: Any = None) -> Any:
     for at in range(2, len(values)):
         statistics[at] = (statistic or np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
     return statistics
+
+
+def is_rate(name: str) -> bool:
+    """Return whether a recorded number is a learning rate, of the run or of a group."""
+    return name.split(GROUP)[0] in RATES
 
 
 # --- numbers of each step
@@ -239,8 +242,9 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
             texts |= {"value": value, "previous": previous}
             if value < 0:
                 return Hit(below, steps[at], 8, texts)
-            if lasts and not any(next_values):
-                return Hit(zero, steps[at], 8, texts)
+            if lasts and not any(next_values):  # a choice, where a schedule gets there by steps as before, near the end
+                is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
+                return Hit(zero._replace(level="note") if is_end else zero, steps[at], 8, texts)
             if lasts and 0 < max(next_values) < min(previous / falls.limit, 1.5 * min(next_values)):
                 return Hit(falls, steps[at], 8, texts)
             if jumps or (0 < flat < at and value > rises.limit * top > 0):
@@ -250,7 +254,7 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
             flat = at if at and value <= previous else flat
         return None
 
-    names = [name for name in run.record.scalars if name.split(GROUP)[0] in RATES]
+    names = filter(is_rate, run.record.scalars)
     hits = filter(None, (first(name.partition(GROUP)[2], *run.filled(name)) for name in names))
     yield from sorted(hits, key=lambda hit: (hit.begins, -severity_of(rises.kind, hit.times)))[:1]
 
@@ -273,7 +277,8 @@ def options(run: Training, leaps: Rule, decays: Rule) -> Iterator[Hit]:
                 return
         # if weight decay is not decoupled, Adam's second moments divide it too
         is_coupled = run.scalar(f"betas 0{GROUP}{group}")[1] and run.scalar(DECOUPLED + group)[1][:1] != [1]
-        if is_decay and f"lr{GROUP}{group}" in run.record.scalars and not is_coupled:
+        is_unusual = is_decay and max(values) > USUAL_DECAY  # else the rate is too high
+        if is_unusual and f"lr{GROUP}{group}" in run.record.scalars and not is_coupled:
             taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}")[1], strict=True))
             if taken > decays.limit:
                 yield Hit(decays, steps[0], taken / decays.limit, {**texts, "share": called(taken)})
@@ -300,12 +305,20 @@ def decayed_vectors(run: Training, rule: Rule) -> Iterator[Hit]:
             yield Hit(rule, step, 1, {"count": count})
 
 
-def warmup(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield a very first step that is too large, at a learning rate near its highest."""
-    ages, rates = run.scalar("state_age")[1], run.rate[1]
-    share = float(np.median(np.nan_to_num(run.record.weights["update"][0] / run.rms[0])))
-    if rates and ages and ages[0] <= 1 and rates[0] >= max(rates) / 2 and share > rule.limit:
-        yield Hit(rule, run.steps[0], share / rule.limit, {"share": called(share), "rate": max(rates)})
+def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
+    """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
+    ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
+    shares = np.nanmedian(run.of["update"][:, : len(run.layers)] / run.rms, axis=1)
+    is_fresh = bool(of_run and ages) and ages[0] <= 1
+    is_lost = len(losses_of_run) > FEW and not np.median(losses_of_run[-FEW:]) < losses_of_run[0]  # a random guess's
+    if is_fresh and of_run[0] >= max(of_run) / 2 and shares[0] > warmup.limit and not is_lost:
+        yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, {"share": called(shares[0]), "rate": max(of_run)})
+    elif of_run and rates not in run.fired:
+        over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > 2)
+        if over.any():
+            at, worst = int(over.argmax()), int(np.where(over, shares, 0).argmax())
+            texts = {"share": called(shares[worst]), "times": shares[worst] / (high.limit / 5)}
+            yield Hit(high, run.steps[at], shares[worst] / high.limit, texts, worst=run.steps[worst])
 
 
 def elements(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -342,6 +355,7 @@ def losses(run: Training, stays: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
+        at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
         yield Hit(stays, steps[at], (now - level) / level / stays.limit, {"was": level, "now": now})
 
 
@@ -374,7 +388,7 @@ def first_nonfinite(
     run: Training, between: Rule, batch: Rule, activation: Rule, weight: Rule, overflow: Rule, *others: Rule
 ) -> Iterator[Hit]:
     """Yield the origin of the first inf or NaN: the layer before the first input with one, or the last gradient."""
-    record, names, last, (gradient, one_update, update) = run.record, run.layers, len(run.layers) - 1, others
+    record, names, last, (gradient, arrived, one_update, update) = run.record, run.layers, len(run.layers) - 1, others
     faulty = record.measures["nonfinite"] > 0
     if not faulty.any():
         return
@@ -397,6 +411,8 @@ def first_nonfinite(
         amax = run.measure("amax", *where)[at]
         if gradients[-1] == last and ("loss_scale" in record.scalars or amax > FLOAT16):
             rule, where = overflow, ("", "")
+    elif np.isinf(run.of["gradient"][at]).any() or not math.isfinite(run.by_record("grad_norm")[at] or 0):
+        rule = arrived
     else:
         rule, where = (one_update, (names[weights[0]], "weight")) if len(weights) == 1 else (update, where)
     yield Hit(rule, step, math.inf, texts, where)
@@ -446,8 +462,9 @@ def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
     count, share, where = int(over[at].sum()), float(run.leaps.written[at].max()), ("", "")
     texts: dict[str, Any] = {"count": count, "all": len(run.names)}
     if count > 1 and count >= len(run.layers) / 2:
-        is_permuted = (np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1).mean() > 0.5
-        rule = ranks if is_permuted else many
+        is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
+        is_permuted &= run.leaps.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
+        rule, share = ranks if is_permuted.mean() > 0.5 else many, max(share, 4 * one.limit)  # no accident of sampling
     else:
         rule, place = one, int(run.leaps.written[at].argmax())
         where, is_layer = (run.names[place], "weight"), place < len(run.layers)
@@ -456,23 +473,27 @@ def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
     yield Hit(rule, run.steps[at], share / one.limit, texts, where, numbers={"changed": share})
 
 
+def left(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield the first step whose backward begins with gradients of an earlier one."""
+    for step, share in zip(*run.scalar(LEFT), strict=True):
+        if share > rule.limit:
+            yield Hit(rule, step, 8)
+            return
+
+
 def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rule) -> Iterator[Hit]:
-    """Yield gradients that leap, of all layers or from one layer back; else updates that leap without them."""
-    fall, scaled_fall, norm, jump = others
-    gradients, (jumps, risen, norms, _), count = run.of["gradient"], run.leaps, len(run.layers)
-    typical = np.nanmedian(risen, axis=1)
-    climbs, falls, grown = True, True, 1.0
-    for distance in reversed(range(FEW + 1)):  # whether each of so many records exceeds the last
-        ratio = np.nanmedian(np.roll(gradients, distance, 0) / np.roll(gradients, distance + 1, 0), axis=1)
-        climbs, grown = climbs & (ratio > 1), grown * ratio
-        falls &= np.roll(typical, -distance) < 1 / fall.limit  # the first records, nan, roll to the end: False
-    falls &= ratio < 1 / fall.limit
-    climbs &= (grown > 2) & (np.arange(len(risen)) > FEW + 1) & np.isfinite(risen).any(axis=1)
-    alone = np.where(np.isfinite(risen), gradients / earlier(gradients, np.nanmax), np.nan)[:, :count]
-    if (over := (typical > rise.limit) | climbs).any():
+    """Yield gradients that leap or fall, of all layers; or that leap in one layer and those before it."""
+    (_, risen, alone, norms, outputs, _), (fall, scaled_fall, norm) = run.leaps, others
+    typical, at_most = np.nanmedian(risen, axis=1), np.nanmedian(alone, axis=1)
+    fallen = np.fmin(typical, np.maximum(norms, outputs))  # clipping makes up for a fall, before the optimizer gets it
+    falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
+    for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
+        falls &= np.roll(fallen, -distance) < 1 / fall.limit
+    if (over := (typical > rise.limit) & ~(at_most < rise.limit / 2)).any():
         yield _leap(run, (rise, lasting), over, typical)
     elif falls.any():
-        at, share = int(falls.argmax()), float(typical[falls][0])
+        at = int(falls.argmax())
+        share = float(fallen[at])
         rule = scaled_fall if norms[at] > rise.limit else fall  # gradients are clipped
         times = 1 / max(share, 1e-9) / rise.limit
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=run.steps[at + FEW])
@@ -480,22 +501,20 @@ def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rul
         at = int(over.argmax())  # backward goes from the last layer to the first
         layer = run.layers[np.flatnonzero(alone[at] > of_layer.limit)[-1]]
         yield _leap(run, (of_layer,), over, np.nanmax(alone, axis=1), (layer, "grad_output"))
-    else:
-        if (norms > norm.limit).any() and losses not in run.fired:
-            at = int((norms > norm.limit).argmax())
-            yield Hit(norm, run.steps[at], 1, {"times": norms[at]})
-        for worst in run.worst(jump, jumps):
-            missing = ["lr"] * (not run.rate[0]) + ["grad_norm"] * ("grad_norm" not in run.record.scalars)
-            cause = f"record {' and '.join(missing)} to see what" if missing else "neither lr nor grad_norm"
-            texts, times = {**worst._asdict(), "cause": cause}, worst.value / jump.limit
-            yield Hit(jump, worst.begins, times, texts, worst=worst.worst, numbers=worst.numbers)
+    elif losses not in run.fired and (over := (norms > norm.limit) & ~(np.append(norms[1:], 0) > norm.limit)).any():
+        at = int(over.argmax())
+        yield Hit(norm, run.steps[at], 1, {"times": norms[at]})
 
 
 def _leap(run: Training, rules: tuple[Rule, ...], over: Any, times_of: Any, where: tuple[str, str] = ("", "")) -> Hit:
-    """Return the hit of gradients ``times_of`` times as large as earlier ones; if they stay so, by the last rule."""
-    begins, worst = stretch(over, np.nan_to_num(times_of))
-    while begins > 2 and times_of[begins - 1] > 1.2 and not where[0]:
+    """Return the hit of gradients ``times_of`` times as large as earlier ones; if they stay so, by the last rule.
+
+    It begins in the record with the largest part of the leap.
+    """
+    begins, worst = stretch(over, times_of := np.nan_to_num(times_of))
+    while begins > 2 and times_of[begins - 1] > 1.2:
         begins -= 1
+    begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
     lasts = (times_of[begins:] > GRADIENTS / 2).sum() >= FEW
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
@@ -505,7 +524,9 @@ def _leap(run: Training, rules: tuple[Rule, ...], over: Any, times_of: Any, wher
 
 def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
-    gradients, count = run.of["gradient"], len(run.layers)
+    gradients, count, names = run.of["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
+    rates_of_groups = [values for _, values in map(run.filled, names)]
+    is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
     still = (run.of["update"] == 0) & ~(run.of["master_update"] > 0)
     still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
     changed = np.where(still, np.nan, run.of["changed"])
@@ -513,7 +534,8 @@ def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, ever
     places_by_record: dict[int, list[int]] = {}
     for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
         at = int(lasts[:, place].argmax())
-        should_change = np.isfinite(np.log(gradients[at:, place])).all() and min(run.rate[1][-FEW:], default=0) > 0
+        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
+        should_change = has_gradients and min(run.rate[1][-FEW:], default=0) > 0
         should_change &= not np.nanmedian(changed) < 1 - UNMOVED  # else rounding stops weights
         if ((changed[at:] > 0.5).mean() > 0.25 or should_change) and (at or place < count):
             places_by_record.setdefault(at, []).append(place)
@@ -526,8 +548,13 @@ def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, ever
         others, where = len(places) - 1, (run.names[layers[first]], "weight")
         if len(places) == len(run.names):
             rule, where = everything, ("", "")
-        texts = {"others": f", nor do {others} other weights" if others else ""}
-        yield Hit(rule, run.steps[at], 4, texts, where)
+        if is_stopped and rule in (with_gradients, everything):
+            continue
+        scales = run.by_record("loss_scale")
+        scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
+        texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
+        is_choice = at == 0 and rule in (alone, without)  # as the base of an adapter
+        yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], 4, texts, where)
 
 
 def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
@@ -535,20 +562,12 @@ def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
     weights = {name: values[:, : len(run.layers)] for name, values in run.of.items()}
     has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
     changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
-    stays = 1 - np.where(has_master, weights["master_changed"], changed)
-    for worst in run.worst(rules[0], stays):
-        yield _of_weight(rules[worst.numbers["master_update"] > 0], worst)
+    yield from run.worst(1 - np.where(has_master, weights["master_changed"], changed), *rules)
 
 
 def second_moments(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield second moments that are flushed, where it is worst."""
-    for worst in run.worst(rule, run.of["second_flushed"][:, : len(run.layers)]):
-        yield _of_weight(rule, worst)
-
-
-def _of_weight(rule: Rule, worst: Worst) -> Hit:
-    texts, where = {"share": called(worst.value), "extent": worst.extent}, (worst.layer, "weight")
-    return Hit(rule, worst.begins, worst.value / rule.limit, texts, where, worst.worst, worst.numbers)
+    yield from run.worst(run.of["second_flushed"][:, : len(run.layers)], rule)
 
 
 # --- layers

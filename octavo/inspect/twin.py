@@ -38,6 +38,7 @@ from octavo.private import functorch_is_active, hooks_of, pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
 COSINE = 0.8  # a layer's gradient and the twin's differ if theirs is less; in healthy runs the median is 0.99
 
@@ -65,12 +66,14 @@ class Comparison(NamedTuple):
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
-            summed over ranks.
+            summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone.
         loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
         control: in the first recorded step the least cosine of a layer's gradient with that of a run in FP8. Where it
             is below COSINE the numbers above are nan, in later steps too.
+        left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
+            norm of all weights' gradients after the last.
     """
 
     products: Tensor
@@ -78,6 +81,7 @@ class Comparison(NamedTuple):
     loss: Tensor
     is_float16: bool
     control: Tensor | None
+    left: Tensor
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -93,7 +97,8 @@ class Comparison(NamedTuple):
 class _NotedOutput:
     """A tensor that a forward returned: the gradient that it gets, and their product."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self.begins = begins  # to be called before backward changes a gradient
         self.grad: Tensor | None = None
         self.product: Tensor | float = 0.0
 
@@ -113,6 +118,7 @@ class _NotesGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         output, noted = ctx.output, grad.detach()
+        output.begins()
         try:
             (y,) = ctx.saved_tensors
             output.product = output.product + _dot(whole(y), whole(noted))
@@ -166,12 +172,13 @@ class Twin:
         self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
+        self._left: list[Tensor] | None = None  # squares of the norms of gradients from before the first backward
         self._of_forward: list[_Call | None] = []
         self._hooks: list[Any] = []
         self._hooks_of_optimizer: list[Any] = []
         self._control: Tensor | None = None  # least cosine of the first recorded step's gradients with a run in FP8
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
-        hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
+        self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
             self.reason = NO_OPTIMIZER
         elif any(hooks_of(p)[1] for p in model.parameters()):
@@ -198,7 +205,7 @@ class Twin:
         """Note no more forwards, and forget those that were noted."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._calls, self._of_forward, self._layers = [], [], [], ()
+        self._hooks, self._calls, self._of_forward, self._layers, self._left = [], [], [], (), None
 
     def close(self) -> None:
         """Leave model and optimizer alone."""
@@ -226,7 +233,7 @@ class Twin:
         def noted(y: Tensor) -> Tensor:
             if not _is_noted(y):
                 return y
-            call.outputs.append(output := _NotedOutput())
+            call.outputs.append(output := _NotedOutput(self._note_left))
             return cast(Tensor, _NotesGradient.apply(y, output))
 
         with self._or_reason():
@@ -243,12 +250,19 @@ class Twin:
                 raise
             self.reason = f"the twin failed: {type(error).__name__}: {first_line(error)}"
 
+    def _note_left(self) -> None:
+        """Note the gradients that are there before the step's first backward."""
+        if self._left is None:
+            gradients = (module.weight_parameter.grad for module, _ in self._layers)
+            zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
+            self._left = [zero if g is None else _dot(local := on_this_rank(g), local) for g in gradients]
+
     def _before_update(self) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
             return
         if _device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        layers, calls = self._layers, [call for call in self._calls if call.gradients()]
+        left, layers, calls = self._left, self._layers, [call for call in self._calls if call.gradients()]
         if all(module.weight_parameter.grad is None for module, _ in layers):
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
@@ -267,13 +281,26 @@ class Twin:
             self.reason = self.reason or OTHER_RANK
             return
         *controls, products = [self._products(run.pairs) for run in runs]
+        squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(torch.stack(left))
+        share = self._share_of(squares, products, layers)
+        *controls, products = [torch.where(squares.unsqueeze(1) == 0, each, 0.0) for each in (*controls, products)]
         for control in controls:
             self._control = (control[:, 0] / (control[:, 1] * control[:, 2]).sqrt()).nan_to_num(1.0).min()
         assert self._control is not None
         doubt = torch.where(self._control < COSINE, math.nan, 0.0)
         change, loss = (self._ranks.mean(number) + doubt for number in (runs[-1].loss_change, runs[-1].loss))
         is_float16 = any(call.is_float16 for call in calls)
-        self._comparison = Comparison(products + doubt, change, loss, is_float16, self._control if controls else None)
+        control = self._control if controls else None
+        self._comparison = Comparison(products + doubt, change, loss, is_float16, control, share)
+
+    def _share_of(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
+        """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        is_trained = [id(module.weight_parameter) in trained for module, _ in layers]
+        left_of_trained = torch.stack(
+            [square * counts for square, counts in zip(squares, is_trained, strict=True)]
+        ).sum()
+        return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
     def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
         """Run forwards and their backwards again under a recipe."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from octavo.inspect.incidents import Finding
+from octavo.inspect.incidents import BETWEEN, DATA, KINDS, Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.recorder import NO_TWIN
 from octavo.inspect.twin import COSINE, LOSS, NO_OPTIMIZER
@@ -64,8 +64,8 @@ def of_fp8(record: Record, worst: Finding | None = None) -> str:
     begins = [*_lasting(np.array(over, dtype=bool).reshape(-1, 1), list(pairs)), *_lasting(low, record.steps)]
     if begins:
         step, layer = min(begins)
-        is_first = worst is None or worst.products or worst.begins >= step
-        cause = "FP8 is the cause" if is_first else "FP8 takes part, though not first"
+        is_earlier = worst is not None and not worst.products and worst.begins <= step - (not _precedes_casts(worst))
+        cause = "FP8 takes part, though not first" if is_earlier else "FP8 is the cause"
         if step in pairs and over[list(pairs).index(step)]:
             return f"{cause}: from step {step} the loss is {_beside(*pairs[step])}"
         cosine, name = cosines[record.steps.index(step), layer], record.layers[layer]
@@ -79,6 +79,11 @@ def of_fp8(record: Record, worst: Finding | None = None) -> str:
         same = f"loss ({twin:.4g}, in FP8 {loss:.4g}) and {same}"
     answer = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
     return f"{answer}: in high precision the same batch has nearly the same {same}"
+
+
+def _precedes_casts(finding: Finding) -> bool:
+    """Return whether a finding is of what happens in a step before its first cast."""
+    return KINDS[finding.kind].part in (BETWEEN, DATA)
 
 
 def _beside(loss: float, twin: float) -> str:

@@ -37,6 +37,15 @@ def test_upstream_explains_downstream() -> None:
         assert [effect.layer for effect in finding.consequences] == [record.rows[place].layer for place in places[1:]]
 
 
+def test_a_mild_clip_explains_no_worse_one_later_on() -> None:
+    for later, count in ((0, 1), (1, 2)):
+        record = healthy(3, RECORDS)
+        record.measures["assumed"][AT:, 8], record.measures["clipped"][AT:, 8] = 3.0, 2e-3
+        record.measures["assumed"][AT + later :, 5], record.measures["clipped"][AT + later :, 5] = 9.0, 0.2
+        findings = diagnose(record)
+        assert len(findings) == count and findings[0].level == "warning"
+
+
 def test_an_inf_or_nan_explains_all_others() -> None:
     record = healthy(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)
@@ -46,7 +55,7 @@ def test_an_inf_or_nan_explains_all_others() -> None:
 
 
 def test_severities_are_bounded_and_have_words() -> None:
-    assert [severity_of("jump", times) for times in (1, 4, 16, 1e30)] == pytest.approx([1, 3, 5, 10])
+    assert [severity_of("gradients", times) for times in (1, 4, 16, 1e30)] == pytest.approx([1, 3, 5, 10])
     assert severity_of("flushed", 20) == pytest.approx(3)
     assert [level_of(severity) for severity in (2.9, 3, 9.9, 10)] == ["note", "warning", "warning", "critical"]
     assert level_of(1, lost=0.6) == "critical" and {level_of(1), level_of(3), level_of(10)} == LEVELS.keys()

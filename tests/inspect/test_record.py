@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ def test_a_margin_is_room(tmp_path: Path) -> None:
     record = octavo.inspect.load(tmp_path)
     assert [row.largest for row in record.rows if row.role == "grad_output"] == [57344 / 8, 57344]
     assert record.measures["assumed"][0] == pytest.approx(1.0)
+
+
+def test_a_nan_in_gradients_is_not_denied(tmp_path: Path) -> None:
+    """As of another rank: no layer has one, and the optimizer gets it."""
+    layer = octavo.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with octavo.inspect.record(layer, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for step in range(3):
+            layer.weight.grad = None
+            layer(torch.randn(16, 32)).square().mean().backward()
+            layer.weight.grad += math.nan if step == 2 else 0
+            optimizer.step()
+            recorder.step()
+    record = octavo.inspect.load(tmp_path)
+    assert (record.weights["gradient"][:, 0] == math.inf).tolist() == [False, False, True]
+    assert diagnose(record)[0].sentence.startswith("The gradients that the optimizer gets have inf or NaN")
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:

@@ -64,10 +64,13 @@ def both(*faults: Callable[[Record], Any]) -> Callable[[Record], None]:
     return lambda record: [fault(record) for fault in faults] and None
 
 
+def same_norms(record: Record) -> None:
+    record.measures["rms"][:, 1::3] = 0.25
+
+
 def swapped(record: Record) -> None:
-    for place in (1, WEIGHT, 7, 10):
-        record.measures["rms"][:, place] = 0.25
-    record.weights["update"][AT] = 0.35
+    same_norms(record)
+    weights("outside", 0.0, 0.35)(record)
 
 
 def repeats(record: Record) -> None:
@@ -127,6 +130,22 @@ def grows(record: Record) -> None:
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-3 * 1.5**k for k in range(1, RECORDS - AT + 1)]
 
 
+def gradients_of_outputs(factor: float) -> Callable[[Record], None]:
+    def put(record: Record) -> None:
+        record.measures["rms"][AT:, 2::3] *= factor
+
+    return put
+
+
+def skips(record: Record) -> None:
+    """A GradScaler that skips every step from AT on, as gradients have inf: the optimizer's step is not seen."""
+    record.scalars["lr"] = record.steps, [1e-3] * RECORDS
+    record.scalars["loss_scale"] = record.steps, [1024.0] * AT + [2.0 ** (9 - at) for at in range(RECORDS - AT)]
+    weights("gradient", 1e-3, np.nan, records=LASTING)(record)
+    for name in ("update", "changed"):
+        record.weights[name][AT:] = 0
+
+
 def activation(record: Record) -> None:
     """A NaN in one of a hundred rows of 100 numbers."""
     nonfinite(AT, 6, 9, 11, 8, 5)(record)
@@ -150,6 +169,20 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
         *("gradients", ""),
         both(scalar("grad_norm", 1.0, 1e3), weights("gradient", 1e-3, 1e-6, records=LASTING)),
     ),
+    "a fall that clipping makes up for": (
+        *("gradients", ""),
+        both(scalar("grad_norm", 1.0, 0.05), gradients_of_outputs(0.05), weights("gradient", 1e-3, 9e-4)),
+    ),
+    "gradients that are not set to zero": ("gradients", "", scalar("left_gradient", 0.0, 0.3)),
+    "steps that are all skipped": ("frozen", "", skips),
+    "a NaN in the gradient of another rank": (
+        *("nonfinite", ""),
+        both(nonfinite(AT, *range(1, 12, 3)), weights("gradient", 1e-3, np.inf)),
+    ),
+    "weights that are replaced by their average": (
+        *("overwritten", ""),
+        both(same_norms, weights("outside", 0.0, 0.02), weights("size", 0.25, 0.25)),
+    ),
     "no gradient for a layer": ("frozen", LAYER, weights("gradient", 1e-3, 0.0, 1, records=LASTING)),
     "an optimizer of other parameters": ("frozen", "", of_copies),
     "a loss without labels": ("batch", "", both(loss(math.nan, 0), measure("zeros", 0.9, 11))),
@@ -170,11 +203,9 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "a loss scale too high": ("loss scale", "", both(scalar("loss_scale", 2.0, 1e9), nonfinite(AT, 11, 8, 5, 2))),
     "a loss scale too low": ("loss scale", "", measure("zeros", 0.9, 11)),
     "an untied weight": ("untied", LAYER, untied),
-    "a weight that something wrote": ("overwritten", LAYER, update(1e4, 1)),
     "a weight that something wrote between records": ("overwritten", LAYER, between),
     "mixed-up ranks": ("ranks", "", swapped),
-    "gradients that are not clipped": ("gradients", "", both(update(50), scalar("grad_norm", 1.0, 50.0))),
-    "an update that jumps": ("jump", "", update(50)),
+    "gradients that are not clipped": ("gradients", "", both(update(50), weights("gradient", 1e-3, 5e-2))),
     "a frozen layer": ("frozen", LAYER, frozen),
     "a dead row": ("dead rows", LAYER, measure("zeros", 0.01, WEIGHT)),
     "dead units": ("dead units", LAYER, measure("zeros", 0.99, INPUT)),
@@ -228,13 +259,67 @@ def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
     assert (first.kind, first.layer, first.begins) == ("nonfinite", "", 50 * AT - 19) and "trace_faults" in first.remedy
 
 
-def test_a_jump_names_what_is_not_recorded() -> None:
+def test_a_rate_that_is_too_high_from_the_first_step_on_is_named() -> None:
+    """It explains what it does to casts, and a weight decay of 0.1 is not what to change."""
     record = healthy(4, RECORDS)
-    update(50)(record)
+    record.scalars.update(lr=(record.steps, [0.25, 0.5, 0.75] + [1.0] * (RECORDS - 3)), state_age=([0], [1]))
+    option("lr", 1.0, 1.0)(record), option("weight_decay", 0.1, 0.1)(record)
+    record.measures["rms"][:, 1::3], record.measures["flushed"][2:, 2] = 0.25, 0.9
+    record.weights["update"][:] = 0.2
+    record.scalars["loss"] = record.steps, [5.5] + [9.0 + at % 3 for at in range(1, RECORDS)]
+    (first,) = diagnose(record)
+    assert (first.kind, first.begins, first.level) == ("learning rate", 0, "critical") and "80 %" in first.sentence
+    assert 'group["lr"] /= 80' in first.remedy and [effect.kind for effect in first.consequences] == ["flushed"]
+
+
+def test_weights_that_never_train_are_a_choice() -> None:
+    """The base of an adapter: no gradient from the first step on. It is a warning where it begins later."""
+    for records, level in ((slice(None), "note"), (LASTING, "warning")):
+        record = healthy(4, RECORDS)
+        weights("gradient", 1e-3, np.nan, 1, 2, records=records)(record)
+        for name in ("update", "changed"):
+            record.weights[name][records, 1:3] = 0
+        assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("frozen", level)]
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_schedule_that_ends_at_zero_is_a_note(falls: bool) -> None:
+    """What stands still then is not frozen; a rate that is suddenly 0 is a fault."""
+    record = healthy(4, RECORDS)
+    rates = [max(0.0, 1 - at / 12) if falls else float(at < 12) for at in range(RECORDS)]
+    record.scalars["lr"] = record.steps, rates
+    weights("gradient", 1e-3, 1e-3)(record)
+    for name in ("update", "changed"):
+        record.weights[name][12:] = 0
     (finding,) = diagnose(record)
-    assert "Recovery" in finding.remedy and finding.expected.endswith("; record lr to see what rose")
-    del record.scalars["grad_norm"]
-    assert diagnose(record)[0].expected.endswith("; record lr and grad_norm to see what rose")
+    assert (finding.kind, finding.begins) == ("learning rate", 600)
+    assert finding.level == ("note" if falls else "warning")
+
+
+def test_a_leap_begins_where_most_of_it_happens() -> None:
+    """A loss that doubles comes before the gradients that leap with it, though these had grown a little before."""
+    record = healthy(4, RECORDS)
+    weights("gradient", 1e-3, 6e-3, records=LASTING)(record)
+    record.weights["gradient"][AT - 2 : AT] = 1.3e-3
+    record.scalars["loss"][1][AT:] = [loss * 2 for loss in record.scalars["loss"][1][AT:]]
+    (first,) = diagnose(record)
+    assert (first.kind, first.begins) == ("labels", 50 * AT)
+    assert [(effect.kind, effect.begins) for effect in first.consequences] == [("gradients", 50 * AT)]
+
+
+def test_a_loss_begins_to_rise_where_most_of_it_happens() -> None:
+    """Also where a noisy step or two before it are higher than those before them."""
+    record = healthy(4, RECORDS)
+    record.scalars["loss"] = record.steps, [2.2, 2.3, 2.2, 2.3, 2.9, 2.4, 2.4, 2.5, *[3.9, 4.0] * 4]
+    first = diagnose(record)[0]
+    assert (first.kind, first.begins) == ("labels", 50 * AT)
+
+
+def test_gradients_that_fell_are_not_called_larger() -> None:
+    record = healthy(4, RECORDS)
+    weights("gradient", 1e-3, 2.5e-4, records=LASTING)(record)
+    record.weights["gradient"][AT + 1 : AT + 6] *= 1.3 ** np.arange(1, 6)[:, None]
+    assert diagnose(record) == []
 
 
 def test_batches_in_turn_repeat() -> None:

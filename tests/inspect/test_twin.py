@@ -177,6 +177,29 @@ def test_ranks_run_one_twin_without_a_trace(wrap: str, recipe: str, pool: Any, t
     assert (record.weights["twin_cosine"] > 0.9).all()
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_of_an_earlier_step_are_no_error_of_fp8(clears: bool, tmp_path: Path) -> None:
+    """Clearing them between forward and backward, and several backwards in a step, are as usual."""
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for step in range(6):
+            for batch in range(2):
+                loss = (model(torch.randn(16, 64)) - 1).square().mean()
+                if batch == 0 and (clears or step < 2):
+                    optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            recorder.step(loss=loss)
+    record = octavo.inspect.load(tmp_path)
+    left = record.scalars["left_gradient"][1]
+    first = octavo.inspect.verdict(record, octavo.inspect.diagnose(record))
+    assert "FP8 is the cause" not in first and ("call optimizer.zero_grad()" in first) is not clears
+    assert left[:2] == [0, 0] and all((share == 0) is clears for share in left[2:])
+    assert (np.isfinite(record.weights["twin_cosine"][2:]) == clears).all()
+
+
 def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
 

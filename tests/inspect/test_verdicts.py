@@ -70,7 +70,7 @@ def test_fp8_takes_part_in_what_another_fault_began() -> None:
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * (RECORDS - AT)
     first = diagnose(record)[0]
     assert of_fp8(record, first).startswith("FP8 is not the cause: ")
-    record.weights["twin_cosine"][AT + 1 :, 2] = 0.5
+    record.weights["twin_cosine"][AT:, 2] = 0.5  # the rate rose before the step's first cast
     assert of_fp8(record, first).startswith("FP8 takes part, though not first: ")
 
 
