@@ -238,6 +238,37 @@ def gains_of_pairs() -> list[str]:
     return ends(parallel, 0)
 
 
+def reduced(digits: int, *cells: tuple[str, int], column: str = "error") -> list[str]:
+    """Return percents that variants of a reduction of gradients leave, each on so many ranks."""
+    return rounded([value("fp8_reduce", column, variant=variant, ranks=str(ranks)) for variant, ranks in cells], digits)
+
+
+def reduced_losses(*variants: str) -> list[str]:
+    """Return each variant's mean loss above that of both orders of a reduction in bf16, in percent."""
+    names = "bf16", "bf16, ranks reversed", *variants
+    losses = [[float(row["val_loss"]) for row in rows_of("fp8_reduce_training", variant=name)] for name in names]
+    pairs = (
+        [math.log(loss / math.sqrt(a * b)) for loss, a, b in zip(of, *losses[:2], strict=True)] for of in losses[2:]
+    )
+    return rounded([100 * statistics.fmean(gaps) for gaps in pairs], 3)
+
+
+def adapted(scheme: str, low: str = "no master", models: Sequence[str] = ("default", "small")) -> list[str]:
+    """Return the mean gaps of a schedule's losses from bf16's, in nats a byte, by model."""
+    rows = [rows_of("adaptive", model=model, low=low, scheme=scheme) for model in models]
+    return [signed(statistics.fmean(float(row["gap"]) for row in of_model), 4) for of_model in rows]
+
+
+def adapted_row(scheme: str) -> list[str]:
+    """Return a schedule's gaps, percents of operations in FP8, and mean bytes a parameter, each of two models."""
+    rows = [rows_of("adaptive", model=model, low="no master", scheme=scheme) for model in ("default", "small")]
+    shares, sizes = (
+        [statistics.fmean(float(row[column]) for row in of_model) for of_model in rows]
+        for column in ("fp8_flops_percent", "mean_bytes")
+    )
+    return adapted(scheme) + rounded(shares, 0) + rounded(sizes, 1)
+
+
 AUTOCAST = "training step in autocast"
 GROUPED = ("1x128 . 128x128, rows in groups", "1x128 . 1x128, terms in groups")
 SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
@@ -250,6 +281,24 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         "A Llama converted with `fuse=True` saves [{}](docs/modules.md#models-as-they-come) of the bytes": lambda: (
             rounded([saved("fused") / saved("bf16")], 2)
         ),
+    },
+    "docs/adaptive.md": {
+        "| all low | {} | {} | | {} %, {} % | {}, {} |": lambda: adapted_row("fp8"),
+        "| low, then high at 70 % | {} | {} | 3 of 3, 8 of 8 | {} %, {} % | {}, {} |": lambda: adapted_row(
+            "fp8-then-bf16@0.7"
+        ),
+        "| at 80 % | {} | {} | 3 of 3, 8 of 8 | {} %, {} % | {}, {} |": lambda: adapted_row("fp8-then-bf16@0.8"),
+        "| at 90 % | {} | {} | 3 of 3, 8 of 8 | {} %, {} % | {}, {} |": lambda: adapted_row("fp8-then-bf16@0.9"),
+        "| `auto` | {} | {} | 3 of 3, 8 of 8 | {} %, {} % | {}, {} |": lambda: adapted_row("auto"),
+        "| high, then low at 30 % | {} | {} | 2 of 3, 6 of 8 | {} %, {} % | {}, {} |": lambda: adapted_row(
+            "bf16-then-fp8@0.3"
+        ),
+        "with a master of 8 more bits ({} instead of {} for all low": lambda: [
+            number for scheme in ("fp8-then-bf16@0.7", "fp8") for number in adapted(scheme, "split16", ["small"])
+        ],
+        "FP8 products alone ({} instead of {}, 2 of 8)": lambda: [
+            number for scheme in ("fp8-then-bf16@0.7", "fp8") for number in adapted(scheme, "products", ["small"])
+        ],
     },
     "docs/communication.md": {
         "| `dynamic`, `delayed` | {} | {} | 1, of 4 bytes a weight |": lambda: gathered_cells("dynamic", "delayed"),
@@ -362,6 +411,24 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         ),
         "Memory is within {} % of torchtitan's readings, except under tensor parallelism ({} % too little)": (
             memory_of_titan
+        ),
+    },
+    "docs/study/gradient-reduction.md": {
+        "In E4M3 it is {} % of the mean gradient on 2 ranks and {} % on 64": lambda: reduced(
+            2, ("E4M3", 2), ("E4M3", 64)
+        ),
+        "The bf16 ring's own error, {} % on 2 ranks, grows to {} %": lambda: reduced(1, ("bf16", 2), ("bf16", 64)),
+        "of each server's mean: {} % on 2 × 2 ranks, {} % on 2 × 8, {} % on 8 × 8": lambda: reduced(
+            1, ("E4M3, servers of 2", 4), ("E4M3, servers of 8", 16), ("E4M3, servers of 8", 64)
+        ),
+        "{} % of the mean on 2 ranks, {} % on 64. - **A run ends": lambda: reduced(
+            0, ("E4M3", 2), ("E4M3", 64), column="noise"
+        ),
+        "E4M3 is {} ± 0.004 % above bf16's loss (as 2 × 2 ranks {} ± 0.004 %), E5M2 {} ± 0.004 %": lambda: (
+            reduced_losses("E4M3", "E4M3, servers of 2", "E5M2")
+        ),
+        "another matter**: {} % on 2 ranks, {} % on 64": lambda: reduced(
+            1, ("E4M3, one scale a tensor, FP8 sums", 2), ("E4M3, one scale a tensor, FP8 sums", 64)
         ),
     },
     "docs/study/optimizer-state.md": {

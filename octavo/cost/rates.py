@@ -293,8 +293,8 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     if device.type == "cuda" and not runs_natively(device):
         raise _no_fp8_hardware(label)
     raise PlanError(
-        f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "
-        f"{', '.join(PUBLISHED)}"
+        f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or take those of another "
+        f"device (`--device` in the command), of {', '.join(PUBLISHED)}"
     )
 
 

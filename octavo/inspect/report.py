@@ -86,7 +86,8 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     for place, finding in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
         lines += [f"    {finding.cast}"] * bool(finding.cast)
-        lines += [f"    {finding.cause}", f"    {finding.remedy}", f"      {finding.expected}"]
+        lines += [f"    {finding.cause}", f"    {finding.remedy}"]
+        lines += [f"      {finding.expected}"] * bool(finding.expected)
         if finding.consequences:
             lines += [f"    so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS]]
             lines += [f"    and {len(finding.consequences) - EFFECTS} more"] * (len(finding.consequences) > EFFECTS)

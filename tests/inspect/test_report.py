@@ -1,5 +1,6 @@
 """The report: as text, as JSON, and as a page in a browser."""
 
+import dataclasses
 import html
 import itertools
 import json
@@ -132,6 +133,8 @@ def test_as_text() -> None:
     assert f" 1  warning ({findings[0].severity:.1f} of 10), {title}" in text
     assert text.splitlines()[1] == f"{verdict(record, findings)}." and findings[0].sentence in text.splitlines()[1]
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
+    without = table(record, [dataclasses.replace(findings[0], expected="")], 1)
+    assert all(line == "" or line.strip() for line in without.splitlines())
     nothing = f"3 layers, 6 of the steps 0 to 250 recorded, no findings\n{verdict(healthy(3, 6), [])}."
     assert table(healthy(3, 6), [], 5) == nothing
     assert table(healthy(3, 0), [], 5) == "no step is recorded yet"

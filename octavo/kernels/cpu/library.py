@@ -90,6 +90,8 @@ def _from_cache(folder: Path, key: str) -> Path | None:
 
 def _compile(command: Sequence[str], folder: Path, key: str) -> Path:
     """Compile a library, write it to the disk whole, and give it its name; another process may do so as well."""
+    compiler, source = command[0], Path(command[-1]).name
+    _logger.warning("%s compiles %s for this CPU, once, in up to half a minute, into %s", compiler, source, folder)
     with tempfile.TemporaryDirectory(dir=folder) as building:
         built = Path(building) / "library.so"
         subprocess.run([*command, "-o", str(built)], capture_output=True, check=True)
