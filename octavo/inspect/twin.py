@@ -283,9 +283,9 @@ class Twin:
         *controls, products = [self._products(run.pairs) for run in runs]
         squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(torch.stack(left))
         share = self._share_of(squares, products, layers)
-        *controls, products = [torch.where(squares.unsqueeze(1) == 0, each, 0.0) for each in (*controls, products)]
-        for control in controls:
-            self._control = (control[:, 0] / (control[:, 1] * control[:, 2]).sqrt()).nan_to_num(1.0).min()
+        products = torch.where(squares.unsqueeze(1) == 0, products, 0.0)
+        for of_control in controls:
+            self._control = (of_control[:, 0] / (of_control[:, 1] * of_control[:, 2]).sqrt()).nan_to_num(1.0).min()
         assert self._control is not None
         doubt = torch.where(self._control < COSINE, math.nan, 0.0)
         change, loss = (self._ranks.mean(number) + doubt for number in (runs[-1].loss_change, runs[-1].loss))

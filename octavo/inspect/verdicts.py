@@ -50,12 +50,16 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
 
 def of_fp8(record: Record, worst: Finding | None = None) -> str:
     """Return a sentence on whether FP8 is the cause of what a run does, from the twins of its recorded steps."""
-    cosines, (steps, twins) = record.weights.get("twin_cosine", np.array([])), record.scalars.get(LOSS, ([], []))
-    if not np.isfinite(cosines).any():
-        reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
-        return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
+    none = np.full((len(record.steps), 1), np.nan)
+    cosines, (steps, twins) = record.weights.get("twin_cosine", none), record.scalars.get(LOSS, ([], []))
     losses = dict(zip(*record.scalars.get("loss", ([], [])), strict=True))
     pairs = {step: (losses[step], twin) for step, twin in zip(steps, twins, strict=True) if step in losses}
+    compared = [
+        s for s, row in zip(record.steps, cosines, strict=True) if np.isfinite([*row, *pairs.get(s, ())[1:]]).any()
+    ]
+    if not compared:
+        reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
+        return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
     for step, (loss, twin) in pairs.items():
         if math.isfinite(twin) and not math.isfinite(loss):
             return f"FP8 is the cause: at step {step} the loss is {loss}, and in high precision {twin:.4g}"
@@ -70,15 +74,19 @@ def of_fp8(record: Record, worst: Finding | None = None) -> str:
             return f"{cause}: from step {step} the loss is {_beside(*pairs[step])}"
         cosine, name = cosines[record.steps.index(step), layer], record.layers[layer]
         return f"{cause}: from step {step} {name}'s gradient has a cosine of {cosine:.2f} with that in high precision"
-    at = int(np.flatnonzero(np.isfinite(cosines).any(axis=1))[-1])
-    if worst is not None:  # the first twin of the fault, if there is one
-        at = next((i for i, s in enumerate(record.steps) if s >= worst.begins and np.isfinite(cosines[i]).any()), at)
-    step, same = record.steps[at], f"gradients (cosine {np.nanmedian(cosines[at]):.3f}) at step {record.steps[at]}"
-    if step in pairs and math.isfinite(pairs[step][1]):
-        loss, twin = pairs[step]
-        same = f"loss ({twin:.4g}, in FP8 {loss:.4g}) and {same}"
+    begins_at = record.steps[-1] if worst is None else worst.begins  # the first twin of the fault, if there is one
+    step = next((step for step in compared if step >= begins_at), compared[-1])
+    loss, twin = pairs.get(step, (math.nan, math.nan))
+    of_step = cosines[record.steps.index(step)]
+    cosine = float(np.median(of_step[np.isfinite(of_step)])) if np.isfinite(of_step).any() else math.nan
+    said = [f"loss ({twin:.4g}, in FP8 {loss:.4g})"] * math.isfinite(twin)
+    said += [f"gradients (cosine {cosine:.3f})"] * math.isfinite(cosine)
+    later = "; later steps were not compared" if step < begins_at else ""
+    what = f"{' and '.join(said)} at step {step}{later}"
+    if abs(loss - twin) > APART * abs(twin) or cosine < COSINE:
+        return f"FP8 changes single steps: in high precision the same batch has another {what}"
     answer = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
-    return f"{answer}: in high precision the same batch has nearly the same {same}"
+    return f"{answer}: in high precision the same batch has nearly the same {what}"
 
 
 def _precedes_casts(finding: Finding) -> bool:
