@@ -16,7 +16,7 @@ import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -186,6 +186,12 @@ def hooks_of(parameter: Any) -> tuple[Any, Any]:
 def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     """Give a parameter the hooks that ``hooks_of`` returned."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def plain_backward(parameters: Iterable[Any]) -> bool:
+    """Whether gradients wait in parameters' ``grad``: in no torch.func transform, and no hook takes them as they come."""
+    this = sys.modules[__name__]
+    return not this.functorch_is_active() and not any(hooks_of(parameter)[1] for parameter in parameters)
 
 
 def is_under_fsdp(module: object) -> bool:

@@ -34,7 +34,7 @@ from octavo.inspect.record import np
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
-from octavo.private import functorch_is_active, hooks_of, pytree
+from octavo.private import plain_backward, pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
@@ -181,7 +181,7 @@ class Twin:
         self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
             self.reason = NO_OPTIMIZER
-        elif any(hooks_of(p)[1] for p in model.parameters()):
+        elif not plain_backward(model.parameters()):
             self.reason = IN_BACKWARD
         else:
             self._hooks_of_optimizer = [hooked.register_step_pre_hook(lambda *_: self._before_update())]
@@ -217,7 +217,7 @@ class Twin:
         if torch.compiler.is_compiling():
             return
         call, model = None, self._model
-        if torch.is_grad_enabled() and not functorch_is_active() and not self._of_forward:
+        if torch.is_grad_enabled() and plain_backward(self._model.parameters()) and not self._of_forward:
             with self._or_reason():
                 autocast, is_float16 = _autocast(_device_of(model).type)
                 modes = [module.training for module in model.modules()]

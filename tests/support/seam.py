@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UPPER = ("cli", "train", "integrations", "compat", "inspect", "tune", "cost", "export", "schedule")
-MOST = 59
+MOST = 60
 SEAM = {
     "autograd.linear_cross_entropy": "ROWS",
     "autograd.observer": "LayerCounts",
@@ -47,13 +47,13 @@ SEAM = {
     "optim.conversion": "Conversion",
     "optim.masters": "MasterForm",
     "optim.state": "Settings largest",
-    "private": "hooks_of keep_gpu_busy pytree",
+    "private": "keep_gpu_busy plain_backward pytree",
     "reading": "file_inside read_json",
     "recipes": "AnyRecipe NAMED",
     "scaling.delayed": "State",
     "scaling.recipe": "OPERANDS ROLES RecipeRule",
     "weights.files": "SCALE_INV granularity_of_file",
-    "weights.fsdp2": "on_this_rank own_slices whole",
+    "weights.fsdp2": "forget_failed_pass on_this_rank own_slices whole",
     "weights.plain": "pair_reader plain_within weight_of",
     "weights.stored": "StoredWeight take_values",
 }
