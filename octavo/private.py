@@ -189,7 +189,7 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
 
 
 def plain_backward(parameters: Iterable[Any]) -> bool:
-    """Whether gradients wait in parameters' ``grad``: in no torch.func transform, and no hook takes them as they come."""
+    """Whether gradients wait in ``grad``: no torch.func transform is active, and no hook takes them as they come."""
     this = sys.modules[__name__]
     return not this.functorch_is_active() and not any(hooks_of(parameter)[1] for parameter in parameters)
 
