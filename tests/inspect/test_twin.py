@@ -406,6 +406,7 @@ def test_a_twin_that_fails_on_ranks_ends_no_training(pool: Any, tmp_path: Path) 
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 @pytest.mark.parametrize("where", ["model", "full graph", "in place", "block"])
 def test_a_compiled_model_has_a_twin_in_eager(where: str, tmp_path: Path) -> None:
     def build() -> Any:
