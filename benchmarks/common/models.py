@@ -6,8 +6,9 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.cost.work import COMPARED
 
-OCTAVO = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+OCTAVO = COMPARED
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

@@ -172,7 +172,7 @@ class Twin:
         self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
-        self._left: list[Tensor] | None = None  # squares of the norms of gradients from before the first backward
+        self._left: Tensor | None = None  # [layers], squares of the norms of gradients from before the first backward
         self._of_forward: list[_Call | None] = []
         self._hooks: list[Any] = []
         self._hooks_of_optimizer: list[Any] = []
@@ -253,9 +253,7 @@ class Twin:
     def _note_left(self) -> None:
         """Note the gradients that are there before the step's first backward."""
         if self._left is None:
-            gradients = (module.weight_parameter.grad for module, _ in self._layers)
-            zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
-            self._left = [zero if g is None else _dot(local := on_this_rank(g), local) for g in gradients]
+            self._left = self._squares([module.weight_parameter.grad for module, _ in self._layers])
 
     def _before_update(self) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
@@ -281,7 +279,7 @@ class Twin:
             self.reason = self.reason or OTHER_RANK
             return
         *controls, products = [self._products(run.pairs) for run in runs]
-        squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(torch.stack(left))
+        squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
         products = torch.where(squares.unsqueeze(1) == 0, products, 0.0)
         for of_control in controls:
@@ -296,10 +294,8 @@ class Twin:
     def _share_of(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        is_trained = [id(module.weight_parameter) in trained for module, _ in layers]
-        left_of_trained = torch.stack(
-            [square * counts for square, counts in zip(squares, is_trained, strict=True)]
-        ).sum()
+        places = [place for place, (module, _) in enumerate(layers) if id(module.weight_parameter) in trained]
+        left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
     def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
@@ -337,11 +333,16 @@ class Twin:
         if self._ranks.size == 1:
             return [False] * len(pairs)
         if self._are_replicated is None or len(self._are_replicated) != len(pairs):
-            zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
-            sizes = torch.stack([zero if grad is None else _dot(g := on_this_rank(grad), g) for grad, _ in pairs])
-            largest, least = self._ranks.largest(sizes), -self._ranks.largest(-sizes)
+            squares = self._squares([grad for grad, _ in pairs])
+            largest, least = self._ranks.largest(squares), -self._ranks.largest(-squares)
             self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
         return self._are_replicated
+
+    def _squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""
+        zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
+        local = [None if grad is None else on_this_rank(grad) for grad in gradients]
+        return torch.stack([zero if grad is None else _dot(grad, grad) for grad in local])
 
     def _products_of(self, pair: _StepAndTwin, is_replicated: bool) -> Tensor:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""

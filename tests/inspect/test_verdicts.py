@@ -92,3 +92,15 @@ def test_what_changed_first_is_named_whatever_it_is(times: float) -> None:
         assert what in first.name and first.step == record.steps[AT]
         assert first.times == pytest.approx(times, rel=0.5)
         assert f"What changed first: the {first.name.removeprefix('the ')}" in of_run(record)
+
+
+def test_the_step_that_is_compared_may_differ_alone_or_have_a_loss_alone() -> None:
+    record = with_twin(healthy(4, RECORDS))
+    record.weights["twin_cosine"][:] = np.nan  # as of adapters over frozen layers
+    assert of_fp8(record).startswith("FP8 changes little: in high precision the same batch has nearly the same loss (")
+    record.scalars["twin_loss"][1][-1] *= 1.2
+    assert of_fp8(record).startswith("FP8 changes single steps: in high precision the same batch has another loss (")
+    (finding,) = diagnose(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
+    for name in ("loss", "twin_loss"):
+        record.scalars[name] = tuple(values[:1] for values in record.scalars[name])
+    assert of_fp8(record, finding).endswith("at step 0; later steps were not compared")

@@ -28,7 +28,7 @@ from octavo import Recipe, recipes
 from octavo.errors import UnsupportedOpError
 from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import WEIGHT
-from tests.support.helpers import every_layer
+from tests.support.helpers import every_layer, losses_on_rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 RECIPES = {"dynamic": recipes.dynamic(), "delayed": recipes.delayed(history_length=2)}
@@ -255,17 +255,7 @@ def unsharded(prepare: Prepare) -> list[float]:
 
 
 def on_rank(model: nn.Module, optimizer: Any, average: bool = False) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, step, dist.get_rank())
-        loss.backward()
-        for parameter in model.parameters() if average else ():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_on_rank(model, optimizer, lambda step: loss_of(model, step, dist.get_rank()), STEPS, average)
 
 
 def task(mesh: Any, name: str, recipe: Recipe | None) -> list[float]:

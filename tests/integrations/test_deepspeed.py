@@ -22,7 +22,7 @@ from octavo import recipes
 from octavo.integrations.accelerate import TrainingState
 from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import WEIGHT
-from tests.support.helpers import every_layer
+from tests.support.helpers import every_layer, losses_on_rank
 from tests.support.torchrun import on_ranks
 
 pytestmark = [
@@ -73,17 +73,8 @@ def loss_of(model: Any, step: int) -> Tensor:
 def losses_of_twin(recipe: octavo.Recipe) -> list[float]:
     """Return this rank's losses of a model that no library wraps: gradients are averaged here."""
     model = model_of(recipe)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(STEPS):
-        loss = loss_of(model, step)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return losses_on_rank(model, optimizer, lambda step: loss_of(model, step), STEPS, average=True)
 
 
 def engine_of(

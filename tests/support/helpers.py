@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,3 +107,20 @@ class CountOps(TorchDispatchMode):
     @property
     def casts(self) -> int:
         return sum(count for name, count in self.calls.items() if name.startswith("cast"))
+
+
+def losses_on_rank(
+    model: Any, optimizer: Any, loss_of: Callable[[int], Tensor], steps: int, average: bool = False
+) -> list[float]:
+    """Train for some steps; return this rank's losses. ``average``: gradients over ranks, as no library does it."""
+    losses = []
+    for step in range(steps):
+        loss = loss_of(step)
+        loss.backward()
+        for parameter in model.parameters() if average else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -63,7 +63,7 @@ def write(
         make = partial(_produced, source)
         if value is not None:
             _clear_padding([value], x.shape)
-            make = partial(_produced_with_value, source, functions, value, set())
+            make = partial(_produced_with_value, source, functions, described(value, x.shape), set())
         return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
@@ -150,9 +150,12 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
 
 
 def _produced_with_value(
-    source: CastSource, functions: ctypes.CDLL, value: CastTarget, starts: set[int], rows: slice
+    source: CastSource, functions: ctypes.CDLL, value: bytes, starts: set[int], rows: slice
 ) -> Tensor:
-    """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts."""
+    """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts.
+
+    ``value``: where these go, as cast.cpp reads it.
+    """
     if rows.start in starts:
         return _produced(source, rows)
     starts.add(rows.start)
@@ -163,7 +166,7 @@ def _produced_with_value(
         gradient = _gated(h, dy, function, y)
     else:
         y, gradient = _produced(CastSource(h, source.activation), slice(None)), _produced(source, rows)
-    functions.octavo_cast(described(value, source.x.shape), *_matrix(y, rows), -1)
+    functions.octavo_cast(value, *_matrix(y, rows), -1)
     return gradient
 
 
