@@ -37,7 +37,7 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
         >>> optimizer = torch.optim.SGD(layer.parameters(), 0.1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with octavo.inspect.record(layer, folder, optimizer=optimizer) as recorder:
-        ...         layer(torch.ones(16, 64)).sum().backward()
+        ...         layer(torch.ones(16, 64)).mean().backward()
         ...         optimizer.step()
         ...         recorder.step()
         ...     found = octavo.inspect.load(folder)
