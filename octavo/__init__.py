@@ -17,12 +17,12 @@ from octavo.errors import (
     UnsupportedOpError,
     UnsupportedOptionError,
 )
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E2M1, E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.checkpointing import checkpoint_in_fp8
 from octavo.nn.convert import convert, restore, set_recipe, using
 from octavo.nn.summary import summary
-from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe, RecipeMap
+from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe, RecipeMap, Rotation, Stochastic
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = ["nn", "recipes", "compat", "distributed", "export", "inspect", "integrations", "optim", "schedule"]
-__all__ += ["E4M3", "E5M2", "PerTensor", "PerRow", "PerBlock", "Dynamic", "Delayed", "Cast", "Recipe", "RecipeMap"]
+__all__ += ["E4M3", "E5M2", "E2M1", "PerTensor", "PerRow", "PerBlock", "Dynamic", "Delayed", "Stochastic", "Rotation"]
+__all__ += ["Cast", "Recipe", "RecipeMap"]
 __all__ += ["ScaledTensor", "quantize", "convert", "restore", "set_recipe", "summary", "using", "checkpoint_in_fp8"]
 __all__ += ["OctavoError", "ExportError", "HigherOrderGradientError", "MissingExtraError", "RanksDifferError"]
 __all__ += ["UnsupportedOpError", "UnsupportedOptionError"]

@@ -1,4 +1,4 @@
-"""The float8 formats, with their limits computed from their bit layout.
+"""The float8 and float4 formats, with their limits computed from their bit layout.
 
 E4M3 (torch.float8_e4m3fn) has no infinity: exponent 15 with mantissa 7 is NaN and every other code is finite, so its
 largest value is 1.75 x 2^8 = 448. E5M2 (torch.float8_e5m2) is the upper byte of IEEE float16, infinities included.
@@ -6,6 +6,10 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, 
 
 E4M4 is for optimizers' second moments alone, which have no sign: E4M3 whose sign bit is a mantissa bit. torch has no
 dtype for it, so its codes are bytes; nothing casts to it.
+
+E2M1 (torch.float4_e2m1fn_x2) has 16 codes, all of them numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Two lie
+in a byte, the first in its lower half, so that a dimension of codes is half as long as that of the values.
+Source: OCP Microscaling Formats v1.0, section 5.3.3.
 """
 
 from __future__ import annotations
@@ -18,15 +22,16 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A float8 format: what its 256 codes mean.
+    """A float8 or float4 format: what its codes mean.
 
     Attributes:
-        name: the field's name for it, ``"E4M3"``, ``"E5M2"`` or ``"E4M4"``.
+        name: the field's name for it, ``"E4M3"``, ``"E5M2"``, ``"E4M4"`` or ``"E2M1"``.
         dtype: the torch dtype of the codes.
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the mantissa field, without the hidden bit.
         has_inf: whether the top exponent holds infinities.
         signed: whether there is a sign bit.
+        has_nan: whether a code is NaN.
 
     Example:
         >>> from octavo import E4M3, E5M2
@@ -42,6 +47,12 @@ class Format:
     mantissa_bits: int
     has_inf: bool
     signed: bool = True
+    has_nan: bool = True
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes lie in a byte, and a tensor's scales are of two levels (numerics.py)."""
+        return self.exponent_bits + self.mantissa_bits < 4
 
     @property
     def bias(self) -> int:
@@ -56,7 +67,14 @@ class Format:
         top, digits = 2**self.exponent_bits - 1 - self.bias, self.mantissa_bits
         if self.has_inf:  # the top exponent is not for numbers
             return (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
+        if not self.has_nan:
+            return (2.0 - 2.0**-digits) * 2.0**top
         return (2.0 - 2.0 ** (1 - digits)) * 2.0**top  # only the top mantissa is NaN
+
+    @property
+    def limit(self) -> float:
+        """What a tensor's scale brings its amax to: ``max``, or 448 times it where blocks have scales in E4M3 too."""
+        return self.max * E4M3.max if self.is_packed else self.max
 
     @property
     def overflow(self) -> float:
@@ -77,11 +95,13 @@ class Format:
     def max_code(self) -> int:
         """The code of the largest finite value."""
         top = (1 << self.exponent_bits) - 1 << self.mantissa_bits
+        if not self.has_nan:
+            return top + (1 << self.mantissa_bits) - 1
         return top - 1 if self.has_inf else self.nan_code - 1
 
     @property
     def nan_code(self) -> int:
-        """The one code that Octavo writes for NaN."""
+        """The one code that Octavo writes for NaN, in a format that has one."""
         return 0x7F if self.signed else 0xFF
 
     def __str__(self) -> str:
@@ -101,14 +121,17 @@ E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_i
 E4M4 = Format("E4M4", torch.uint8, exponent_bits=4, mantissa_bits=4, has_inf=False, signed=False)
 """The format of second moments: E4M3 whose sign bit is one more bit of mantissa; codes are bytes."""
 
+E2M1 = Format("E2M1", torch.float4_e2m1fn_x2, exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False)
+"""torch.float4_e2m1fn_x2: largest value 6, no NaN, two codes a byte."""
+
 # The dtypes that octavo casts from and reads back to.
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
-FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
+FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """Return the format of a torch float8 dtype.
+    """Return the format of a torch float8 or float4 dtype.
 
     Raises:
         TypeError: for any other dtype.

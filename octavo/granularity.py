@@ -18,6 +18,7 @@ Tile = tuple[int, int]
 ALL = -1
 PADDING = 16  # terms: where a product takes no other number of them than its multiples, casts pad to one
 BLOCK = 128  # elements along a row, or a square's side, that share a scale in weights and in an optimizer's state
+NV: Tile = (1, 16)  # elements that share an E4M3 scale in NVFP4
 MX: Tile = (1, 32)  # elements that share a scale in the OCP's formats of that name
 
 

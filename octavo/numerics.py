@@ -6,6 +6,12 @@
 in float32, each step rounded to nearest. Both bounds keep scale and scale_inv normal numbers: 1 / 2^127 is subnormal,
 which GPUs flush in fused code. An amax of 0 has no scale of its own: Dynamic takes 1, Delayed keeps the previous one.
 
+NVFP4 has scales of two levels: an outer one for the tensor, a power of two that brings its amax to 448 x 6, and one for
+each block of 16, rounded to E4M3. Their product is ``scale_inv``, which bfloat16 holds exactly, as it does each value:
+
+    inner     = E4M3(amax of the block x (outer / 6))        outer = the scale of the above, clamped to [2^-117, 2^117]
+    scale_inv = inner / outer                                scale = min(1 / scale_inv, largest float32)
+
 Twice the same: ``scale_from_amax`` for tensors, ``scale_of`` for one number, where a call of torch costs more than all
 the arithmetic. A quotient of float32 numbers taken in float64 and rounded to float32 is the correctly rounded one
 (53 >= 2 x 24 + 2 bits; Figueroa 1995).
@@ -20,16 +26,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.formats import E2M1, E4M3
 from octavo.granularity import MX
 
 MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
 E8M0 = torch.float8_e8m0fnu  # float32's exponent and nothing else; 255 is NaN
+_MIN_OUTER, _MAX_OUTER = 2.0**-117, 2.0**117  # E4M3's 2^-9 over the outer scale is a normal number
 _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
 
 
-def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
-    """Return the dtype of a cast's scale_inv for this tile: E8M0, exact in a byte, or float32.
+def scale_inv_dtype(tile: Sequence[int], power_of_two: bool, is_packed: bool = False) -> torch.dtype:
+    """Return the dtype of a cast's scale_inv for this tile: E8M0, exact in a byte, or float32; of NVFP4 bfloat16.
 
     E8M0 is for the blocks of 32 that MX formats have, whose scales are an eighth of the codes' bytes in float32. Blocks
     of 128 stay float32, as torch's products of those take no other. A pair is read by its own scale_inv's dtype.
@@ -38,6 +46,8 @@ def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
         >>> scale_inv_dtype((1, 32), power_of_two=True), scale_inv_dtype((1, 128), power_of_two=True)
         (torch.float8_e8m0fnu, torch.float32)
     """
+    if is_packed:
+        return torch.bfloat16
     return E8M0 if power_of_two and tuple(tile) in (MX, MX[::-1]) else torch.float32
 
 
@@ -125,6 +135,28 @@ def scale_of_unit(limit: float) -> float:
         (32768.0, 256.0)
     """
     return 2.0 ** (math.frexp(limit)[1] - 1)
+
+
+def nvfp4_scale_inv(amax: Tensor, outer: Tensor) -> Tensor:
+    """Return the scale_inv of NVFP4's blocks, float32 numbers that bfloat16 holds exactly.
+
+    Args:
+        amax: float32, any shape: of each block, finite and not negative.
+        outer: a power of two, float32, that broadcasts with ``amax``.
+
+    Example:
+        >>> import torch
+        >>> nvfp4_scale_inv(torch.tensor([6.0, 1.0, 0.0]), torch.tensor(64.0)).tolist()
+        [1.0, 0.171875, 0.0]
+    """
+    outer = outer.clamp(_MIN_OUTER, _MAX_OUTER)
+    inner = (amax * (outer * (1.0 / E2M1.max))).clamp(max=E4M3.max).to(torch.float8_e4m3fn)
+    return inner.to(torch.float32) / outer
+
+
+def nvfp4_scale(scale_inv: Tensor) -> Tensor:
+    """Return what NVFP4's blocks are multiplied by before rounding: 1 / scale_inv, or the largest float32 for 0."""
+    return torch.reciprocal(scale_inv).clamp(max=torch.finfo(torch.float32).max)
 
 
 def scale_inv_from_scale(scale: Tensor) -> Tensor:

@@ -15,19 +15,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from octavo import reading
-from octavo.formats import E4M3, E5M2
-from octavo.granularity import BLOCK, MX, PerBlock, PerRow, PerTensor
-from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
+from octavo.formats import E2M1, E4M3, E5M2
+from octavo.granularity import BLOCK, MX, NV, PerBlock, PerRow, PerTensor
+from octavo.scaling.recipe import (
+    FIELDS,
+    PRODUCTS,
+    Cast,
+    Delayed,
+    Dynamic,
+    Recipe,
+    RecipeMap,
+    RecipeRule,
+    Rotation,
+    Stochastic,
+)
 
 __all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp"]
-__all__ += ["blockwise", "mx", "batch_invariant", "high_precision"]
+__all__ += ["blockwise", "mx", "nvfp4", "batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
-__all__ += ["as_recipe", "load", "to_json"]
+__all__ += ["last_blocks", "as_recipe", "load", "to_json"]
 AnyRecipe = Recipe | RecipeMap | str | Path  # as_recipe's argument: a str is the name of a recipe or a file
 
 
@@ -176,6 +190,85 @@ def mx() -> Recipe:
     """
     cast = Cast(E4M3, PerBlock(*MX), Dynamic(), power_of_two=True)
     return _linear("mx", cast, cast, cast)
+
+
+def nvfp4(history_length: int | None = None, margin: int = 3) -> Recipe:
+    """4-bit E2M1 in blocks of 16: emulated everywhere so far, to see what it does to a training.
+
+    Inputs and gradients have 1x16 blocks, weights 16x16. Gradients of outputs are rounded stochastically, and both
+    operands of grad_weight are rotated. A block's scale is E4M3 times a power of two of the tensor. Keep the last
+    blocks of a model in high precision: ``last_blocks``.
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, but for the tensor's factor, which
+    is a power of two here: so every value is exact in bfloat16, and no later token changes an earlier one's values.
+
+    Args:
+        history_length: of how many optimizer steps the largest amax is kept, which makes the tensor's scale and a cast
+            one pass; None: the scale comes from the tensor's own amax.
+        margin: with a history, divide the tensor's scale by 2^margin: an amax that grows up to 2^margin times saturates
+            nothing, and E4M3 has room for it.
+
+    Example:
+        >>> from octavo import recipes
+        >>> print(recipes.nvfp4().output[1])
+        Cast(E2M1, PerBlock(16, 16), Dynamic(), power_of_two=True)
+        >>> print(recipes.nvfp4().grad_weight[0].rounding, recipes.nvfp4().grad_weight[1].rotation)
+        Stochastic(seed=1) Rotation(signs=55272)
+    """
+    rule = Dynamic() if history_length is None else Delayed(history_length)
+    options = {"rule": rule, "power_of_two": True, "margin": 0 if history_length is None else margin}
+    vector = Cast(E2M1, PerBlock(*NV), **options)  # type: ignore[arg-type]
+    weight = dataclasses.replace(vector, granularity=PerBlock(NV[1], NV[1]))
+    gradient = dataclasses.replace(vector, rounding=Stochastic(0))
+    rotated = dataclasses.replace(vector, rotation=Rotation())
+    return Recipe(
+        output=(vector, weight),
+        grad_input=(gradient, weight),
+        grad_weight=(dataclasses.replace(rotated, rounding=Stochastic(1)), rotated),
+        name="nvfp4",
+    )
+
+
+def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
+    """Return an octavo.RecipeMap's rules that keep a model's last blocks, and all that follows, in high precision.
+
+    Blocks are the modules of the model's longest ModuleList (or Sequential). What is defined behind it, as a head is,
+    is high precision too.
+
+    Args:
+        model: any module.
+        share: of the blocks, rounded up; 0 keeps only what follows them.
+
+    Raises:
+        ValueError: for a model without a list of blocks, or a share outside of 0 to 1.
+
+    Source: arXiv 2509.25149, appendix E, which keeps the last 15 % of a model's layers in bfloat16.
+
+    Example:
+        >>> import torch, octavo
+        >>> layers = [torch.nn.Linear(64, 64) for _ in range(8)]
+        >>> model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(layers), "head": torch.nn.Linear(64, 64)})
+        >>> rules = octavo.recipes.last_blocks(model)
+        >>> rules
+        {'blocks.6': None, 'blocks.6.*': None, 'blocks.7': None, 'blocks.7.*': None, 'head': None, 'head.*': None}
+        >>> _ = octavo.convert(model, octavo.RecipeMap(octavo.recipes.nvfp4(), rules))
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share={share!r}: needs a number from 0 to 1")
+    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, _LISTS) and name]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no torch.nn.ModuleList or Sequential of blocks: write rules")
+    count, name = max(lists, key=lambda entry: entry[0])
+    names = [f"{name}.{block}" for block in range(count - math.ceil(share * count), count)]
+    parts = name.split(".")
+    for depth, own in enumerate(parts):  # what is defined behind the list, and behind each module that it is in
+        parent = ".".join(parts[:depth])
+        children = list(model.get_submodule(parent)._modules)
+        names += [f"{parent}.{child}".removeprefix(".") for child in children[children.index(own) + 1 :]]
+    return {pattern: None for one in names for pattern in (one, f"{one}.*")}
+
+
+_LISTS = nn.ModuleList, nn.Sequential
 
 
 def batch_invariant() -> Recipe:

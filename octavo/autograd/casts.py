@@ -24,7 +24,7 @@ from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import Cast, Recipe, RoleCasts
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
@@ -44,7 +44,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
         return None
     if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
-    return cast if cast.tile == (ALL, ALL) or cast.tile[0] == 1 else None
+    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.format.is_packed) else None
 
 
 class CastRequest(NamedTuple):
@@ -90,6 +90,8 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     if cast is None:
         return Operands()
     read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
+    if parts is not None and request.recipe.packs:
+        read[2]["place"] = _place(source.shape, role, parts)
     if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
         if _swizzles(source.shape, read[0], first, second):
             read[2]["swizzle"] = True
@@ -101,11 +103,11 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
-        writes_transposed = needs_transposed_codes(x.device)
-        pad = contraction_multiple(x.device, request.recipe.pads)
+        writes_transposed = needs_transposed_codes(x.device, second.format.dtype)
+        pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
-            x, None, role, *options, **named, **second.as_second
+            x, None, role, *options, **named, **first.named, **second.as_second
         )
         pair = (q2, scale_inv2) if writes_transposed else (q2.t(), scale_inv2.t())
         column_sum = sums_or_norm[0] if request.column_sum else None
@@ -125,6 +127,15 @@ def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
     if x.dtype is not torch.bfloat16 or not needed_casts or not have_e8m0_blocks(*needed_casts):
         return False
     return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
+
+
+def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
+    """Return the row and column at which this rank's part [R, C] of a role begins in the whole matrix."""
+    if not parts.roles[role]:
+        return 0, 0
+    # ranks that have columns of grad_output have rows of the weight; else they have tokens
+    by_columns = role == INPUT or (role == GRAD_OUTPUT and parts.roles[WEIGHT])
+    return (0, parts.rank * shape[1]) if by_columns else (parts.rank * shape[0], 0)
 
 
 _Read = tuple[Tensor, Sequence[Any], dict[str, Any]]  # x, and the op's arguments, by place and by name, of what is cast
@@ -162,15 +173,17 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = contraction_multiple(x.device, request.recipe.pads)
+    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
-    writes_transposed = transposed and needs_transposed_codes(x.device)
+    writes_transposed = transposed and needs_transposed_codes(x.device, cast.format.dtype)
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and offsets is None
     transposed_alone = writes_transposed and not as_is and is_plain and not (commit and column_sum)
     if transposed_alone:
         x, writes_transposed, column_sum = x.t(), False, False
+        if "place" in named:
+            named = {**named, "place": named["place"][::-1]}
     options = cast.arguments if as_is or transposed_alone else cast.arguments_transposed
     sums_or_norm: Sequence[Tensor] = ()
     if commit:
@@ -184,7 +197,7 @@ def _cast(
         if offsets is not None:
             named = {"offsets": offsets, "as_is": as_is or not writes_transposed}
         options = *options, writes_transposed, pad, column_sum, *activation
-        q_RC, q_CR, scale_inv, amax, *sums_or_norm = kernels.cast(x, scale, role, *options, **named)
+        q_RC, q_CR, scale_inv, amax, *sums_or_norm = kernels.cast(x, scale, role, *options, **named, **cast.named)
         if not cast.is_delayed:
             amax = None
         elif offsets is not None:
@@ -248,7 +261,8 @@ def cast_grad_output(
     if state is None or forward_amax is None:
         return cast_role(source, request, state, rows)
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
-    if cast is not None and once and cast.is_delayed and any(layouts) and rows.offsets is None and rows.parts is None:
+    commits = cast is not None and once and cast.is_delayed and not cast.format.is_packed
+    if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
         read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
         return _cast(read, cast, None, request, layouts, None, (*state, *forward_amax, request.recipe.delayed_update))
     operands = cast_role(source, request, state, rows)

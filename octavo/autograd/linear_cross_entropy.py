@@ -329,7 +329,15 @@ def linear_cross_entropy_of_rows(
 
     Gradients flow to x, ``weight_NK`` and bias; all are bf16, fp16 or fp32. ``layer`` and ``read``: as of
     products.linear.
+
+    Raises:
+        ValueError: for a recipe that casts to E2M1.
     """
+    if layer.recipe.packs:
+        raise ValueError(
+            f"a head of the recipe {layer.recipe.name!r} has no loss in chunks, as E2M1's scales are of all rows: give "
+            'it another recipe, e.g. octavo.RecipeMap(recipe, {"lm_head": None})'
+        )
     if is_recorded(x_TK, weight_NK, bias):
         result: Tensor = _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
         return result

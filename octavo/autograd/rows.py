@@ -11,12 +11,13 @@ from torch import Tensor
 class Parts(NamedTuple):
     """The name of the process group whose ranks hold a layer's roles, and which roles are in parts, not whole on each.
 
-    ``begins``: whether delayed scales may be missing yet; the same on all of these ranks.
+    ``begins``: whether delayed scales may be missing yet; the same on all of these ranks. ``rank``: this one's number.
     """
 
     group: str
     roles: tuple[bool, bool, bool]
     begins: bool = False
+    rank: int = 0
 
 
 class Wire(NamedTuple):

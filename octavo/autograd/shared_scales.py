@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.rows import Parts
+from octavo.formats import E4M3, format_of
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Castable, RotaryHeads
 from octavo.numerics import scale_from_amax
@@ -34,7 +35,7 @@ def scale_for(
     delayed = state if cast.is_delayed else None
     if parts is None or (delayed is not None and not parts.begins):
         return None if delayed is None else delayed.in_force(role)
-    if cast.tile != (ALL, ALL):
+    if cast.tile != (ALL, ALL) and not cast.format.is_packed:
         return None
     assert not isinstance(source, RotaryHeads)  # layers on several ranks are not joined
     x, *activation = (source,) if isinstance(source, Tensor) else source
@@ -57,13 +58,14 @@ def scale_of_whole(
     It is x itself, or its activation or norm, which is computed twice and not written in between. ``arguments`` are the
     cast's; ``delayed`` scales [3] are used where they are not empty.
     """
-    dtype, tile, power_of_two, margin = arguments
+    dtype, _, power_of_two, margin = arguments
     if activation or of_norm:
-        amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation, **of_norm)[3]
+        per_tensor = E4M3.dtype, (ALL, ALL), False, 0
+        amax = kernels.cast(x, None, role, *per_tensor, False, 1, False, *activation, **of_norm)[3]
     else:
-        amax = kernels.amax(x, tile)
+        amax = kernels.amax(x, (ALL, ALL))
     amax = maximum_over_ranks(amax, group)
-    scale = scale_from_amax(amax.view(1), torch.finfo(dtype).max, power_of_two, margin, delayed)
+    scale = scale_from_amax(amax.view(1), format_of(dtype).limit, power_of_two, margin, delayed)
     return scale.expand(3).contiguous(), amax
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import FORMATS, HIGH_PRECISION
-from octavo.granularity import ALL, MX, Tile, scale_shape, tiles_along
+from octavo.formats import E2M1, FORMATS, HIGH_PRECISION
+from octavo.granularity import ALL, MX, NV, PADDING, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded, plain_scales
@@ -103,7 +103,10 @@ Castable = CastSource | NormSource | RotaryHeads
 
 
 class Scaling(NamedTuple):
-    """The codes' dtype, and how their scale is chosen; a delayed_scale is read at its element ``role``."""
+    """The codes' dtype, and how their scale is chosen; a delayed_scale is read at its element ``role``.
+
+    ``rotation``, ``seed``, ``place``: of E2M1, see signatures.py.
+    """
 
     dtype: torch.dtype
     tile: Tile
@@ -112,11 +115,19 @@ class Scaling(NamedTuple):
     delayed_scale: Tensor | None = None
     role: int = 0
     swizzles: bool = False
+    rotation: int | None = None
+    seed: int | None = None
+    place: Sequence[int] = (0, 0)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes lie in a byte, along the contraction."""
+        return self.dtype is E2M1.dtype
 
     @property
     def scale_inv_dtype(self) -> torch.dtype:
         """The dtype of scale_inv as it is written."""
-        return scale_inv_dtype(self.tile, self.power_of_two)
+        return scale_inv_dtype(self.tile, self.power_of_two, self.is_packed)
 
     @property
     def known_scale(self) -> float:
@@ -143,7 +154,7 @@ class Output(NamedTuple):
 class CastTarget(NamedTuple):
     """The tensors that a matrix [R, C] is cast into: codes as it lies and transposed, [0, 0] where not asked for.
 
-    ``amax``, like ``scale_inv``, has an element for each of the matrix's tiles, however these lie.
+    ``amax``, like ``scale_inv``, has an element for each of the matrix's tiles, however these lie; of E2M1 one in all.
     """
 
     scaling: Scaling
@@ -279,16 +290,25 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
+    rotation: int | None = None,
+    seed: int | None = None,
+    second_rotation: int | None = None,
+    second_seed: int | None = None,
+    place: Sequence[int] = (0, 0),
     **heads_or_value: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle)
+    of_first = delayed_scale, role, swizzle, rotation, seed, place
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, *of_first)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
     if second_dtype is not None:
         second_tile = second_tile[0], second_tile[1]
-        second = Scaling(second_dtype, second_tile, second_power_of_two, second_margin, swizzles=swizzle)
+        of_second = None, 0, swizzle, second_rotation, second_seed, place
+        second = Scaling(second_dtype, second_tile, second_power_of_two, second_margin, *of_second)
+    if first.is_packed or (second is not None and second.is_packed):
+        _check_packed(first, second, output, offsets)
     if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
         _refuse(
@@ -310,6 +330,21 @@ def _cast(
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
     return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
+
+
+def _check_packed(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
+    """Raise ValueError for casts to E2M1 whose codes could not lie in pairs along the contraction."""
+    both = (first, output.transpose and second is None), (second, output.transpose)
+    for scaling, is_transposed in both:
+        if scaling is None or not scaling.is_packed:
+            continue
+        tile, square = scaling.tile, (NV[1], NV[1])
+        laid = tile == square or (not is_transposed if tile == NV else tile == NV[::-1] and is_transposed)
+        if not laid or not scaling.power_of_two or output.pad != PADDING or offsets is not None:
+            raise ValueError(
+                f"E2M1 in tiles of {tile}, pad={output.pad}: it is cast in blocks of 1x16, of 16x1 transposed, or of "
+                "16x16, with a power of two as outer scale, pad=16, and not of rows in groups"
+            )
 
 
 def _check_swizzle(first: Scaling, second: Scaling | None, offsets: Tensor | None) -> None:
@@ -636,38 +671,48 @@ def _results_of(
     """
     is_norm = len(read) == 1
     rows, cols = x_shape if is_norm else cast_shape(x_shape, *read)
-    dtype, tile, power_of_two, _ = first
+    dtype, tile, *_ = first
     shape, transposed_shape = (rows, cols), (cols, padded(rows, output.pad))
-    codes, no_codes = NewTensor((rows, padded(cols, output.pad)), dtype), NewTensor((0, 0), dtype)
+    is_packed = dtype is E2M1.dtype
+    codes, no_codes = _codes((rows, padded(cols, output.pad)), dtype), NewTensor((0, 0), dtype)
+    if is_packed and tile[1] == 1:
+        codes = no_codes
     if groups is not None:
         transposed = (
             NewTensor((cols, padded_columns(rows, groups, output.pad)), dtype) if output.transpose else no_codes
         )
         grid = grouped_scale_shape(shape, groups, tile)
-        scales = _scales(grid, tile, scale_inv_dtype(tile, power_of_two)), _scales(grid, tile)
+        scales = _scales(grid, tile, scale_inv_dtype(tile, first[2])), _scales(grid, tile)
         return codes if output.as_is else no_codes, transposed, *scales
     if second is not None:
-        second_codes = NewTensor(transposed_shape if output.transpose else codes.shape, second[0])
+        second_shape = transposed_shape if output.transpose else (rows, padded(cols, output.pad))
+        second_codes = _codes(second_shape, second[0])
         pairs = codes, second_codes, _written_scales(shape, first), _written_scales(shape, second, output.transpose)
     else:
-        transposed = NewTensor(transposed_shape, dtype) if output.transpose else no_codes
-        pairs = codes, transposed, _written_scales(shape, first), _scales(scale_shape(shape, tile), tile)
+        transposed = _codes(transposed_shape, dtype) if output.transpose else no_codes
+        amax = NewTensor((1, 1), torch.float32) if is_packed else _scales(scale_shape(shape, tile), tile)
+        pairs = codes, transposed, _written_scales(shape, first), amax
     if is_norm:
         return *pairs, *_statistics(rows, read[0]), NewTensor(shape if output.keep else (0, 0), x_dtype)
     scale = (NewTensor((1,), torch.float32),) if output.keep else ()
     return *pairs, NewTensor((cols if output.column_sum else 0,), sums_dtype(x_dtype)), *scale
 
 
+def _codes(shape: tuple[int, int], dtype: torch.dtype) -> NewTensor:
+    """Return codes of values of this shape, whose rows are padded."""
+    return NewTensor((shape[0], shape[1] // 2) if dtype is E2M1.dtype else shape, dtype)
+
+
 def _written_scales(shape: tuple[int, int], scaling: _Written, transpose: bool = False) -> NewTensor:
     """Return a scaling's scale_inv, of zeros if it is swizzled and padded."""
-    _, tile, power_of_two, swizzles = scaling
+    dtype, tile, power_of_two, swizzles = scaling
     grid = scale_shape(shape, tile)
     if swizzles:
         rows, cols = grid if tile == MX else grid[::-1]
         size = -(-rows // 128) * 128 * -(-cols // 4) * 4
         return NewTensor((size,), E8M0, zeroed=size != rows * cols)
     grid, tile = (grid[::-1], tile[::-1]) if transpose else (grid, tile)
-    return _scales(grid, tile, scale_inv_dtype(tile, power_of_two))
+    return _scales(grid, tile, scale_inv_dtype(tile, power_of_two, dtype is E2M1.dtype))
 
 
 def _scales(grid: Sequence[int], tile: Tile, dtype: torch.dtype = torch.float32) -> NewTensor:

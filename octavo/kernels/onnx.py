@@ -44,7 +44,9 @@ def _cast(
         raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
     else:
         y, besides = activate(y, source.activation) if source.activation else y, [none]
-    dtype, tile, power_of_two, margin, delayed_scale, role, _ = scaling
+    if scaling.is_packed:
+        raise ExportError("ONNX has no E2M1 in blocks with a scale for the tensor: set a recipe of E4M3 first")
+    dtype, tile, power_of_two, margin, delayed_scale, role = scaling[:6]
     amax = _amax(y, tile)
     if delayed_scale is None:
         scale = scale_from_amax(amax, torch.finfo(dtype).max, False, margin)

@@ -6,7 +6,14 @@ and scale_inv. Ops take and return plain tensors. They have no gradient: autogra
 Arguments that mean the same everywhere:
 
     x              [R, C] bf16, fp16 or fp32, any strides, any sizes including 0
-    dtype          the codes' dtype: torch.float8_e4m3fn or torch.float8_e5m2
+    dtype          the codes' dtype: torch.float8_e4m3fn, torch.float8_e5m2, or torch.float4_e2m1fn_x2, which is NVFP4:
+                   reference/nvfp4.py. Two of its codes lie in a byte, along the contraction: qdata is [R, C' / 2],
+                   transposed [C, R' / 2], pad is 16 and the tile 1x16, 16x1 (transposed codes alone) or 16x16.
+                   scale_inv is bf16, amax [1, 1] that of all of x, of which a delayed scale is the outer one
+    rotation       of E2M1: the signs of reference/nvfp4.hadamard, by which each 16 elements along the contraction are
+                   multiplied before the cast; codes of the padding are then not 0
+    seed           of E2M1: rounded stochastically, by random bits of this seed; None: to nearest
+    place          the row and column, in a matrix of which x may be a part, of x's first element, for random bits
     tile           (rows, columns) of x that share a scale; -1 is the whole dimension (granularity.py)
     power_of_two, margin      how numerics.scale_from_amax makes a scale
     delayed_scale  [3] fp32: the delayed scales of (input, weight, grad_output), 0 where there is no history yet, or
@@ -52,6 +59,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.granularity import NV
 from octavo.kernels.arguments import (
     Castable,
     Commit,
@@ -70,11 +78,13 @@ from octavo.kernels.arguments import (
 )
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
+from octavo.kernels.layouts import unpacked_shape
 from octavo.private import let_inductor_call, tell_torch_of_products
 
 _SECOND = (
     "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0, "
-    "bool swizzle=False"
+    "bool swizzle=False, int? rotation=None, int? seed=None, int? second_rotation=None, int? second_seed=None, "
+    "int[2] place=[0, 0]"
 )
 _EXTRAS = (
     'int pad=1, bool column_sum=False, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
@@ -197,7 +207,9 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "delayed_update": lambda *_: None,
         "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
-        "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
+        "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(
+            unpacked_shape(qdata.shape, qdata.dtype), dtype=dtype
+        ),
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
@@ -232,10 +244,11 @@ for _name, _schema in SCHEMAS.items():
 
 
 def _matmul_flop(
-    a: Sequence[int], a_scale_inv: object, a_tile: object, b: Sequence[int], *_: object, **__: object
+    a: Sequence[int], a_scale_inv: Sequence[int], a_tile: Sequence[int], b: Sequence[int], *_: object, **__: object
 ) -> int:
     """Return the FLOPs of ``matmul`` by its operands' shapes, of whose contraction the padding counts too."""
-    return 2 * a[0] * b[0] * a[1]
+    terms = a_scale_inv[1] * NV[1] if a_tile[1] == NV[1] else a[1]  # two of E2M1's codes lie in a byte
+    return 2 * a[0] * b[0] * terms
 
 
 def _grouped_matmul_flop(*operands: Any, pad: int = 1, out_shape: object = None) -> int:

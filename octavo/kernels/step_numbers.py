@@ -70,14 +70,18 @@ def root_of(square: Tensor) -> Tensor:
 
 
 def random_bits(key: int, index: Tensor) -> Tensor:
-    """Return 32 bits, int32, for each element of ``index``: int32 or int64, indices in the whole tensor; overwritten.
-
-    The finaliser is "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
-    """
+    """Return 32 bits, int32, for each element of ``index``: int32 or int64, of the whole tensor; overwritten."""
     if index.dtype == torch.int64 and index.numel() and int(index.view(-1)[-1]) >> 32:
         # the upper half of a large tensor's index enters as well
         index.bitwise_xor_((index >> 32) * 0x9E3779B9)
-    x = index.to(torch.int32).bitwise_xor_(_signed(key))
+    return mixed_(index.to(torch.int32).bitwise_xor_(_signed(key)))
+
+
+def mixed_(x: Tensor) -> Tensor:
+    """Hash each int32 element in place, and return the tensor.
+
+    The function is "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
+    """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

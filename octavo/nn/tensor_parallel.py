@@ -175,7 +175,9 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     for weight, bias in zip(weights, biases, strict=True):
         local = weight.to_local(grad_placements=weight.placements)
         local_linears.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
-    rows = Rows(None, Parts(group, (False, True, True)), wire), Rows(None, Parts(group, (True, True, False)))
+    rank = mesh.get_local_rank()
+    of_first, of_second = (Parts(group, roles, rank=rank) for roles in ((False, True, True), (True, True, False)))
+    rows = Rows(None, of_first, wire), Rows(None, of_second)
     return FusedParts(x, (gamma, beta), local_linears, mesh, shape, rows)
 
 
@@ -315,7 +317,8 @@ def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -
     b = _local_bias(bias, rowwise, mesh, None if of_weight_grad == of_weight else of_weight_grad)
     # ranks that share scales cast together, and then layers share no casts
     read = None if roles[INPUT] else read_by(x, module, is_view=True)
-    y = module.local_product(x, (local, b, weight), read, Rows(parts=Parts(mesh.get_group().group_name, roles)))
+    parts = Parts(mesh.get_group().group_name, roles, rank=mesh.get_local_rank())
+    y = module.local_product(x, (local, b, weight), read, Rows(parts=parts))
     if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return scattered
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
@@ -344,7 +347,7 @@ def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any
     style = style_of(module)
     if not torch.compiler.is_compiling() and style is not None and not style.reads_gathered:
         module.__dict__[STYLE] = replace(style, reads_gathered=True)
-    parts = Parts(input.wire.group, (False, True, True))
+    parts = Parts(input.wire.group, (False, True, True), rank=weight.device_mesh.get_local_rank())
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, (weight.to_local(), local, weight), None, Rows(parts=parts))
     return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from octavo.errors import first_line
 from octavo.formats import E4M3, E5M2, FORMATS, Format
-from octavo.granularity import ALL, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile
+from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile
 from octavo.numerics import scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
@@ -77,6 +77,64 @@ class Delayed:
             raise ValueError(f"reduce={self.reduce!r}: use 'max' or 'most_recent'")
 
 
+@dataclass(frozen=True)
+class Stochastic:
+    """Rounding of E2M1: up with the probability of the part that is dropped, to 8 bits, so that errors average out.
+
+    The random bits of an element depend on the seed, on the values of its block of 16 and on its place in the matrix,
+    and on nothing else: a step that is computed again, by any number of ranks or implementations, has the same ones,
+    and there is no state to save. Values beyond 6 times a block's scale saturate: a block's scale is rounded to
+    nearest, so about 3.5 % of normally distributed elements do, and results are 0.4 % too small on average.
+
+    Args:
+        seed: 0 to 2^31 - 1.
+
+    Raises:
+        ValueError: for another seed.
+
+    Source:
+        NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4.3.
+
+    Example:
+        >>> Stochastic()
+        Stochastic(seed=0)
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed={self.seed!r}: needs an integer from 0 to 2^31 - 1")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A Hadamard transform of each 16 elements along the contraction, which spreads outliers before the cast.
+
+    Both operands of a product are rotated by the same matrix H, whose product with its transpose is the identity, so
+    that the product stays what it is. The rotated elements are rounded to bfloat16.
+
+    Args:
+        signs: 16 bits, of which bit i says whether row i of H is negated.
+
+    Raises:
+        ValueError: for another number.
+
+    Source:
+        NVIDIA, arXiv 2509.25149, section 4.2; the default signs are Transformer Engine's.
+
+    Example:
+        >>> Rotation()
+        Rotation(signs=55272)
+    """
+
+    signs: int = 0b1101_0111_1110_1000
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.signs, int) or not 0 <= self.signs < 1 << 16:
+            raise ValueError(f"signs={self.signs!r}: needs an integer of 16 bits")
+
+
 _SCALING = ("dtype", "tile", "power_of_two", "margin")  # a cast op's arguments
 
 
@@ -85,11 +143,13 @@ class Cast:
     """The format, granularity and rule by which one operand of one product is cast.
 
     Args:
-        format: E4M3 or E5M2.
-        granularity: that of the operand laid with the contracted dimension last.
-        rule: Dynamic() or Delayed(...); Delayed needs PerTensor().
-        power_of_two: round the scale down to a power of two.
-        margin: divide the scale by 2^margin, 0 to 64.
+        format: E4M3, E5M2 or E2M1.
+        granularity: that of the operand laid with the contracted dimension last; of E2M1 PerBlock(1, 16) or (16, 16).
+        rule: Dynamic() or Delayed(...); Delayed needs PerTensor(), or E2M1, of whose tensor it makes the outer scale.
+        power_of_two: round the scale down to a power of two; of E2M1 the outer scale always is one.
+        margin: divide the scale by 2^margin, 0 to 64; of E2M1 the outer scale.
+        rounding: of E2M1, Stochastic(seed), or None: to nearest, ties to even, as every other cast rounds.
+        rotation: of E2M1, Rotation(signs) before rounding, or None.
 
     Raises:
         TypeError, ValueError: for a wrong field, naming it and the remedy.
@@ -105,6 +165,8 @@ class Cast:
     rule: Dynamic | Delayed = Dynamic()
     power_of_two: bool = False
     margin: int = 0
+    rounding: Stochastic | None = None
+    rotation: Rotation | None = None
 
     # derived once, read by every cast
     tile: Tile = field(init=False, repr=False, compare=False)  # the granularity's
@@ -112,6 +174,7 @@ class Cast:
     scale_inv_dtype: Any = field(init=False, repr=False, compare=False)  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
     arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
+    named: dict[str, Any] = field(init=False, repr=False, compare=False)  # more of them, of E2M1
     as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # the same of a second scaling
 
     def __post_init__(self) -> None:
@@ -123,7 +186,8 @@ class Cast:
                 f"Cast: margin={self.margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)"
             )
         tile, delayed = self.granularity.tile, isinstance(self.rule, Delayed)
-        if delayed and self.granularity != PerTensor():
+        self._check_packed(tile)
+        if delayed and self.granularity != PerTensor() and not self.format.is_packed:
             raise ValueError(
                 f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
             )
@@ -132,13 +196,32 @@ class Cast:
         dtype, scale = self.format.dtype, (self.power_of_two, self.margin)
         arguments = {"arguments": (dtype, tile, *scale), "arguments_transposed": (dtype, tile[::-1], *scale)}
         second = {f"second_{name}": value for name, value in zip(_SCALING, (dtype, tile[::-1], *scale), strict=True)}
-        written = scale_inv_dtype(tile, self.power_of_two)
-        vars(self).update(tile=tile, is_delayed=delayed, scale_inv_dtype=written, **arguments, as_second=second)
+        named = {"seed": self.rounding and self.rounding.seed, "rotation": self.rotation and self.rotation.signs}
+        named = {name: value for name, value in named.items() if value is not None}
+        second |= {f"second_{name}": value for name, value in named.items()}
+        written = scale_inv_dtype(tile, self.power_of_two, self.format.is_packed)
+        derived = {"tile": tile, "is_delayed": delayed, "scale_inv_dtype": written, "named": named}
+        vars(self).update(derived, **arguments, as_second=second)
+
+    def _check_packed(self, tile: Tile) -> None:
+        """Raise ValueError for what only E2M1 has, or does not have."""
+        if self.format.is_packed:
+            if tile not in (NV, (NV[1], NV[1])) or not self.power_of_two:
+                raise ValueError(
+                    f"Cast: {self.format} has blocks of 16 and an outer scale that is a power of two: give "
+                    f"PerBlock(1, 16) or PerBlock(16, 16) and power_of_two=True, not {self.granularity}, "
+                    f"power_of_two={self.power_of_two}"
+                )
+        elif self.rounding is not None or self.rotation is not None:
+            raise ValueError(f"Cast: rounding and rotation are E2M1's; a cast to {self.format} has neither")
+        for name, kind in (("rounding", Stochastic), ("rotation", Rotation)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise TypeError(f"Cast: {name}={value!r} must be None or octavo.{kind.__name__}()")
 
     def __repr__(self) -> str:
-        power_of_two = ", power_of_two=True" if self.power_of_two else ""
-        margin = f", margin={self.margin}" if self.margin else ""
-        return f"Cast({self.format}, {self.granularity}, {self.rule}{power_of_two}{margin})"
+        names = ("power_of_two", "margin", "rounding", "rotation")
+        others = [f", {name}={value}" for name in names if (value := getattr(self, name))]
+        return f"Cast({self.format}, {self.granularity}, {self.rule}{''.join(others)})"
 
     @classmethod
     def of(cls, text: str) -> Cast:
@@ -162,7 +245,7 @@ class Cast:
 
 _EXAMPLE = "Cast(E4M3, PerTensor(), Dynamic())"
 _NAMES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed)},
+    **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed, Stochastic, Rotation)},
     **{format.name: format for format in FORMATS.values()},
 }
 
@@ -243,8 +326,11 @@ class Recipe:
                 raise TypeError(f"Recipe: {product}={casts!r} must be None or a pair of Casts, one for each operand")
             if casts[0].format is E5M2 and casts[1].format is E5M2:
                 raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
-        if self.saved is not None and not (isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic)):
-            raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic()")
+            _check_packed_product(product, *casts)
+        if self.saved is not None and not (
+            isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic) and not self.saved.format.is_packed
+        ):
+            raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast to E4M3 or E5M2, Dynamic()")
         if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
             raise ValueError(f"Recipe: fast_accum={self.fast_accum!r} must be a tuple of products, of {PRODUCTS}")
         vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
@@ -260,17 +346,19 @@ class Recipe:
                 f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, rules))}"
             )
         for role, pair in zip(ROLES, delayed, strict=True):
-            if len(set(pair)) > 1:
+            if len({_of_one_scale(cast) for cast in pair}) > 1:
                 raise ValueError(
                     f"Recipe: {role} has one delayed scale but two casts, {pair[0]} and {pair[1]}; "
                     "make them equal or one of them Dynamic"
                 )
         rule = next(iter(rules), None)
+        packs = any(cast is not None and cast.format.is_packed for pair in casts_by_role.values() for cast in pair)
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
             # whether padding the contraction to a multiple of PADDING leaves the number of scales as it is
             pads=all(c is None or c.tile[1] == ALL or c.tile[1] % PADDING == 0 for pair in casts for c in pair[:2]),
+            packs=packs,
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
             delayed=rule,
             delayed_update=_delayed_update(delayed, rule),
@@ -300,6 +388,7 @@ class Recipe:
     weight_key: str = field(init=False, repr=False, compare=False)  # weight_casts, as a compiled graph can compare them
     rows_unit: int = field(init=False, repr=False, compare=False)  # of N: blocks begin at its multiples
     pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
+    packs: bool = field(init=False, repr=False, compare=False)  # whether a cast is to E2M1
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
     delayed_update: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # that op's arguments
@@ -315,6 +404,28 @@ class Recipe:
         if self.fast_accum != Recipe.fast_accum:
             lines.append(f"  {'fast_accum':<12}{', '.join(self.fast_accum) or 'none'}")
         return "\n".join(lines)
+
+
+def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
+    """Raise ValueError for casts to E2M1 that no product multiplies, or that would spoil it."""
+    if first.format.is_packed != second.format.is_packed:
+        raise ValueError(f"Recipe: {product} multiplies {first.format} by {second.format}; make both E2M1 or neither")
+    if first.rotation != second.rotation:
+        raise ValueError(
+            f"Recipe: {product} rotates its operands by {first.rotation} and {second.rotation}: give both the same"
+        )
+    if first.rotation is not None and product != "grad_weight":
+        raise ValueError(f"Recipe: {product} rotates its operands, which grad_weight's alone may be: set rotation=None")
+    for role, cast in zip(OPERANDS[product], (first, second), strict=True):
+        if cast.rounding is not None and role != "grad_output":
+            raise ValueError(
+                f"Recipe: {product} rounds {role} stochastically; rounding=Stochastic() is for grad_output"
+            )
+
+
+def _of_one_scale(cast: Cast) -> Cast:
+    """Return the cast without what two casts that read one delayed scale may differ in."""
+    return replace(cast, granularity=PerBlock(*NV), rounding=None, rotation=None) if cast.format.is_packed else cast
 
 
 def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
@@ -336,7 +447,7 @@ def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[An
     A role without a Delayed cast is never rolled, so that any cast's options will do.
     """
     chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
-    each = ((cast.format.max, cast.power_of_two, cast.margin) for cast in chosen)
+    each = ((cast.format.limit, cast.power_of_two, cast.margin) for cast in chosen)
     return *zip(*each, strict=True), "max" if rule is None else rule.reduce
 
 

@@ -176,6 +176,7 @@ def _kept(layer: Any) -> KeptOperands | None:
         or weight.ndim != 2
         or layer.stores_transposed
         or cast is None
+        or recipe.packs
         or (casts.as_is and casts.transposed and not casts.once)
         or (cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)))
     ):

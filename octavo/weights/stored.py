@@ -131,6 +131,8 @@ class StoredWeight(ShardHooks, Pair):
         casts = recipe.weight_casts
         if casts.as_is is None or casts.transposed is None:
             return "a product reads the weight in high precision"
+        if recipe.packs:
+            return "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master"
         of_frozen = casts.as_is.granularity in OF_FROZEN
         if not casts.once and (trained or not of_frozen):
             only = "; weights that are frozen before can be stored so" if of_frozen else ""

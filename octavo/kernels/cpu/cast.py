@@ -53,7 +53,7 @@ def write(
     x = source.x
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
     functions = compiled(x)
-    if functions is None:
+    if functions is None or any(target.scaling.is_packed for target in targets):
         return reference_write(source, targets, besides, value)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):

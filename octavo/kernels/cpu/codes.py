@@ -11,10 +11,10 @@ from ctypes import c_char_p, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from octavo.formats import format_of
+from octavo.formats import E2M1, format_of
 from octavo.kernels.arguments import CastTarget, Counted, Scaling
 from octavo.kernels.cpu.library import library
-from octavo.kernels.layouts import tile_rows
+from octavo.kernels.layouts import tile_rows, unpacked_shape
 from octavo.kernels.reference.cast_statistics import measured as reference_measured
 from octavo.kernels.reference.codes import decode as reference_decode
 from octavo.numerics import E8M0
@@ -86,15 +86,17 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
 def decode(
     codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[int], into: Tensor | None = None
 ) -> Tensor:
-    """``reference.codes.decode`` of codes of any strides; the result has the strides of dense codes.
+    """``reference.codes.decode`` of codes of any strides, of E2M1 dense; the result has the strides of dense codes.
 
     ``into``: memory for as many elements of ``dtype``, which the result of dense codes is written to.
     """
-    if not codes.is_contiguous() and codes.t().is_contiguous():
+    is_packed = codes.dtype is E2M1.dtype
+    if not is_packed and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, scale_inv.t(), tile[::-1], into).t()
-    values = torch.empty(codes.shape, dtype=dtype, device=codes.device) if into is None else into.view(codes.shape)
+    shape = unpacked_shape(codes.shape, codes.dtype)
+    values = torch.empty(shape, dtype=dtype, device=codes.device) if into is None else into.view(shape)
     functions = compiled(codes)
-    if functions is None or dtype == torch.float16:
+    if functions is None or dtype == torch.float16 or is_packed:
         return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
     dense = codes if codes.stride(1) == 1 else codes.contiguous()
     functions.octavo_decode(_read(dense, scale_inv, tile), values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))

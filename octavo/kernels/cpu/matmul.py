@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.formats import E2M1
 from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import decode, row_slices
-from octavo.kernels.layouts import tile_rows
+from octavo.kernels.layouts import tile_rows, unpacked_shape
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -61,6 +62,8 @@ def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
     """Whether a bfloat16 product needs no second rounding, and the number that multiplies it is normal in float32."""
     number = 1.0
     for pair in (a, b):
+        if pair.codes.dtype is E2M1.dtype:
+            continue  # its values are exact in bfloat16
         if _is_single(pair):
             number *= float(pair.scale_inv)
         elif (pair.scale_inv.to(torch.float32).view(torch.int32) & _MANTISSA).any():
@@ -106,10 +109,10 @@ def _by_chunks_of_rows(
     for chunk in slices if transposed or q.is_contiguous() else [slice(0, rows)]:
         a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
         if memory is None:
-            memory = q.new_empty(a_chunk.numel(), dtype=compute)
+            memory = q.new_empty(math.prod(unpacked_shape(a_chunk.shape, q.dtype)), dtype=compute)
             wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
         pair = OperandPair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
-        operand = _operand(pair, compute, memory[: a_chunk.numel()])
+        operand = _operand(pair, compute, memory[: math.prod(unpacked_shape(a_chunk.shape, q.dtype))])
         if wide is None:
             _multiply(operand, multiplied, bias, out_MN[chunk])
         else:

@@ -33,6 +33,7 @@ from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.nvfp4 import write_packed
 from octavo.kernels.reference.rotary import rotary
 from octavo.numerics import scale_from_amax, scale_inv_dtype, scale_inv_from_scale
 
@@ -72,7 +73,11 @@ def write(
     for out, result in zip(besides, extras, strict=False):
         if out.numel():
             out.copy_(result)
-    for scaling, codes, transposed, scale_inv, amax in targets:
+    for target in targets:
+        scaling, codes, transposed, scale_inv, amax = target
+        if scaling.is_packed:
+            write_packed(values, target)
+            continue
         scale = _scale(scaling, amax.copy_(amax_of(values, scaling.tile)))
         scale_inv.copy_(scale_inv_from_scale(scale))
         code_bytes = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
@@ -120,11 +125,18 @@ def cast(
         none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
         both = (none, other) if output.transpose else (other, none)
         targets = [
-            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
-            CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
+            CastTarget(first, codes, none, scale_inv, _unread_amax(first, scale_inv)),
+            CastTarget(second, *both, second_scales, _unread_amax(second, second_scales)),
         ]
         write(source, targets, besides, None)
     return results
+
+
+def _unread_amax(scaling: Scaling, scale_inv: Tensor) -> Tensor:
+    """Return memory for an amax that nobody reads."""
+    if scaling.is_packed:
+        return scale_inv.new_empty((1, 1), dtype=torch.float32)
+    return torch.empty_like(scale_inv, dtype=torch.float32)
 
 
 def _value_target(output: Output, codes: Tensor) -> CastTarget:

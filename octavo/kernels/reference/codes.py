@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.formats import format_of
+from octavo.formats import E2M1, format_of
 from octavo.kernels.layouts import multiply_tiles_
+from octavo.kernels.reference.nvfp4 import values_of_packed
 
 
 def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -32,8 +33,9 @@ def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) ->
 
 
 def decode(codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
-    """Read codes [R, C] times their scale_inv in float32, rounded once to dtype."""
-    return multiply_tiles_(codes.to(torch.float32), scale_inv.to(torch.float32), tile).to(dtype)
+    """Read codes [R, C] times their scale_inv in float32, rounded once to dtype; of E2M1 codes are [R, C / 2]."""
+    numbers = values_of_packed(codes) if codes.dtype is E2M1.dtype else codes.to(torch.float32)
+    return multiply_tiles_(numbers, scale_inv.to(torch.float32), tile).to(dtype)
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
