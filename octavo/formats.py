@@ -127,7 +127,8 @@ E2M1 = Format("E2M1", torch.float4_e2m1fn_x2, exponent_bits=2, mantissa_bits=1, 
 # The dtypes that octavo casts from and reads back to.
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
-FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1)}
+FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
+CAST_FORMATS = {**FORMATS, E2M1.dtype: E2M1}  # all that casts write
 
 
 def format_of(dtype: torch.dtype) -> Format:
@@ -136,6 +137,6 @@ def format_of(dtype: torch.dtype) -> Format:
     Raises:
         TypeError: for any other dtype.
     """
-    if dtype not in FORMATS:
+    if dtype not in CAST_FORMATS:
         raise TypeError(f"{dtype} is no float8 format of octavo; use torch.float8_e4m3fn or torch.float8_e5m2")
-    return FORMATS[dtype]
+    return CAST_FORMATS[dtype]

@@ -18,7 +18,7 @@ from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
-from octavo.granularity import ALL, MX
+from octavo.granularity import ALL, MX, PADDING
 from octavo.kernels.arguments import Castable, CastSource, NormSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
@@ -103,8 +103,8 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
-        writes_transposed = needs_transposed_codes(x.device, second.format.dtype)
-        pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
+        writes_transposed = second.format.is_packed or needs_transposed_codes(x.device)
+        pad = _pad(x.device, request.recipe)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
             x, None, role, *options, **named, **first.named, **second.as_second
@@ -127,6 +127,11 @@ def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
     if x.dtype is not torch.bfloat16 or not needed_casts or not have_e8m0_blocks(*needed_casts):
         return False
     return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
+
+
+def _pad(device: torch.device, recipe: Recipe) -> int:
+    """Return the multiple to which a recipe's casts pad the contraction: of E2M1 on all devices whole blocks."""
+    return PADDING if recipe.packs else contraction_multiple(device, recipe.pads)
 
 
 def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
@@ -173,10 +178,10 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
+    pad = _pad(x.device, request.recipe)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
-    writes_transposed = transposed and needs_transposed_codes(x.device, cast.format.dtype)
+    writes_transposed = transposed and (cast.format.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and offsets is None
     transposed_alone = writes_transposed and not as_is and is_plain and not (commit and column_sum)

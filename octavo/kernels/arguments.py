@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import E2M1, FORMATS, HIGH_PRECISION
+from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
 from octavo.granularity import ALL, MX, NV, PADDING, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
@@ -33,7 +33,7 @@ class Counted:
 
 
 # (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
-LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in FORMATS.items()}
+LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in CAST_FORMATS.items()}
 
 
 class CastSource(NamedTuple):
@@ -610,7 +610,9 @@ def allocated(x: Tensor, results: Sequence[NewTensor]) -> tuple[Tensor, ...]:
     """Return these tensors on the device of x, unwritten but for those that begin as zeros."""
     tensors = []
     for shape, dtype, by_columns, zeroed in results:
-        if zeroed:
+        if dtype is E2M1.dtype:
+            tensors.append(_empty_codes(x, shape, dtype))
+        elif zeroed:
             tensors.append(x.new_zeros(shape, dtype=torch.uint8).view(dtype))
         elif by_columns:
             tensors.append(x.new_empty(shape[::-1], dtype=dtype).t())
@@ -621,7 +623,14 @@ def allocated(x: Tensor, results: Sequence[NewTensor]) -> tuple[Tensor, ...]:
 
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the empty tensor that an op returns for codes that were not asked for."""
-    return x.new_empty((0, 0), dtype=dtype)
+    return _empty_codes(x, (0, 0), dtype)
+
+
+def _empty_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return codes of this shape on the device of x, unwritten."""
+    if dtype is E2M1.dtype:  # under torch.use_deterministic_algorithms torch fills new tensors, but none of this dtype
+        return x.new_empty(shape, dtype=torch.uint8).view(dtype)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def new_cast(

@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.formats import E2M1, E4M3
+from octavo.formats import E2M1
 from octavo.granularity import ALL, BLOCK, MX, PADDING, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
 
 
-def needs_transposed_codes(device: torch.device, dtype: torch.dtype = E4M3.dtype) -> bool:
+def needs_transposed_codes(device: torch.device) -> bool:
     """Whether the product wants both operands contiguous along the contraction, so casts write codes transposed too.
 
     True where FP8 is native: Ada's and Hopper's FP8 tensor cores have no transposed form, and torch's product takes no
-    other layout on later GPUs either. The reference reads any strides, but for codes of which two share a byte: these
-    lie along the contraction.
+    other layout on later GPUs either. The reference reads any strides.
     """
-    if dtype is E2M1.dtype:
-        return True
     if device.type != "cuda":
         return False
     native = _native.get(device)
@@ -40,13 +37,13 @@ def needs_transposed_codes(device: torch.device, dtype: torch.dtype = E4M3.dtype
 _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
 
 
-def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = False) -> int:
+def contraction_multiple(device: torch.device, pads: bool = True) -> int:
     """Return the number to whose multiple casts pad the dimension that a product contracts, with zero codes.
 
-    It is PADDING where torch's product takes no other sizes, and for E2M1; 1 where operands are strided views, or where
-    a recipe does not pad: ``pads`` and ``packs`` are the recipe's.
+    It is PADDING where torch's product takes no other sizes; 1 where operands are strided views, or where a recipe does
+    not pad: ``pads`` is the recipe's.
     """
-    return PADDING if packs or (pads and needs_transposed_codes(device)) else 1
+    return PADDING if pads and needs_transposed_codes(device) else 1
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from octavo.errors import first_line
-from octavo.formats import E4M3, E5M2, FORMATS, Format
+from octavo.formats import CAST_FORMATS, E4M3, E5M2, Format
 from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile
 from octavo.numerics import scale_inv_dtype
 
@@ -246,7 +246,7 @@ class Cast:
 _EXAMPLE = "Cast(E4M3, PerTensor(), Dynamic())"
 _NAMES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed, Stochastic, Rotation)},
-    **{format.name: format for format in FORMATS.values()},
+    **{format.name: format for format in CAST_FORMATS.values()},
 }
 
 
@@ -330,7 +330,7 @@ class Recipe:
         if self.saved is not None and not (
             isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic) and not self.saved.format.is_packed
         ):
-            raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast to E4M3 or E5M2, Dynamic()")
+            raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic(), not to E2M1")
         if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
             raise ValueError(f"Recipe: fast_accum={self.fast_accum!r} must be a tuple of products, of {PRODUCTS}")
         vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
