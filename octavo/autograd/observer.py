@@ -16,9 +16,10 @@ from octavo import kernels
 from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL, PADDING, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
+from octavo.kernels.reference.nvfp4 import rotated
 from octavo.numerics import scale_from_amax
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
@@ -67,8 +68,14 @@ class LayerCounts(NamedTuple):
         ):
             if cast is None or counts is None:
                 continue
+            x = x_RC
             if pair is not None:
                 tile, codes = pair
+            elif cast.format.is_packed:
+                x, tile = x_RC.t() if is_transposed != swaps else x_RC, cast.tile
+                scale = delayed_scale if cast.is_delayed else None
+                q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, PADDING, **cast.named)
+                codes = q, scale_inv
             else:
                 scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
                 tile = cast.tile[::-1] if is_transposed != swaps else cast.tile
@@ -76,14 +83,14 @@ class LayerCounts(NamedTuple):
                 q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, dtype, tile, *options, offsets=ends)
                 codes = q, scale_inv
             sums, extremes = counts if experts is None else (counts[0][experts], counts[1][experts])
-            kernels.cast_statistics(x_RC, *codes, tile, sums, extremes, ends)
+            kernels.cast_statistics(x, *codes, tile, sums, extremes, ends)
 
     @staticmethod
     def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the [3] scales of per-tensor casts of sharded weights; ``largest``: takes a maximum over ranks."""
         amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
         pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
-        scales = [scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin) for amax, cast in pairs]
+        scales = [scale_from_amax(amax, cast.format.limit, cast.power_of_two, cast.margin) for amax, cast in pairs]
         return [scale.expand(3).contiguous() for scale in scales]
 
 
@@ -123,6 +130,11 @@ class Observer(NamedTuple):
         elif casts.once:  # in a first layer, whose input needs no gradient
             second = first
         if second is not None and casts.transposed is not None and operands.transposed is not None:
+            if casts.transposed.format.is_packed:
+                laid, rotation = x_RC.t(), casts.transposed.rotation
+                laid = laid if rotation is None else rotated(laid.to(torch.float32), rotation.signs)
+                kernels.cast_statistics(laid, *operands.transposed, casts.transposed.tile, *second)
+                return
             (codes, scale_inv), pad = operands.transposed, contraction_multiple(x_RC.device, recipe.pads)
             as_is = rows_of_codes(codes, offsets, x_RC.shape[0], pad), scale_inv.t()
             kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)

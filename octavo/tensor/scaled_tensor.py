@@ -15,9 +15,21 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import HIGH_PRECISION, Format, format_of
-from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile, scale_shape, tiles_along
+from octavo.granularity import (
+    ALL,
+    NV,
+    PADDING,
+    Granularity,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Tile,
+    scale_shape,
+    tiles_along,
+)
+from octavo.kernels.layouts import unpacked_shape
 from octavo.numerics import E8M0, scale_inv_dtype
-from octavo.tensor.pair import COPIES, MOVES, Pair
+from octavo.tensor.pair import COPIES, MOVES, Pair, moves
 
 
 class ScaledTensor(Pair):
@@ -25,9 +37,10 @@ class ScaledTensor(Pair):
 
     Invariant, checked by ``validate`` and kept by every operation:
 
-    - ``qdata`` is float8_e4m3fn or float8_e5m2 and has this tensor's shape and strides;
-    - ``scale_inv`` is float32, or powers of two in E8M0 (torch.float8_e8m0fnu), on the same device, of shape
-      ``granularity.scale_shape(shape)``;
+    - ``qdata`` is float8_e4m3fn or float8_e5m2 and has this tensor's shape and strides; or it is float4_e2m1fn_x2, of
+      which the last dimension is half as long, as two codes lie in a byte;
+    - ``scale_inv`` is float32, or powers of two in E8M0 (torch.float8_e8m0fnu), or of NVFP4 bfloat16, on the same
+      device, of shape ``granularity.scale_shape(shape)``;
     - whatever writes the codes writes their scale_inv, and nothing changes the one without the other.
 
     ``dtype`` is what it reads back to, not what it is stored in. Operations that move data (views, copies, devices)
@@ -60,7 +73,10 @@ class ScaledTensor(Pair):
         cls, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
     ) -> ScaledTensor:
         layout: Any = {"strides": qdata.stride(), "storage_offset": qdata.storage_offset()}
-        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device, **layout)
+        shape = unpacked_shape(qdata.shape, qdata.dtype)
+        if shape != qdata.shape:
+            layout = {}
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, **layout)
         self.qdata, self.scale_inv, self.granularity = qdata, scale_inv, granularity
         self.validate()
         return self
@@ -72,11 +88,14 @@ class ScaledTensor(Pair):
             raise TypeError(
                 f"granularity={self.granularity!r} is none; use octavo.PerTensor(), PerRow() or PerBlock(r, c)"
             )
-        if self.scale_inv.dtype not in (torch.float32, E8M0):
-            raise TypeError(f"scale_inv is {self.scale_inv.dtype}; it must be torch.float32 or {E8M0}")
+        dtypes = (torch.float32, torch.bfloat16) if self.format.is_packed else (torch.float32, E8M0)
+        if self.scale_inv.dtype not in dtypes:
+            raise TypeError(
+                f"scale_inv is {self.scale_inv.dtype}; of {self.format} it must be {dtypes[0]} or {dtypes[1]}"
+            )
         if self.dtype not in HIGH_PRECISION:
             raise TypeError(f"a ScaledTensor reads back to bfloat16, float16 or float32, not {self.dtype}")
-        expected = self.granularity.scale_shape(self.qdata.shape)
+        expected = self.granularity.scale_shape(self.shape)
         if tuple(self.scale_inv.shape) != expected:
             raise ValueError(
                 f"scale_inv has shape {tuple(self.scale_inv.shape)}; {self.granularity} of qdata "
@@ -162,9 +181,10 @@ def quantize(
 
     Args:
         x: bfloat16, float16 or float32, any shape.
-        format: octavo.E4M3 or octavo.E5M2.
-        granularity: PerTensor(), PerRow() or PerBlock(rows, cols), over the last two dimensions.
-        power_of_two: round scales down to powers of two.
+        format: octavo.E4M3 or octavo.E5M2; or octavo.E2M1, which is NVFP4.
+        granularity: PerTensor(), PerRow() or PerBlock(rows, cols), over the last two dimensions; of E2M1
+            PerBlock(1, 16) or (16, 16).
+        power_of_two: round scales down to powers of two; of E2M1 that of the tensor, which always is one.
         margin: divide scales by 2^margin.
 
     Returns:
@@ -172,6 +192,7 @@ def quantize(
 
     Raises:
         TypeError: for another dtype, or arguments of the wrong kind.
+        ValueError: for E2M1 in other blocks, or of another tensor than a matrix whose rows are multiples of 16.
 
     Example:
         >>> import torch, octavo
@@ -190,7 +211,16 @@ def quantize(
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
     if not isinstance(margin, int) or not 0 <= margin <= 64:
         raise ValueError(f"margin={margin!r} must be an integer from 0 to 64")
+    if format.is_packed:
+        _check_packed(x, granularity, power_of_two)
     return _Quantize.apply(x, format, granularity, power_of_two, margin)
+
+
+def _check_packed(x: Tensor, granularity: Granularity, power_of_two: bool) -> None:
+    if granularity.tile not in (NV, (NV[1], NV[1])) or not power_of_two:
+        raise ValueError(f"E2M1 by {granularity}: use PerBlock(1, 16) or PerBlock(16, 16), and power_of_two=True")
+    if x.ndim != 2 or x.shape[1] % NV[1]:
+        raise ValueError(f"E2M1 of shape {list(x.shape)}: give a matrix [R, C] whose C is a multiple of 16")
 
 
 class _Quantize(torch.autograd.Function):
@@ -201,16 +231,20 @@ class _Quantize(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
         tile = granularity.tile
         if x.numel() == 0:
-            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=scale_inv_dtype(tile, power_of_two))
-            return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
+            of_scales = scale_inv_dtype(tile, power_of_two, format.is_packed)
+            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=of_scales)
+            codes_shape = (x.shape[0], x.shape[1] // 2) if format.is_packed else x.shape
+            return ScaledTensor(x.new_empty(codes_shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
+        padding = {"pad": PADDING} if format.is_packed else {}
         for matrix in matrices_of(x, tile):
-            q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin)
+            q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin, **padding)
             codes.append(q)
             scales.append(s)
         qdata = codes[0] if len(codes) == 1 else torch.stack([q.view(torch.uint8) for q in codes]).view(format.dtype)
         scale_inv = scales[0] if len(scales) == 1 else torch.stack(scales)
-        return ScaledTensor(qdata.view(x.shape), scale_inv.view(granularity.scale_shape(x.shape)), granularity, x.dtype)
+        qdata = qdata if format.is_packed else qdata.view(x.shape)
+        return ScaledTensor(qdata, scale_inv.view(granularity.scale_shape(x.shape)), granularity, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,6 +265,8 @@ def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Gra
 
 
 def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
+    if pair.format.is_packed:  # codes of which two share a byte lie along one dimension
+        return NotImplemented
     qdata, scale_inv = func(pair.qdata, *dims), func(pair.scale_inv, *dims)
     ndim, (rows, cols) = pair.ndim, pair.granularity.tile
     # a tensor of sizes 0, 1, 2, ... tells which dimension comes to stand at each place
@@ -247,6 +283,8 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
 
 
 def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
+    if pair.format.is_packed:
+        return moves(func, pair, shape)
     qdata = func(pair.qdata, shape)
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
     trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
@@ -262,6 +300,8 @@ def _slice(
     func: Any, pair: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
     dim %= pair.ndim
+    if pair.format.is_packed and dim == pair.ndim - 1:
+        return NotImplemented
     size = pair.shape[dim]
     start, stop, _ = slice(start, end).indices(size)
     if stop <= start:  # nothing, which cuts no tile
@@ -281,6 +321,8 @@ def _slice(
 
 
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
+    if pair.format.is_packed and dim % pair.ndim == pair.ndim - 1:
+        return NotImplemented
     pairs, start = [], 0
     for codes in func(pair.qdata, sizes, dim):  # torch checks the sizes
         stop = start + codes.shape[dim]

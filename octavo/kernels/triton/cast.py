@@ -74,7 +74,8 @@ def cast(
     if offsets is not None:
         assert isinstance(source, CastSource)
         return grouped_cast(source, first, output, offsets)
-    if not isinstance(source, CastSource) and source.x.numel() == 0:
+    is_packed = first.is_packed or (second is not None and second.is_packed)  # no kernel casts to E2M1 yet
+    if is_packed or (not isinstance(source, CastSource) and source.x.numel() == 0):
         return reference_cast(source, first, second, output)
     results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output)
     casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line

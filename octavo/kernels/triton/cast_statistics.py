@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.formats import E2M1
 from octavo.granularity import ALL
 from octavo.kernels.arguments import LARGEST, Counted
+from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
 from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
@@ -181,6 +183,8 @@ def cast_statistics(
     offsets: Tensor | None = None,
 ) -> None:
     """``octavo::cast_statistics``."""
+    if qdata.dtype is E2M1.dtype:
+        return reference_cast_statistics(x, qdata, scale_inv, tile, sums, extremes, offsets)
     rows, cols = x.shape
     if x.numel() == 0:
         return

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.formats import E2M1
 from octavo.granularity import ALL
+from octavo.kernels.reference.codes import dequantize as reference_dequantize
 from octavo.kernels.triton.launch import as_argument, config, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, narrow
 
@@ -47,6 +49,8 @@ def dequantize_kernel(
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``octavo::dequantize``."""
+    if qdata.dtype is E2M1.dtype:
+        return reference_dequantize(qdata, scale_inv, tile, dtype)
     rows, cols = qdata.shape
     out = qdata.new_empty((rows, cols), dtype=dtype)
     if out.numel() == 0:
