@@ -232,8 +232,8 @@ def nvfp4(history_length: int | None = None, margin: int = 3) -> Recipe:
 def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
     """Return an octavo.RecipeMap's rules that keep a model's last blocks, and all that follows, in high precision.
 
-    Blocks are the modules of the model's longest ModuleList (or Sequential). What is defined behind it, as a head is,
-    is high precision too.
+    Blocks are the modules of the model's longest ModuleList, or Sequential if it has no list. What is defined behind
+    it, as a head is, is high precision too.
 
     Args:
         model: any module.
@@ -250,22 +250,23 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
         >>> model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(layers), "head": torch.nn.Linear(64, 64)})
         >>> rules = octavo.recipes.last_blocks(model)
         >>> rules
-        {'blocks.6': None, 'blocks.6.*': None, 'blocks.7': None, 'blocks.7.*': None, 'head': None, 'head.*': None}
-        >>> _ = octavo.convert(model, octavo.RecipeMap(octavo.recipes.nvfp4(), rules))
+        {'blocks.6': None, 'blocks.7': None, 'head': None}
+        >>> _ = octavo.convert(model, octavo.RecipeMap(octavo.recipes.nvfp4(), rules), select=lambda *_: True)
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share={share!r}: needs a number from 0 to 1")
-    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, _LISTS) and name]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, _LISTS)}
     if not lists:
         raise ValueError(f"{type(model).__name__} has no torch.nn.ModuleList or Sequential of blocks: write rules")
-    count, name = max(lists, key=lambda entry: entry[0])
-    names = [f"{name}.{block}" for block in range(count - math.ceil(share * count), count)]
-    parts = name.split(".")
-    for depth, own in enumerate(parts):  # what is defined behind the list, and behind each module that it is in
+    name = max(lists, key=lambda name: (isinstance(lists[name], nn.ModuleList), len(lists[name])))
+    blocks, parts = list(lists[name]._modules), name.split(".") if name else []
+    names = [f"{name}.{block}" for block in blocks[len(blocks) - math.ceil(share * len(blocks)) :]]
+    for depth, part in enumerate(parts):  # what is defined behind the list, and behind each module that it is in
         parent = ".".join(parts[:depth])
         children = list(model.get_submodule(parent)._modules)
-        names += [f"{parent}.{child}".removeprefix(".") for child in children[children.index(own) + 1 :]]
-    return {pattern: None for one in names for pattern in (one, f"{one}.*")}
+        names += [f"{parent}.{child}" for child in children[children.index(part) + 1 :]]
+    names = [one.removeprefix(".") for one in names]
+    return {f"{one}.*" if model.get_submodule(one)._modules else one: None for one in names}
 
 
 _LISTS = nn.ModuleList, nn.Sequential

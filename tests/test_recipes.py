@@ -281,6 +281,8 @@ def test_whether_what_other_rows_contain_moves_a_row(name):
     page = Path(octavo.__file__).parents[1] / "docs" / "guides" / "which-recipe.md"
     row = re.search(rf"^\| `{name}\(\)` \| (yes|no)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
     for kind, make in MODULES.items():
+        if name == "nvfp4" and kind in ("GroupedLinear", "Experts"):
+            continue  # which refuse it
         torch.manual_seed(0)
         module, x = make(ALL[name]()), torch.randn(2, ROWS, 256)
         if name == "delayed":

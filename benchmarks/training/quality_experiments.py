@@ -60,6 +60,23 @@ _KEPT = {
     f"dynamic, {name} in high precision": RecipeMap(_dynamic, {pattern: None})
     for name, pattern in {"attention": "*.attention.*", "first block": "blocks.0.*"}.items()
 }
+_nvfp4 = recipes.nvfp4()
+_NVFP4 = {
+    "nvfp4": _nvfp4,
+    "nvfp4, without rotation": dataclasses.replace(
+        _nvfp4, grad_weight=tuple(dataclasses.replace(cast, rotation=None) for cast in _nvfp4.grad_weight or ())
+    ),
+    "nvfp4, to nearest": dataclasses.replace(
+        _nvfp4,
+        **{
+            product: tuple(dataclasses.replace(cast, rounding=None) for cast in getattr(_nvfp4, product))
+            for product in ("grad_input", "grad_weight")
+        },
+    ),
+    "nvfp4, last block in high precision": RecipeMap(_nvfp4, {"blocks.1.*": None}),
+    "nvfp4, scale from a history": recipes.nvfp4(history_length=16),
+}
+_LATE = "nvfp4, the last fifth in bf16"
 _FULL = StateConfig("fp8", "split16", "fp8")
 _IN_BACKWARD = "64KB"  # most gradients are updated alone
 BASELINES = ("bf16", "bf16 in 2 parts", "bf16 in 4 parts")  # each seed's losses are compared with the mean of these
@@ -72,7 +89,8 @@ EXPERIMENTS = {
     "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
     "dynamic, E4M3 gradients": Experiment(_e4m3),
     **{f"dynamic, {product} alone": Experiment(recipe) for product, recipe in _PARTS.items()},
-    **{name: Experiment(recipe) for name, recipe in _KEPT.items()},
+    **{name: Experiment(recipe) for name, recipe in (_KEPT | _NVFP4).items()},
+    _LATE: Experiment("nvfp4", state=StateConfig(schedule="fp8-then-bf16@0.8")),
     "dynamic, head too": Experiment("dynamic", head=_dynamic),
     **{f"head alone, {name}": Experiment(head=recipe) for name, recipe in _HEADS.items()},
     "dynamic, rowwise head": Experiment("dynamic", head=recipes.rowwise()),
@@ -110,6 +128,7 @@ STAGES: tuple[Stage, ...] = (
     (_CLIP, "0.5M", range(5, 10)),
     (("dynamic, rowwise head", *_STATES), "0.5M", range(5)),
     (("rowwise_with_gw_hp", *_ALONE), "0.5M", range(5)),
+    ((*_NVFP4, _LATE), "0.5M", range(5)),
 )
 
 
