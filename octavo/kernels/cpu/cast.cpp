@@ -34,24 +34,6 @@ namespace {
 constexpr int64_t HEIGHT = 64, WIDTH = 128, PIECES = 32;
 struct alignas(64) Piece { uint8_t codes[HEIGHT * WIDTH]; };
 
-struct Float32 {
-    using Bits = uint32_t;
-    static constexpr Bits magnitude = MAGNITUDE, infinite = INFINITE;
-    static INLINE float value(Bits x) { return float_of(int32_t(x)); }
-    static INLINE Bits rounded(float x) { return Bits(bits_of(x)); }
-};
-struct BFloat16 {
-    using Bits = uint16_t;
-    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7F80;
-    static INLINE float value(Bits x) { return from_bf16(x); }
-    static INLINE Bits rounded(float x) { return to_bf16(x); }
-};
-struct Half {
-    using Bits = uint16_t;
-    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7C00;
-    static INLINE float value(Bits x) { return from_half(x); }
-};
-
 struct E4M3 {  // beyond: the factor by which a number must exceed the largest code's to be more than rounded to it
     static constexpr int32_t mantissa_bits = 3, bias = 7, infinite = 0x7F;
     static constexpr float max = 448.0f, beyond = 464.0f / 448.0f;
@@ -61,13 +43,6 @@ struct E5M2 {
     static constexpr float max = 57344.0f, beyond = 61440.0f / 57344.0f;
 };
 constexpr int32_t NAN_CODE = 0x7F;
-
-template <class X> struct Matrix {
-    using Kind = X;
-    typename X::Bits *data;  // where row 0 is, though it may hold others alone
-    int64_t stride;
-    typename X::Bits *row(int64_t i) const { return data + i * stride; }
-};
 
 // Raise ``amax`` [tiles] to those of a row of tiles, of which these are rows; whether one has inf or NaN.
 template <class X>
@@ -369,12 +344,6 @@ INLINE void multiply_gate(float *out, const float *value, const float *slope, co
         out[j] = (silu ? gate * (1.0f - s) * s + s : slope[j]) * (X::value(h[cols + j]) * gradient);
         out[cols + j] = (silu ? s * gate : s) * gradient;
     }
-}
-
-template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
-    if (kind == 0) return work(Matrix<Float32>{(uint32_t *)x, stride});
-    if (kind == 1) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
-    return work(Matrix<Half>{(uint16_t *)x, stride});
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Casts by ``cast.cpp``: the reference's bits, codes as they lie and transposed in one pass, in torch's threads.
+"""Casts by ``cast.cpp`` and, to E2M1, ``nvfp4.cpp``: the reference's bits, codes as they lie and transposed in one pass, in torch's threads.
 
 Activations and norms are computed by torch in float32, by chunks of rows that never exist all at once. Where a scale
 needs the amax of all rows before the first code, the first chunks, up to KEPT elements, are kept from the first pass to
@@ -11,12 +11,12 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL
+from octavo.granularity import ALL, NV
 from octavo.kernels import reference
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import (
@@ -29,7 +29,16 @@ from octavo.kernels.arguments import (
     new_scales,
     no_codes,
 )
-from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices, threads_for
+from octavo.kernels.cpu.codes import (
+    KINDS,
+    compiled,
+    compiled_packed,
+    decode,
+    described,
+    described_packed,
+    row_slices,
+    threads_for,
+)
 from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import gated, value, value_and_slope
 from octavo.kernels.reference.activation import produced as reference_produced
@@ -53,7 +62,8 @@ def write(
     x = source.x
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
     functions = compiled(x)
-    if functions is None or any(target.scaling.is_packed for target in targets):
+    packs = any(target.scaling.is_packed for target in targets)
+    if functions is None or (packs and compiled_packed(x) is None):
         return reference_write(source, targets, besides, value)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):
@@ -71,12 +81,54 @@ def write(
     x = _with_dense_rows(x.t() if by_columns else x)
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
-        functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
+        _by_cpp(functions, target, shape, by_columns).cast(*matrix, -1)
+
+
+class _ByCpp(NamedTuple):
+    """A target as C++ writes it.
+
+    Attributes:
+        amax: what cast.cpp's octavo_amax takes, if the target ``spans``.
+        cast: writes all else, given a matrix as ``_matrix`` returns it and whether octavo_amax told of faults in its
+            rows; -1: it asks itself.
+        spans: whether a scale needs the amax of all rows.
+        unit: rows that begin whole tiles.
+    """
+
+    amax: bytes
+    cast: Callable[..., None]
+    spans: bool
+    unit: int
+
+
+def _by_cpp(
+    functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False
+) -> _ByCpp:
+    """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
+    scaling = target.scaling
+    if not scaling.is_packed:
+        height = scaling.tile[by_columns]
+        of_target = described(target, shape, by_columns)
+        return _ByCpp(of_target, partial(functions.octavo_cast, of_target), height == ALL, max(height, 1))
+    packed_functions = compiled_packed(target.amax)
+    assert packed_functions is not None
+    of_packed = described_packed(target, shape, by_columns)
+    of_all = described(target._replace(scaling=scaling._replace(tile=(ALL, ALL))), shape, by_columns)
+
+    def cast(*matrix_and_faulty: int) -> None:
+        *matrix, faulty = matrix_and_faulty
+        if faulty < 0:
+            functions.octavo_amax(of_all, *matrix)
+        packed_functions.octavo_cast_packed(of_packed, *matrix)
+
+    return _ByCpp(of_all, cast, True, NV[1])
 
 
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
-    """Write zeros where the rows of codes are longer than those of the matrix of this shape."""
+    """Write zeros where the rows of codes are longer than those of the matrix of this shape; nvfp4.cpp does so."""
     for target in targets:
+        if target.scaling.is_packed:
+            continue
         for codes, size in ((target.codes, shape[1]), (target.transposed, shape[0])):
             if codes.shape[1] > size:
                 codes.view(torch.uint8)[:, size:].zero_()
@@ -102,30 +154,29 @@ def write_chunks(
     ``cols``: the columns by which the chunks are sized, all unless given: an activation's also where its gradient is
     cast, so that both have the same chunks, and torch's functions the same bits.
     """
-    tiles, threads = [target.scaling.tile[0] for target in targets], min(torch.get_num_threads(), _THREADS)
-    whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(rows for rows in tiles if rows != ALL))
+    threads, written = min(torch.get_num_threads(), _THREADS), [_by_cpp(functions, target, shape) for target in targets]
+    whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(by_cpp.unit for by_cpp in written))
     slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
-    described_targets = [described(target, shape) for target in targets]
-    spanning = [at for at, rows in enumerate(tiles) if rows == ALL]
+    spanning = [at for at, by_cpp in enumerate(written) if by_cpp.spans]
     needing_amax = [at for at in spanning if not targets[at].scaling.known_scale]
-    faulty, chunks_by_start, elements_left = [0] * len(described_targets), dict[int, Tensor](), KEPT
+    faulty, chunks_by_start, elements_left = [0] * len(written), dict[int, Tensor](), KEPT
     for rows in slices if needing_amax and len(slices) > 1 else []:
         y = make(rows)
         elements_left -= y.numel()
         if elements_left >= 0:
             chunks_by_start[rows.start] = y
         for at in needing_amax:
-            faulty[at] |= functions.octavo_amax(described_targets[at], *_matrix(y, rows))
+            faulty[at] |= functions.octavo_amax(written[at].amax, *_matrix(y, rows))
     column_sums = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
         y = chunks_by_start.pop(rows.start) if rows.start in chunks_by_start else make(rows)
         matrix = _matrix(y, rows)
         if sums is not None:
             column_sums.add_(y.sum(0))
-        for at, of_target in enumerate(described_targets):
+        for at, by_cpp in enumerate(written):
             if at in spanning and (at not in needing_amax or len(slices) == 1):
-                faulty[at] = functions.octavo_amax(of_target, *matrix)
-            functions.octavo_cast(of_target, *matrix, faulty[at])
+                faulty[at] = functions.octavo_amax(by_cpp.amax, *matrix)
+            by_cpp.cast(*matrix, faulty[at])
         del y  # before the next chunk is computed
     if sums is not None:
         sums.copy_(column_sums)

@@ -1,4 +1,4 @@
-"""The arguments of ``cast.cpp``'s functions, codes read back by it, and chunks of rows that fit a cache."""
+"""The arguments of ``cast.cpp``'s and ``nvfp4.cpp``'s functions, codes read back, and chunks of rows that fit a cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E2M1, format_of
+from octavo.granularity import NV
 from octavo.kernels.arguments import CastTarget, Counted, Scaling
 from octavo.kernels.cpu.library import library
 from octavo.kernels.layouts import tile_rows, unpacked_shape
@@ -26,6 +27,7 @@ CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves 
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALING = struct.Struct("18qd")  # cast.cpp's
+_PACKED = struct.Struct("17qd")  # nvfp4.cpp's
 _SHARE = 1 << 16  # elements that are worth a thread
 
 
@@ -51,6 +53,16 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
     return functions
 
 
+def compiled_packed(x: Tensor) -> ctypes.CDLL | None:
+    """Return nvfp4.cpp's functions where ``compiled`` returns cast.cpp's; else None."""
+    functions = library("nvfp4") if x.is_cpu and x.itemsize < 8 else None
+    if functions is not None and functions.octavo_cast_packed.argtypes is None:
+        matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
+        functions.octavo_cast_packed.argtypes = [c_char_p, *matrix]
+        functions.octavo_decode_packed.argtypes = [c_char_p, c_void_p, c_int, c_int64]
+    return functions
+
+
 def threads_for(elements: int) -> int:
     """Return how many threads work on so many elements: no more than torch has, nor than are worth their start."""
     return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1
@@ -59,16 +71,37 @@ def threads_for(elements: int) -> int:
 def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
-    delayed_scale, (has_inf, limit), tile = scaling.delayed_scale, _limits(scaling.dtype), scaling.tile
+    (has_inf, limit), tile = _limits(scaling.dtype), scaling.tile
     if by_columns:
         codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
     return _SCALING.pack(
         *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-        0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0),
-        *(shape[::-1] if by_columns else shape),
+        *(_address_of_known_scale(scaling), *(shape[::-1] if by_columns else shape)),
         *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
         *(scale_inv.dtype == E8M0, has_inf, scaling.power_of_two, limit * 2.0**-scaling.margin),
     )
+
+
+def described_packed(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
+    """Return ``described`` of a target whose codes are E2M1's, as nvfp4.cpp reads it."""
+    scaling, codes, transposed, scale_inv, amax = target
+    laid, across, place = codes, transposed, scaling.place
+    if turns := scaling.tile[1] == 1:
+        laid, across, scale_inv, place = transposed, codes, scale_inv.t(), place[::-1]
+    return _PACKED.pack(
+        *(laid.data_ptr(), across.data_ptr() if across.numel() else 0, scale_inv.data_ptr(), amax.data_ptr()),
+        *(_address_of_known_scale(scaling), *(shape[::-1] if by_columns else shape)),
+        *(laid.stride(0), across.stride(0), *scale_inv.stride()),
+        *(scaling.tile[0] if not turns else scaling.tile[1], turns != by_columns),
+        *(-1 if number is None else number for number in (scaling.rotation, scaling.seed)),
+        *(*place, E2M1.limit * 2.0**-scaling.margin),
+    )
+
+
+def _address_of_known_scale(scaling: Scaling) -> int:
+    """Return where a delayed scale is in memory; 0 for none."""
+    delayed_scale = scaling.delayed_scale
+    return 0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0)
 
 
 @functools.cache
@@ -95,18 +128,22 @@ def decode(
         return decode(codes.t(), dtype, scale_inv.t(), tile[::-1], into).t()
     shape = unpacked_shape(codes.shape, codes.dtype)
     values = torch.empty(shape, dtype=dtype, device=codes.device) if into is None else into.view(shape)
-    functions = compiled(codes)
-    if functions is None or dtype == torch.float16 or is_packed:
+    functions = (compiled_packed if is_packed else compiled)(codes)
+    is_of_packed_casts = tile[1] == NV[1] and shape[1] % NV[1] == 0 and scale_inv.dtype == torch.bfloat16
+    if functions is None or dtype == torch.float16 or (is_packed and not is_of_packed_casts):
         return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
     dense = codes if codes.stride(1) == 1 else codes.contiguous()
-    functions.octavo_decode(_read(dense, scale_inv, tile), values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))
+    pair, out = _read(dense, scale_inv, tile), (values.data_ptr(), KINDS[dtype], threads_for(values.numel()))
+    (functions.octavo_decode_packed if is_packed else functions.octavo_decode)(pair, *out)
     return values
 
 
 def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
-    """Return codes with dense rows as cast.cpp reads them."""
+    """Return codes with dense rows as cast.cpp, or nvfp4.cpp, reads them."""
     scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
-    return described(CastTarget(scaling, codes, codes, scale_inv, scale_inv), codes.shape)
+    target = CastTarget(scaling, codes, codes, scale_inv, scale_inv)
+    describe = described_packed if scaling.is_packed else described
+    return describe(target, unpacked_shape(codes.shape, codes.dtype))
 
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,43 @@ INLINE float from_half(uint16_t x) {
     return float_of(bits | int32_t(uint32_t(x & 0x8000) << 16));
 }
 
+// What a matrix holds, and its rows.
+struct Float32 {
+    using Bits = uint32_t;
+    static constexpr Bits magnitude = MAGNITUDE, infinite = INFINITE;
+    static INLINE float value(Bits x) { return float_of(int32_t(x)); }
+    static INLINE Bits rounded(float x) { return Bits(bits_of(x)); }
+};
+struct BFloat16 {
+    using Bits = uint16_t;
+    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7F80;
+    static INLINE float value(Bits x) { return from_bf16(x); }
+    static INLINE Bits rounded(float x) { return to_bf16(x); }
+};
+struct Half {
+    using Bits = uint16_t;
+    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7C00;
+    static INLINE float value(Bits x) { return from_half(x); }
+};
+template <class X> struct Matrix {
+    using Kind = X;
+    typename X::Bits *data;  // where row 0 is, though it may hold others alone
+    int64_t stride;
+    typename X::Bits *row(int64_t i) const { return data + i * stride; }
+};
+template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
+    if (kind == 0) return work(Matrix<Float32>{(uint32_t *)x, stride});
+    if (kind == 1) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
+    return work(Matrix<Half>{(uint16_t *)x, stride});
+}
+
+// lowbias32 of kernels/step_numbers.py.
+INLINE uint32_t mixed(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
 // Call ``work(share, first, last)`` on shares of what is ``from`` to ``to``, of whole units. torch's own threads do so:
 // they wait for its next operation on their processors, where others would have to wait for them.
 template <class Work> void in_threads(int64_t threads, int64_t from, int64_t to, int64_t unit, Work work) {

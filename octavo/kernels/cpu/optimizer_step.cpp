@@ -117,10 +117,7 @@ inline float scale_from_amax(float amax, float limit) {
 INLINE void random_bits(uint32_t *drawn, uint32_t key, int64_t first, int width) {
     for (int j = 0; j < width; j++) {
         uint32_t lower = uint32_t(first) + uint32_t(j), upper = uint32_t(uint64_t(first) >> 32) + (lower < uint32_t(first));
-        uint32_t x = lower ^ upper * 0x9E3779B9u ^ key;
-        x = (x ^ x >> 16) * 0x7FEB352Du;
-        x = (x ^ x >> 15) * 0x846CA68Bu;
-        drawn[j] = x ^ x >> 16;
+        drawn[j] = mixed(lower ^ upper * 0x9E3779B9u ^ key);
     }
 }
 

@@ -81,7 +81,8 @@ def encode_packed(laid: Tensor, scale: Tensor, tile: Sequence[int], bits: Tensor
     ``bits``: 8 random ones for each element, by which it is rounded up or down; None: to nearest, ties to even.
     """
     scaled = multiply_tiles_(laid.clone(memory_format=torch.contiguous_format), scale, tile)
-    magnitude = torch.nan_to_num(scaled.abs(), nan=E2M1.max).clamp_(max=E2M1.max)
+    scaled = torch.nan_to_num(scaled, nan=E2M1.max)  # of a block that reads NaN all codes are 7, whatever NaN's sign
+    magnitude = scaled.abs().clamp_(max=E2M1.max)
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
     steps = magnitude / step  # exact; an even number of steps is an even code
     if bits is None:
