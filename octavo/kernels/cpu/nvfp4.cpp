@@ -63,23 +63,31 @@ template <class X> INLINE void load(Panel<float> &out, const Matrix<X> &m, int64
         for (int j = 0; j < width; j++) out.at[i][j] = X::value(m.row(row + i)[col + j]);
 }
 
+// Replace each two terms that are ``width`` apart by their sum and their difference.
+template <int width> INLINE void add_and_subtract(Panel<float> &v) {
+    for (int first = 0; first < BLOCK; first += 2 * width)
+        for (int i = first; i < first + width; i++) {
+            float *__restrict low = v.at[i], *__restrict high = v.at[i + width];
+            for (int j = 0; j < BLOCK; j++) {
+                float sum = low[j] + high[j], difference = low[j] - high[j];
+                low[j] = sum, high[j] = difference;
+            }
+        }
+}
+
 // Multiply each lane by reference/nvfp4.py's ``hadamard``, in the order of its ``rotated``.
 INLINE void rotate(Panel<float> &v, int64_t signs) {
     for (int i = 0; i < BLOCK; i++) {
         int32_t sign = int32_t(uint32_t(signs >> i & 1) << 31);
         for (int j = 0; j < BLOCK; j++) v.at[i][j] = float_of(bits_of(v.at[i][j]) ^ sign);
     }
-    for (int width = 1; width < BLOCK; width *= 2)
-        for (int i = 0; i < BLOCK; i++) {
-            if (i & width) continue;
-            float *low = v.at[i], *high = v.at[i + width];
-            for (int j = 0; j < BLOCK; j++) {
-                float sum = low[j] + high[j], difference = low[j] - high[j];
-                low[j] = sum, high[j] = difference;
-            }
-        }
+    add_and_subtract<1>(v), add_and_subtract<2>(v), add_and_subtract<4>(v), add_and_subtract<8>(v);
     for (int i = 0; i < BLOCK; i++)
-        for (int j = 0; j < BLOCK; j++) v.at[i][j] = from_bf16(to_bf16(v.at[i][j] * 0.25f));
+        for (int j = 0; j < BLOCK; j++) {
+            float x = v.at[i][j] * 0.25f;
+            uint32_t bits = uint32_t(bits_of(x));  // as to_bf16 rounds
+            v.at[i][j] = x == x ? float_of(int32_t((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000)) : NAN;
+        }
 }
 
 // Write the 8 random bits of each term to the bytes of words [term / 4, lane].
@@ -96,11 +104,12 @@ INLINE void draw(uint32_t (*words)[BLOCK], const Panel<float> &v, const Packed &
 
 // Return numerics.nvfp4_scale_inv of a block. A number is rounded to E4M3 where 2^20 times its power of two is added.
 INLINE float scale_inv_of(float amax, float outer) {
-    float inner = amax * (outer * float(1.0 / E2M1_MAX));
-    inner = inner < E4M3_MAX ? inner : E4M3_MAX;
-    int32_t power = bits_of(inner) & INFINITE;
-    float large = float_of((power > 121 << 23 ? power : 121 << 23) + (20 << 23));
-    return ((inner + large) - large) / outer;
+    int32_t inner = bits_of(amax * (outer * float(1.0 / E2M1_MAX))), limit = bits_of(E4M3_MAX), smallest = 121 << 23;
+    inner = inner < limit ? inner : limit;
+    int32_t power = inner & INFINITE;
+    power = power > smallest ? power : smallest;
+    float large = float_of(power + (20 << 23));
+    return ((float_of(inner) + large) - large) / outer;
 }
 
 // Write each lane's scale_inv and scale; whether one is NaN, as its block has inf or NaN.
@@ -113,11 +122,13 @@ INLINE bool make_scales(float *scale_inv, float *scale, const Panel<float> &v, i
         }
     int32_t of_all = *std::max_element(largest, largest + BLOCK);
     if (block_lanes == BLOCK) std::fill_n(largest, BLOCK, of_all);
+    for (int j = 0; j < BLOCK; j++) scale_inv[j] = scale_inv_of(float_of(largest[j]), outer);
     for (int j = 0; j < BLOCK; j++) {
-        float number = scale_inv_of(float_of(largest[j] < INFINITE ? largest[j] : 0), outer), inverse = 1.0f / number;
-        scale[j] = inverse < 0x1.fffffep127f ? inverse : 0x1.fffffep127f;
-        scale_inv[j] = largest[j] < INFINITE ? number : NAN;
+        int32_t inverse = bits_of(1.0f / scale_inv[j]);
+        scale[j] = float_of(inverse < INFINITE ? inverse : INFINITE - 1);
     }
+    for (int j = 0; j < BLOCK && of_all >= INFINITE; j++)
+        if (largest[j] >= INFINITE) scale_inv[j] = NAN;
     return of_all >= INFINITE;
 }
 
@@ -223,17 +234,21 @@ template <class Y> void decode_rows(const Packed &s, const Matrix<Y> &out, int64
     in_threads(threads, 0, s.rows, 1, [&](int64_t, int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++) {
             const uint16_t *scales = s.scale_inv + row / s.block_lanes * s.scale_stride[0];
-            typename Y::Bits *y = out.row(row);
-            for (int64_t block = 0; block < s.cols / BLOCK; block++, y += BLOCK) {
-                uint32_t words[2];
-                std::memcpy(words, s.laid + row * s.laid_stride + block * (BLOCK / 2), sizeof words);
-                float scale_inv = from_bf16(scales[block * s.scale_stride[1]]);
-                for (int half = 0; half < 2; half++)
-                    for (int i = 0; i < 8; i++) {
-                        int32_t code = int32_t(words[half] >> 4 * i), bits = widened((code & 7) << 22, 126);
-                        float number = float_of(bits | int32_t(uint32_t(code & 8) << 28));
-                        y[8 * half + i] = Y::rounded(number * scale_inv);
+            for (int64_t col = 0; col < s.cols; col += WIDTH) {
+                alignas(64) uint8_t codes[WIDTH];
+                alignas(64) float numbers[WIDTH];
+                const int width = int(std::min<int64_t>(WIDTH, s.cols - col));
+                const uint8_t *packed = s.laid + row * s.laid_stride + col / 2;
+                for (int k = 0; k < width / 2; k++) codes[2 * k] = packed[k] & 15, codes[2 * k + 1] = packed[k] >> 4;
+                for (int first = 0; first < width; first += BLOCK) {
+                    float scale_inv = from_bf16(scales[(col + first) / BLOCK * s.scale_stride[1]]);
+                    for (int i = first; i < first + BLOCK; i++) {
+                        int32_t bits = widened((codes[i] & 7) << 22, 126) | int32_t(uint32_t(codes[i] & 8) << 28);
+                        numbers[i] = float_of(bits) * scale_inv;
                     }
+                }
+                typename Y::Bits *y = out.row(row) + col;
+                for (int i = 0; i < width; i++) y[i] = Y::rounded(numbers[i]);
             }
         }
     });
