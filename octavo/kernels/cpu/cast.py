@@ -1,4 +1,4 @@
-"""Casts by ``cast.cpp`` and, to E2M1, ``nvfp4.cpp``: the reference's bits, codes as they lie and transposed in one pass, in torch's threads.
+"""Casts by ``cast.cpp`` and, to E2M1, ``nvfp4.cpp``: the reference's bits, both layouts of codes, in torch's threads.
 
 Activations and norms are computed by torch in float32, by chunks of rows that never exist all at once. Where a scale
 needs the amax of all rows before the first code, the first chunks, up to KEPT elements, are kept from the first pass to
@@ -101,9 +101,7 @@ class _ByCpp(NamedTuple):
     unit: int
 
 
-def _by_cpp(
-    functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False
-) -> _ByCpp:
+def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
     scaling = target.scaling
     if not scaling.is_packed:

@@ -1,4 +1,4 @@
-"""The arguments of ``cast.cpp``'s and ``nvfp4.cpp``'s functions, codes read back, and chunks of rows that fit a cache."""
+"""The arguments of ``cast.cpp``'s and ``nvfp4.cpp``'s functions, codes read back, and rows that fit a cache."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
 def described_packed(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``described`` of a target whose codes are E2M1's, as nvfp4.cpp reads it."""
     scaling, codes, transposed, scale_inv, amax = target
-    laid, across, place = codes, transposed, scaling.place
+    laid, across, place, block_lanes = codes, transposed, scaling.place, scaling.tile[0]
     if turns := scaling.tile[1] == 1:
-        laid, across, scale_inv, place = transposed, codes, scale_inv.t(), place[::-1]
+        laid, across, scale_inv, place, block_lanes = transposed, codes, scale_inv.t(), place[::-1], 1
     return _PACKED.pack(
-        *(laid.data_ptr(), across.data_ptr() if across.numel() else 0, scale_inv.data_ptr(), amax.data_ptr()),
+        *(laid.data_ptr(), across.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
         *(_address_of_known_scale(scaling), *(shape[::-1] if by_columns else shape)),
         *(laid.stride(0), across.stride(0), *scale_inv.stride()),
-        *(scaling.tile[0] if not turns else scaling.tile[1], turns != by_columns),
+        *(block_lanes, turns != by_columns),
         *(-1 if number is None else number for number in (scaling.rotation, scaling.seed)),
         *(*place, E2M1.limit * 2.0**-scaling.margin),
     )
@@ -148,9 +148,13 @@ def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.cast_statistics.measured``."""
-    if (functions := compiled(x)) is None:
+    functions, is_packed = compiled(x), codes.dtype is E2M1.dtype
+    if functions is None or is_packed:
+        read = decode if is_packed else reference_decode
         chunks = row_slices(x.shape, max(tile[0], 1), x.device)
-        parts = [reference_measured(x[rows], codes[rows], tile_rows(scale_inv, tile, rows), tile) for rows in chunks]
+        parts = [
+            reference_measured(x[rows], codes[rows], tile_rows(scale_inv, tile, rows), tile, read) for rows in chunks
+        ]
         sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
         return sums.sum(0), amaxes.max(), exponents.sum(0)
     x, codes = (matrix if matrix.stride(1) == 1 else matrix.resolve_neg().contiguous() for matrix in (x, codes))

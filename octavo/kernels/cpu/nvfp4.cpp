@@ -5,7 +5,7 @@ extern "C" {
 
 // A matrix [lanes, terms], contraction last, whose blocks are 16 terms of one lane, or of 16. It may lie transposed.
 struct Packed {
-    uint8_t *laid, *across;  // codes [lanes, terms' / 2] and, of blocks of 16 lanes, [terms, lanes' / 2]; null: none
+    uint8_t *laid, *across;  // codes [lanes, terms' / 2] and, of blocks of 16 lanes, [terms, lanes' / 2], or null
     uint16_t *scale_inv;     // bfloat16, one number a block
     const float *amax;       // of the whole matrix, one number
     const float *known;      // the outer scale, or 0 where amax makes it; null: amax does
@@ -203,7 +203,7 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
                 if (scale_inv[j] != scale_inv[j]) codes.at[i][j] = 7;
                 if (i >= written || j >= lanes) codes.at[i][j] = 0;
             }
-    pack(s.laid + lane * s.laid_stride + block * (BLOCK / 2), s.laid_stride, codes, lanes);
+    if (s.laid) pack(s.laid + lane * s.laid_stride + block * (BLOCK / 2), s.laid_stride, codes, lanes);
     if (!s.across) return;
     Panel<int32_t> across;
     transpose(across, codes);

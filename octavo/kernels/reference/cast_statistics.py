@@ -6,11 +6,12 @@ in groups have a row of counts for each group.
 
     elements    all
     zeros       elements that are 0
-    flushed     finite elements that are not 0, but whose code is
+    flushed     finite elements that are not 0, but whose code is, or, of E2M1, whose whole block reads 0
     clipped     finite elements too large to round to the format's largest number
     nonfinite   inf or NaN
     power       the sum of the finite elements' squares
-    error       the sum of squares of the differences between finite elements and what their codes read
+    error       the sum of squares of the differences between finite elements and what their codes read; of E2M1 without
+                those that read NaN, as an element of their block is not finite
 
 And how many rows of a product's operand have an inf or a NaN, found from one column of the product's result. A fault in
 a row of the operand makes the whole row of the result faulty. So a row of the operand is read only where the first
@@ -26,19 +27,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from octavo.formats import format_of
+from octavo.formats import E2M1, format_of
 from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.groups import check_offsets, places
+from octavo.kernels.layouts import unpack
 from octavo.kernels.reference.codes import decode
 
 
-def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def measured(
+    x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], decode: Callable[..., Tensor] = decode
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sums, amax, how many elements have each of float32's exponents, 0 to 255) of x [R, C] and codes, float64.
 
-    The exponents show faults and zeros without further passes.
+    The exponents show faults and zeros without further passes. Codes of E2M1 are [R, C' / 2], of a C' from C on.
     """
-    x = x.to(torch.float32).resolve_neg().contiguous()
-    read = decode(codes, torch.float32, scale_inv, tile)
+    x, is_packed = x.to(torch.float32).resolve_neg().contiguous(), codes.dtype is E2M1.dtype
+    read = decode(codes, torch.float32, scale_inv, tile)[:, : x.shape[1]]
     exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).to(torch.uint8).flatten(), minlength=256)
     nonfinite = exponents[255]
     numbers, error = x, x - read
@@ -46,11 +50,15 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
         finite = x.isfinite()
         numbers, error = (torch.where(finite, values, 0) for values in (numbers, error))
     amax = torch.stack(torch.aminmax(numbers)).abs().max()
-    magnitudes = codes.view(torch.uint8) & 0x7F
+    if is_packed:
+        error = error.masked_fill(read.isnan(), 0.0)
+        magnitudes = (unpack(codes)[:, : x.shape[1]] & 7).masked_fill_(read == 0, 0)
+    else:
+        magnitudes = codes.view(torch.uint8) & 0x7F
     zeros = exponents[0] and x.numel() - x.count_nonzero()
     code, factor = LARGEST[codes.dtype]
     clipped = exponents.new_zeros(())
-    if amax > scale_inv.min() * format_of(codes.dtype).max * factor:
+    if is_packed or amax > scale_inv.to(torch.float32).min() * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
     squares = []
     for values in (numbers, error):
@@ -73,9 +81,12 @@ def count(
     """Add the counts of x [R, C] to ``sums``, and raise ``extremes``."""
     if x.numel() == 0:
         return
-    scale_inv = scale_inv.to(torch.float32)
     counts, amax, exponents = measured(x, codes, scale_inv, tile)
-    largest = torch.stack((amax.float(), scale_inv.max(), 1 / scale_inv.min()))
+    scale_inv = scale_inv.to(torch.float32)
+    smallest = scale_inv
+    if codes.dtype is E2M1.dtype:  # blocks of zeros have the scale_inv 0, faulty ones NaN
+        scale_inv, smallest = (torch.where(scale_inv > 0, scale_inv, value) for value in (0.0, torch.inf))
+    largest = torch.stack((amax.float(), scale_inv.max(), 1 / smallest.min()))
     torch.maximum(extremes, largest, out=extremes)
     sums[: len(Counted.sums)] += counts
     exponents[0] -= counts[Counted.sums.index("zeros")]
@@ -94,7 +105,7 @@ def cast_statistics(
     count: Callable[..., None] = count,
 ) -> None:
     """``octavo::cast_statistics``."""
-    codes = qdata[:, : x.shape[1]]
+    codes = qdata if qdata.dtype is E2M1.dtype else qdata[:, : x.shape[1]]
     if offsets is None:
         count(x, codes, scale_inv, tile, sums, extremes)
         return
