@@ -73,7 +73,7 @@ class Format:
 
     @property
     def limit(self) -> float:
-        """What a tensor's scale brings its amax to: ``max``, or 448 times it where blocks have scales in E4M3 too."""
+        """The number that a tensor's scale brings its amax to: ``max``, or 448 times it if blocks have scales too."""
         return self.max * E4M3.max if self.is_packed else self.max
 
     @property

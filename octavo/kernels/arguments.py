@@ -290,23 +290,17 @@ def _cast(
     second_power_of_two: bool = False,
     second_margin: int = 0,
     swizzle: bool = False,
-    rotation: int | None = None,
-    seed: int | None = None,
-    second_rotation: int | None = None,
-    second_seed: int | None = None,
-    place: Sequence[int] = (0, 0),
-    **heads_or_value: Any,
+    **named: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    of_first = delayed_scale, role, swizzle, rotation, seed, place
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, *of_first)
+    of_first, of_second = _packed_options(named)
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle, *of_first)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
-    value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
+    value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
     if second_dtype is not None:
-        second_tile = second_tile[0], second_tile[1]
-        of_second = None, 0, swizzle, second_rotation, second_seed, place
-        second = Scaling(second_dtype, second_tile, second_power_of_two, second_margin, *of_second)
+        options = second_power_of_two, second_margin, None, 0, swizzle, *of_second
+        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), *options)
     if first.is_packed or (second is not None and second.is_packed):
         _check_packed(first, second, output, offsets)
     if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
@@ -330,6 +324,17 @@ def _cast(
     if offsets is not None:
         _check_groups(x, h_scale_inv, first, offsets)
     return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
+
+
+def _packed_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the first and the second Scaling's rotation, seed and place, which are taken out of ``named``."""
+    if not named:
+        return (), ()
+    place = named.pop("place", (0, 0))
+    of_first, of_second = (
+        (named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place) for which in ("", "second_")
+    )
+    return of_first, of_second
 
 
 def _check_packed(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:

@@ -100,7 +100,7 @@ def encode_packed(laid: Tensor, scale: Tensor, tile: Sequence[int], bits: Tensor
 def values_of_packed(qdata: Tensor) -> Tensor:
     """Return the numbers that E2M1's packed codes [..., C / 2] stand for, float32 [..., C]."""
     codes = unpack(qdata)
-    magnitudes = torch.tensor(_VALUES, device=qdata.device)[(codes & 7).to(torch.int32)]
+    magnitudes = torch.tensor(_VALUES, dtype=torch.float32, device=qdata.device)[(codes & 7).to(torch.int32)]
     return torch.where(codes >= 8, -magnitudes, magnitudes)
 
 
@@ -113,11 +113,15 @@ def hadamard(signs: int) -> Tensor:
         >>> bool((matrix @ matrix.t() == torch.eye(16)).all())
         True
     """
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones((1, 1), dtype=torch.float32, device="cpu")
     while len(matrix) < BLOCK:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    row_signs = torch.tensor([-1.0 if signs >> row & 1 else 1.0 for row in range(BLOCK)])
-    return row_signs[:, None] * matrix * 0.25
+    return _row_signs(signs, matrix.device)[:, None] * matrix * 0.25
+
+
+def _row_signs(signs: int, device: torch.device) -> Tensor:
+    numbers = [-1.0 if signs >> row & 1 else 1.0 for row in range(BLOCK)]
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def rotated(laid: Tensor, signs: int) -> Tensor:
@@ -129,8 +133,7 @@ def rotated(laid: Tensor, signs: int) -> Tensor:
         return laid
     blocks = F.pad(laid, (0, -laid.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     # by sums of pairs, in this order, so that every implementation rounds alike
-    row_signs = torch.tensor([-1.0 if signs >> row & 1 else 1.0 for row in range(BLOCK)], device=laid.device)
-    turned = blocks * row_signs
+    turned = blocks * _row_signs(signs, laid.device)
     for width in (1, 2, 4, 8):
         halves = turned.unflatten(2, (-1, 2, width))
         low, high = halves[:, :, :, 0], halves[:, :, :, 1]
