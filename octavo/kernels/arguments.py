@@ -289,21 +289,20 @@ def _cast(
     second_tile: Sequence[int] = (ALL, ALL),
     second_power_of_two: bool = False,
     second_margin: int = 0,
-    swizzle: bool = False,
     **named: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    of_first, of_second = _packed_options(named)
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle, *of_first)
+    of_first, of_second = _scaling_options(named)
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *of_first)
     second, is_norm, in_groups = None, gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
     if second_dtype is not None:
-        options = second_power_of_two, second_margin, None, 0, swizzle, *of_second
+        options = second_power_of_two, second_margin, None, 0, *of_second
         second = Scaling(second_dtype, (second_tile[0], second_tile[1]), *options)
-    if first.is_packed or (second is not None and second.is_packed):
+    # of others all is taken
+    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is or first.is_packed:
         _check_packed(first, second, output, offsets)
-    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
         _refuse(
             ("gradients of heads are cast", heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
@@ -314,7 +313,7 @@ def _cast(
             ("rows are in groups", in_groups, {"column_sum": column_sum}),
             ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
         )
-    if swizzle:
+    if first.swizzles:
         _check_swizzle(first, second, offsets)
     if heads:
         return _heads_to_cast(x, **heads), first, second, output, None
@@ -326,13 +325,14 @@ def _cast(
     return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
 
 
-def _packed_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the first and the second Scaling's rotation, seed and place, which are taken out of ``named``."""
+def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the first and the second Scaling's last fields, from swizzles on, which are taken out of ``named``."""
     if not named:
         return (), ()
-    place = named.pop("place", (0, 0))
+    swizzle, place = named.pop("swizzle", False), named.pop("place", (0, 0))
     of_first, of_second = (
-        (named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place) for which in ("", "second_")
+        (swizzle, named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place)
+        for which in ("", "second_")
     )
     return of_first, of_second
 
