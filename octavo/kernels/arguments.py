@@ -298,9 +298,8 @@ def _cast(
     value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
     if second_dtype is not None:
-        options = second_power_of_two, second_margin, None, 0, *of_second
-        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), *options)
-    # of others all is taken
+        of_second = second_power_of_two, second_margin, None, 0, *of_second
+        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), *of_second)
     if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is or first.is_packed:
         _check_packed(first, second, output, offsets)
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
