@@ -294,12 +294,11 @@ def _cast(
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
     of_first, of_second = _scaling_options(named)
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *of_first)
-    second, is_norm, in_groups = None, gamma is not None, offsets is not None
+    of_second = second_power_of_two, second_margin, None, 0, *of_second
+    second = None if second_dtype is None else Scaling(second_dtype, (second_tile[0], second_tile[1]), *of_second)
+    is_norm, in_groups = gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
-    if second_dtype is not None:
-        of_second = second_power_of_two, second_margin, None, 0, *of_second
-        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), *of_second)
     if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is or first.is_packed:
         _check_packed(first, second, output, offsets)
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
