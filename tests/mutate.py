@@ -43,7 +43,10 @@ SOURCES = [
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
-    *(f"tests/kernels/test_{n}.py" for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", *BESIDE)),
+    *(
+        f"tests/kernels/test_{n}.py"
+        for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", "nvfp4", *BESIDE)
+    ),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
     *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),

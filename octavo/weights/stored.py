@@ -132,7 +132,10 @@ class StoredWeight(ShardHooks, Pair):
         if casts.as_is is None or casts.transposed is None:
             return "a product reads the weight in high precision"
         if recipe.packs:
-            return "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master"
+            return (
+                "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: "
+                "leave out weight_storage"
+            )
         of_frozen = casts.as_is.granularity in OF_FROZEN
         if not casts.once and (trained or not of_frozen):
             only = "; weights that are frozen before can be stored so" if of_frozen else ""

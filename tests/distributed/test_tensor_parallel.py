@@ -12,8 +12,8 @@ from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER, OTHER, SCATTER
 
 BF16 = 2 * 512 * 256  # of what the three layers read, and of what o gives
-EXACT = ("power of two", "rowwise", "blockwise", "mx", "gw_hp", "high_precision")
-IN_BF16 = ("gw_hp", "high_precision")
+EXACT = ("power of two", "rowwise", "blockwise", "mx", "nvfp4", "gw_hp", "high_precision")
+IN_BF16 = ("gw_hp", "nvfp4", "high_precision")  # whose inputs are sent so
 
 
 @pytest.mark.covering(1)

@@ -221,7 +221,15 @@ def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
     return [[name for name, most in limits.items() if not one[name] <= most] for one in apart]
 
 
-EXACT = ("power of two", "rowwise", "gw_hp", "blockwise", "mx", "high_precision")  # where sums of few bits are exact
+EXACT = (
+    "power of two",
+    "rowwise",
+    "gw_hp",
+    "blockwise",
+    "mx",
+    "nvfp4",
+    "high_precision",
+)  # where sums of few bits are exact
 
 
 @pytest.mark.covering(1)
@@ -251,7 +259,7 @@ def test_inputs_that_lie_otherwise(pool, recipe, layouts):
         assert max(differing.values()) == 0.0
 
 
-ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw_hp", True)}
+ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw_hp", True), ("nvfp4", True)}
 
 
 @pytest.mark.covering(1)

@@ -161,6 +161,81 @@ def cast(
     return round_to_codes(torch.where(x.isfinite(), saturating, x.float()), dtype), scale_inv, amax
 
 
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")
+def nvfp4(
+    x: Tensor,
+    tile: tuple[int, int],
+    margin: int = 0,
+    scale: float = 0.0,
+    rotation: int | None = None,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (packed codes of E2M1 as uint8, scale_inv in bfloat16) of x [R, C], whose rows are the contraction.
+
+    Scales are Transformer Engine's chain, S = 448 x 6 / amax and E4M3(amax of the block x (S / 6)); S is a power of two
+    between 2^-117 and 2^117, and a quarter of it where x is rotated. ``scale`` not 0: S of an earlier amax.
+    """
+    f32 = np.float32
+    padded = np.pad(x.float().numpy(), ((0, -x.shape[0] % tile[0]), (0, -x.shape[1] % 16)))
+    amax = f32(np.abs(padded[np.isfinite(padded)]).max(initial=0))
+    outer = scale or scale_of(float(amax), 2688.0, True, margin)
+    if rotation is not None:
+        outer, padded = outer / 4, rotated(padded, rotation)
+    outer = f32(min(max(outer, 2.0**-117), 2.0**117))
+    blocks = np.abs(padded).reshape(len(padded) // tile[0], tile[0], -1, 16)
+    largest = blocks.max((1, 3), initial=0)  # NaN where there is one
+    inner = np.minimum(largest * f32(outer * f32(f32(1) / f32(6))), f32(448)).astype(ml_dtypes.float8_e4m3fn)
+    scale_inv = inner.astype(f32) * f32(f32(1) / outer)
+    by_element = np.minimum(f32(1) / scale_inv, f32(FLOAT32_MAX)).repeat(tile[0], 0).repeat(16, 1)
+    scaled = np.clip(np.nan_to_num(padded * by_element, nan=6.0), f32(-6), f32(6))
+    codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    if seed is not None:
+        codes = _stochastic(scaled, random_bytes(padded, seed))
+    scale_inv[~np.isfinite(largest)] = np.nan
+    codes = codes[: len(x)]
+    return torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4), torch.from_numpy(scale_inv).bfloat16()
+
+
+def _stochastic(scaled: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """Return the codes of E2M1 of numbers from -6 to 6: the next one where the fraction's 8 bits and these carry."""
+    values = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    low = np.minimum(np.searchsorted(values, np.abs(scaled), "right") - 1, 6)
+    fraction = (np.abs(scaled) - values[low]) / (values[low + 1] - values[low])
+    codes = low + (np.floor(fraction * 256) + drawn >= 256)
+    return (codes | np.signbit(scaled) << 3).astype(np.uint8)
+
+
+def rotated(x: np.ndarray, signs: int) -> np.ndarray:
+    """Return x [R, C], each 16 of a row times Sylvester's matrix / 4 whose row i is negated where bit i is set.
+
+    Sums are float32's, of neighbours first; the result is rounded to bfloat16.
+    """
+    lanes = np.arange(16)
+    turned = x.reshape(-1, 16) * np.where(signs >> lanes & 1, np.float32(-1), np.float32(1))
+    for distance in (1, 2, 4, 8):
+        partner = turned[:, lanes ^ distance]
+        turned = np.where(lanes & distance, partner - turned, turned + partner)
+    return (turned * np.float32(0.25)).astype(ml_dtypes.bfloat16).astype(np.float32).reshape(x.shape)
+
+
+def random_bytes(x: np.ndarray, seed: int) -> np.ndarray:
+    """Return the 8 bits, of each element of x [R, C], that stochastic rounding adds: of seed, block and place."""
+    lanes, odd = np.arange(16, dtype=np.uint32), np.uint32(0x9E3779B1)
+    numbers = (x + np.float32(0)).reshape(len(x), -1, 16).view(np.uint32)  # without the sign of 0
+    content = _hash(numbers + lanes * odd).sum(2, dtype=np.uint32)
+    row, block = np.arange(len(x), dtype=np.uint32)[:, None], np.arange(numbers.shape[1], dtype=np.uint32)
+    key = _hash(_hash(content ^ np.uint32(seed)) + row * odd) ^ block
+    words = _hash(key[:, :, None] + lanes[:4] * odd)
+    return words.view(np.uint8).reshape(x.shape) if words.size else np.zeros(x.shape, np.uint8)
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+    """C. Wellons' lowbias32."""
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
+    return x ^ x >> np.uint32(16)
+
+
 def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
     """Return the exact values of a pair [R, C], float64."""
     return read(codes) * scale_inv.double()[tile_numbers(codes.shape, tile)]

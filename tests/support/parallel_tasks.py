@@ -32,6 +32,7 @@ RECIPES = {
     "gw_hp": recipes.rowwise_with_gw_hp(),
     "blockwise": recipes.blockwise(),
     "mx": recipes.mx(),
+    "nvfp4": recipes.nvfp4(),
     "high_precision": recipes.high_precision(),
 }
 TWICE = recipes.rowwise()  # rows whose values are rounded a second time, where they are not exact

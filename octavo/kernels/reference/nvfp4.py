@@ -149,7 +149,8 @@ def random_bits(laid: Tensor, seed: int, place: Sequence[int]) -> Tensor:
         place: the number of the first row, and of the first element of a row, in the whole matrix as it is laid.
     """
     rows, cols = laid.shape
-    numbers = F.pad(laid, (0, -cols % BLOCK)).contiguous().view(torch.int32).unflatten(1, (-1, BLOCK))
+    padded = F.pad(laid, (0, -cols % BLOCK)) + 0.0  # -0 is 0: which of them a gradient has depends on who computes it
+    numbers = padded.contiguous().view(torch.int32).unflatten(1, (-1, BLOCK))
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=laid.device)
     content = mixed_(numbers + lanes * _ODD).sum(2, dtype=torch.int32)  # modulo 2^32
     row = torch.arange(rows, dtype=torch.int32, device=laid.device)[:, None] + place[0]

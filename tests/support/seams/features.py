@@ -434,6 +434,7 @@ FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
         *(Feature(name, recipe, HEADINGS.get(name, "")) for name, recipe in OF_RECIPES.items()),
+        Feature("nvfp4, delayed", recipes.nvfp4(history_length=4), "... delayed"),
         Feature("FP8 weights", BY_POWERS, **STORED),
         Feature("FP8 weights in blocks", BLOCKS, "... blocks", **STORED),
         ByMuon("Muon", BLOCKS, **STORED),

@@ -197,12 +197,14 @@ def fsdp2_recomputes(run: TrainingRun) -> None:
 CUT = Refused(UnsupportedOpError, "multiple of 128 rows", "a block lies on one rank")
 CLIPPED = Sound(15, "the norm is summed over ranks in another order")
 SHARED = ("shared inputs", "shared inputs, delayed")
+NVFP4 = ("nvfp4", "nvfp4, delayed")
+OF_FOUR_BITS = {NVFP4: Sound(9, "the same, and four bits have that noise")}
 MULTIPLIED = Sound(8, "the same, and outputs of two layers are multiplied")
 
 
 ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
 KNOWN_LATE = Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only")
-NOT_CLIPPED = OF_FSDP2 | {WITH_NORM: FUSED, SHARED: MULTIPLIED, "updates in backward": ALL_AT_ONCE}
+NOT_CLIPPED = OF_FSDP2 | OF_FOUR_BITS | {WITH_NORM: FUSED, SHARED: MULTIPLIED, "updates in backward": ALL_AT_ONCE}
 for name, train, verdict, exceptions in (
     ("FSDP2, clipping", TrainingRun.train_clipped, CLIPPED, NOT_CLIPPED),
     ("FSDP2, GradScaler", TrainingRun.train_scaled, EXACT, OF_FSDP2 | {"updates in backward": KNOWN_LATE}),
@@ -421,22 +423,30 @@ OF_DIVIDED_COLUMNS = {
     "cross_entropy": Documented("tensor-parallel.md#tested", "ranks have columns of logits: torch's `loss_parallel`"),
     HEADS_LOSS: Refused(ValueError, "loss_parallel", "a head whose columns are divided has not all logits of a row"),
 }
-BY_FEATURES = OF_DIVIDED_COLUMNS | {
-    "FP8 reduction": NOT_AVERAGED,
-    "KeptWeights": NONE_KEPT,
-    WITH_NORM: FUSED,
-    "Muon": BY_COLUMNS,
-}
+BY_FEATURES = (
+    OF_DIVIDED_COLUMNS
+    | OF_FOUR_BITS
+    | {
+        "FP8 reduction": NOT_AVERAGED,
+        "KeptWeights": NONE_KEPT,
+        WITH_NORM: FUSED,
+        "Muon": BY_COLUMNS,
+    }
+)
 OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
-ON_TWO_DIMENSIONS = OF_DIVIDED_COLUMNS | {
-    "FP8 reduction": REDUCTION,
-    "KeptWeights": NOT_KEPT,
-    WITH_NORM: FUSED,
-    ("FP8 weights in blocks", "Muon"): CUT,
-    SHARED: MULTIPLIED,
-    LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
-}
+ON_TWO_DIMENSIONS = (
+    OF_DIVIDED_COLUMNS
+    | OF_FOUR_BITS
+    | {
+        "FP8 reduction": REDUCTION,
+        "KeptWeights": NOT_KEPT,
+        WITH_NORM: FUSED,
+        ("FP8 weights in blocks", "Muon"): CUT,
+        SHARED: MULTIPLIED,
+        LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
+    }
+)
 for name, ranks, exceptions, options in (
     (
         "tensor parallel, torch's styles",
@@ -471,6 +481,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
     TWO,
     exceptions={
         ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule", *LORA[1:]): TWICE,
+        NVFP4: Refused(ValueError, "give experts another recipe", "rows in groups have no E2M1"),
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
     },

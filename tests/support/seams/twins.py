@@ -99,6 +99,8 @@ class Casts:
             pair = x.qdata.clone(), x.scale_inv.clone()
         else:
             x = x.detach().contiguous()
+            if cast.format is octavo.E2M1:
+                return packed(x.t().contiguous() if transposed else x, cast, scale)
             how = cast.format.dtype, tile, cast.power_of_two, cast.margin, scale
             pair = _cast(x.view(torch.uint8).numpy().tobytes(), x.shape, x.dtype, *how)
         return (pair[0].t(), pair[1].t()) if transposed else pair
@@ -128,7 +130,7 @@ class Casts:
                     amaxes[role, 0] = 0
                 amaxes[role, 0] = torch.maximum(amaxes[role, 0], seen[role])
                 amax = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
-                how = delayed.format.max, delayed.power_of_two, delayed.margin
+                how = delayed.format.limit, delayed.power_of_two, delayed.margin
                 scale[role] = definitions.scale_of(float(amax), *how, float(scale[role]))
         self.entered = True
 
@@ -139,6 +141,13 @@ def _cast(data: bytes, shape: torch.Size, dtype: torch.dtype, code_dtype: torch.
     x = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
     codes, scale_inv, _ = definitions.cast(x, code_dtype, *how)
     return codes.view(code_dtype), scale_inv
+
+
+def packed(x: Tensor, cast: octavo.Cast, scale: float) -> Pair:
+    """The pair of x, laid as the product reads it, in E2M1."""
+    rotation, seed = cast.rotation and cast.rotation.signs, cast.rounding and cast.rounding.seed
+    codes, scale_inv = definitions.nvfp4(x, cast.tile, cast.margin, scale, rotation, seed)
+    return codes.view(octavo.E2M1.dtype), scale_inv
 
 
 def amax_of(x: Tensor) -> Tensor:
