@@ -105,6 +105,16 @@ def test_scales_and_codes_are_the_definitions(ops: Ops, tile: tuple[int, int]) -
             assert same_bits(scale_inv, wanted_scales) and same_bits(codes.view(torch.uint8), wanted), where
 
 
+def test_scales_at_e4m3s_ties_are_the_definitions(ops: Ops) -> None:
+    """The outer scale is divided by 6 first, in float32, which decides at ties."""
+    grid = definitions.FINITE[torch.float8_e4m3fn]
+    amaxes = definitions.neighbours(6 * (grid[1:] + grid[:-1]) / 2)
+    x = amaxes[:, None] * torch.cat([torch.ones(1), torch.rand(15)])
+    scale_inv = cast(ops, x, outer=1.0)[1]
+    assert same_bits(scale_inv, definitions.nvfp4(x, ROWS, scale=1.0)[1])
+    assert not torch.equal(scale_inv[:, 0].float(), (amaxes / 6).to(torch.float8_e4m3fn).float())
+
+
 def test_outer_scales_at_their_edges(ops: Ops) -> None:
     """An outer scale between 2^-117 and 2^117, whatever is delayed; what float32 has no room for reads inf."""
     smallest = cast(ops, torch.full((1, 16), 2.0**-122), outer=2.0**126)[1]
