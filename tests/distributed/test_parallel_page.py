@@ -25,6 +25,7 @@ CALLS = {
     "`rowwise_with_gw_hp()`": "gw_hp",
     "`blockwise()`": "blockwise",
     "`mx()`": "mx",
+    "`nvfp4()`": "nvfp4",
     "`high_precision()`": "high_precision",
 }
 BF16 = 2 * 512 * 256

@@ -435,18 +435,15 @@ BY_FEATURES = (
 )
 OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
-ON_TWO_DIMENSIONS = (
-    OF_DIVIDED_COLUMNS
-    | OF_FOUR_BITS
-    | {
-        "FP8 reduction": REDUCTION,
-        "KeptWeights": NOT_KEPT,
-        WITH_NORM: FUSED,
-        ("FP8 weights in blocks", "Muon"): CUT,
-        SHARED: MULTIPLIED,
-        LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
-    }
-)
+ON_TWO_DIMENSIONS = OF_DIVIDED_COLUMNS | {
+    NVFP4: Sound(5, OF_FOUR_BITS[NVFP4].why),
+    "FP8 reduction": REDUCTION,
+    "KeptWeights": NOT_KEPT,
+    WITH_NORM: FUSED,
+    ("FP8 weights in blocks", "Muon"): CUT,
+    SHARED: MULTIPLIED,
+    LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
+}
 for name, ranks, exceptions, options in (
     (
         "tensor parallel, torch's styles",
