@@ -212,6 +212,8 @@ class Cast:
                     f"PerBlock(1, 16) or PerBlock(16, 16) and power_of_two=True, not {self.granularity}, "
                     f"power_of_two={self.power_of_two}"
                 )
+            if self.rotation is not None and tile != NV:
+                raise ValueError(f"Cast: rotation={self.rotation} runs along rows: give PerBlock(1, 16)")
         elif self.rounding is not None or self.rotation is not None:
             raise ValueError(f"Cast: rounding and rotation are E2M1's; a cast to {self.format} has neither")
         for name, kind in (("rounding", Stochastic), ("rotation", Rotation)):

@@ -10,8 +10,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo import E2M1, E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, RecipeMap, Rotation, Stochastic, recipes
+from octavo import (
+    E2M1,
+    E4M3,
+    Cast,
+    Delayed,
+    PerBlock,
+    PerTensor,
+    Recipe,
+    RecipeMap,
+    Rotation,
+    Stochastic,
+    kernels,
+    recipes,
+)
 from octavo.errors import ExportError
+from octavo.kernels.arguments import Counted
 from octavo.train.model import GPT, ModelConfig
 from tests.support import definitions
 from tests.support.helpers import assert_equal, every_layer, gradients, sqnr
@@ -168,6 +182,19 @@ def test_a_stale_outer_scale_saturates_for_one_step() -> None:
         assert abs(ratio(copy.deepcopy(warm), growth) - usual) < 1.0
     assert ratio(warm, 64.0) < usual - 6
     assert abs(ratio(warm, 64.0) - usual) < 1.0
+
+
+def test_what_a_stale_outer_scale_saturates_is_counted() -> None:
+    """A record of a step whose input is 64 times as large as the history counts its clipped elements."""
+    x = torch.randn(64, 64)
+    for growth, clipped in ((1.0, False), (64.0, True)):
+        state = torch.tensor([2.0**9, 1.0, 1.0])  # the scale of an amax of about 5 / 8
+        cast = STALE.input_casts.as_is
+        q, _, scale_inv, *_ = kernels.cast(growth * x / 8, state, 0, *cast.arguments, False, 16)
+        sums, extremes = torch.zeros(71, dtype=torch.float64), torch.zeros(3)
+        kernels.cast_statistics(growth * x / 8, q, scale_inv, cast.tile, sums, extremes)
+        counts = dict(zip(Counted.sums, sums.tolist(), strict=False))
+        assert (counts["clipped"] > 0.2 * counts["elements"]) == clipped, (growth, counts)
 
 
 def test_no_token_sees_the_future() -> None:

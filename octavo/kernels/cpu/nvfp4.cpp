@@ -94,7 +94,7 @@ INLINE void rotate(Panel<float> &v, int64_t signs) {
 INLINE void draw(uint32_t (*words)[BLOCK], const Panel<float> &v, const Packed &s, int64_t lane, int64_t block) {
     alignas(64) uint32_t key[BLOCK] = {};
     for (int i = 0; i < BLOCK; i++)
-        for (int j = 0; j < BLOCK; j++) key[j] += mixed(uint32_t(bits_of(v.at[i][j])) + uint32_t(i) * ODD);
+        for (int j = 0; j < BLOCK; j++) key[j] += mixed(uint32_t(bits_of(v.at[i][j] + 0.0f)) + uint32_t(i) * ODD);
     const uint32_t first = uint32_t(lane + s.place[0]), number = uint32_t(block + s.place[1] / BLOCK);
     for (int j = 0; j < BLOCK; j++)
         key[j] = mixed(mixed(key[j] ^ uint32_t(s.seed)) + (first + uint32_t(j)) * ODD) ^ number;
