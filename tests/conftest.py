@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ LONG = {
 
 
 LAST_ON_RANKS = pytest.StashKey[pytest.Item]()
+COMPILING = pytest.StashKey[threading.Thread]()
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests or config.option.collectonly:  # who only hands tests to workers need not wait for torch
         prepare_process()
+    if runs_tests and not config.option.collectonly:
+        config.stash[COMPILING] = threading.Thread(target=compile_library, daemon=True)
+        config.stash[COMPILING].start()
     if config.getoption("--part"):
         try:
             sets.parse_part(config.getoption("--part"))
@@ -114,6 +119,16 @@ def prepare_process() -> None:
 
     guard_together()
     torch.set_num_threads(1)  # small tensors gain nothing by two
+
+
+def compile_library() -> None:
+    """Compile octavo's C++, in an environment's first run; of several workers each compiles one file first."""
+    from octavo.kernels.cpu.library import library
+
+    for name in ("cast", "optimizer_step")[:: -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1]:
+        with (ROOT / f"octavo/kernels/cpu/{name}.cpp").open() as source:
+            fcntl.flock(source, fcntl.LOCK_EX)
+            library(name)
 
 
 def starts_ranks(item: pytest.Item) -> bool:
@@ -147,20 +162,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what takes seconds: the imports of the processes that ranks are forked from.
 
-    Octavo's C++ is compiled too, in an environment's first run: no test is to wait for it, and be too long. Of several
-    workers each compiles one file, while another waits for it.
+    Octavo's C++ has been compiled while tests were collected: no test is to wait for it, and be too long.
     """
-    from octavo.kernels.cpu.library import library
     from tests.support.pool import prepare
 
     one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
-    if session.items and not session.config.option.collectonly:
-        for name in ("cast", "optimizer_step")[:: -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1]:
-            with (ROOT / f"octavo/kernels/cpu/{name}.cpp").open() as source:
-                fcntl.flock(source, fcntl.LOCK_EX)
-                library(name)
+    if session.items and (thread := session.config.stash.get(COMPILING, None)):
+        thread.join()
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()

@@ -10,7 +10,7 @@ is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .m
 is read by an unpickler that loads their classes and no others.
 
 Damage is found as a file is read, on each rank in what that rank reads: octavo.pt and each tensor's shard are archives
-of torch.save, with a CRC-32 a record, and octavo.pt has that of .metadata (older octavos wrote none there).
+of torch.save, with a CRC-32 a record, and octavo.pt has that of .metadata.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def load_checkpoint(
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content = _read_content(folder)
-            reader = MetadataReader(folder, content.get(METADATA_CRC32))
+            reader = MetadataReader(folder, content[METADATA_CRC32])
         present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
             splits = _splits_to_fill(model, content)
@@ -486,7 +486,7 @@ def _read_content(folder: str) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         if content["octavo_distributed"] != FORMAT:
             raise ValueError("another format")
-        if missing := {"model", "states", "groups", "others", "delayed", "extra"} - content.keys():
+        if missing := {"model", "states", "groups", "others", "delayed", "extra", METADATA_CRC32} - content.keys():
             raise ValueError(f"it has no {sorted(missing)}")
     except Exception as error:  # whatever a damaged file makes torch raise
         raise CheckpointError(
@@ -649,15 +649,15 @@ _OTHER_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 class MetadataReader(dcp.FileSystemReader):
     """DCP's reader, which reads the metadata when created, with the unpickler above, and checks all that it reads.
 
-    ``crc32``: that of the metadata's file; None: it is not checked.
+    ``crc32``: that of the metadata's file.
     """
 
-    def __init__(self, folder: str, crc32: int | None = None) -> None:
+    def __init__(self, folder: str, crc32: int) -> None:
         super().__init__(folder)
         path = Path(folder) / METADATA
         try:
             pickled = file_inside(Path(folder), METADATA).read_bytes()
-            if crc32 not in (None, zlib.crc32(pickled)):
+            if crc32 != zlib.crc32(pickled):
                 raise ValueError("it is not what was written, by its CRC-32")
             self._metadata = _Unpickler(io.BytesIO(pickled)).load()
             self._metadata.storage_meta.load_id = self.load_id

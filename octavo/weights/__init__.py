@@ -16,9 +16,3 @@ What is done with a weight has one name, whichever way it is kept:
     gathered GatheredWeight's    GatheredWeight.write
     kept     KeptOperands'       KeptWeights.cast
 """
-
-import sys
-
-from octavo.weights import stored
-
-sys.modules["octavo.tensor.stored_weight"] = stored  # pickles of earlier versions name the module so

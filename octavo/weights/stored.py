@@ -609,9 +609,6 @@ if torch.distributed.is_available():  # some builds of torch have none
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
 torch.serialization.add_safe_globals([StoredWeight, Known])
-torch.serialization.add_safe_globals(  # of files of earlier versions
-    [(kind, f"octavo.tensor.stored_weight.{kind.__name__}") for kind in (StoredWeight, Known)]
-)
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:

@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -448,8 +449,9 @@ def moved(folder, name, link):
 
 
 def fill_metadata(folder, metadata, crc32=None):
-    fill(folder, ".metadata", pickle.dumps(metadata))
-    replaced(folder, metadata_crc32=crc32)
+    """Write metadata, and into octavo.pt its CRC-32, or another."""
+    fill(folder, ".metadata", pickled := pickle.dumps(metadata))
+    replaced(folder, metadata_crc32=zlib.crc32(pickled) if crc32 is None else crc32)
 
 
 class Evil:
@@ -525,7 +527,7 @@ def test_a_flipped_bit_of_a_weight_is_said_with_its_name(model, tmp_path):
 
 
 def test_what_a_stranger_wrote_is_a_checkpoint_error_or_loads(model, tmp_path):
-    """octavo.pt of other values, with their CRC-32s, and .metadata of an older octavo, which has none."""
+    """octavo.pt and .metadata of other values, with their CRC-32s."""
     optimizer = octavo.optim.AdamW(model.parameters())
     train(model, optimizer, 0, 1)
     save_checkpoint(tmp_path, model, optimizer)
@@ -540,12 +542,11 @@ def test_what_a_stranger_wrote_is_a_checkpoint_error_or_loads(model, tmp_path):
             return 0
         return 1
 
-    older = {name: value for name, value in content.items() if name != "metadata_crc32"}
-    torch.save(older, path)
     assert loads()
     read = 0
     for seed in range(20):
-        (path.parent / ".metadata").write_bytes(damaged_bytes(metadata, seed))
+        (path.parent / ".metadata").write_bytes(damaged := damaged_bytes(metadata, seed))
+        torch.save(content | {"metadata_crc32": zlib.crc32(damaged)}, path)
         read += loads()
     (path.parent / ".metadata").write_bytes(metadata)
     for _ in range(20):
@@ -602,8 +603,8 @@ def test_what_was_saved_as_it_is_kept_is_filled_in_place():
 def test_tensors_come_back_and_nothing_else_does(tmp_path):
     options = {"no_dist": True}
     dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=dcp.FileSystemWriter(tmp_path), **options)
-    tensors = {"w": torch.zeros(6)}
-    dcp.load(tensors, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
+    tensors, crc32 = {"w": torch.zeros(6)}, zlib.crc32((tmp_path / ".metadata").read_bytes())
+    dcp.load(tensors, storage_reader=MetadataReader(str(tmp_path), crc32), planner=TensorPlanner(), **options)
     assert tensors["w"].tolist() == list(range(6))
     with pytest.raises(BaseException, match="is no tensor in this checkpoint"):
-        dcp.load({"text": "b"}, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
+        dcp.load({"text": "b"}, storage_reader=MetadataReader(str(tmp_path), crc32), planner=TensorPlanner(), **options)

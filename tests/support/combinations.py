@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.sets import covering
+
 
 def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
     """Return cases such that any value of one option occurs with any value of another; always the same ones."""
@@ -36,13 +38,13 @@ def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any
 
 def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
     """Return a parametrisation by these cases, as ``case``; by default as few as contain each value."""
-    params, seen = [], set[tuple[str, str]]()
-    for case in all_pairs(**options):
-        values = [(name, _short(value)) for name, value in case.items()]
-        marks = [pytest.mark.full] if seen.issuperset(values) else []
-        params.append(pytest.param(case, marks=marks, id="-".join(value for _, value in values)))
-        if not marks:
-            seen.update(values)
+    cases = all_pairs(**options)
+    named = [{name: _short(value) for name, value in case.items()} for case in cases]
+    by_default = {*covering(named, 1)}
+    params = [
+        pytest.param(case, marks=[] if at in by_default else [pytest.mark.full], id="-".join(named[at].values()))
+        for at, case in enumerate(cases)
+    ]
     return pytest.mark.parametrize("case", params)
 
 
