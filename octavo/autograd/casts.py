@@ -44,7 +44,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
         return None
     if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
-    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.format.is_packed) else None
+    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
 class CastRequest(NamedTuple):
@@ -103,8 +103,8 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
-        writes_transposed = second.format.is_packed or needs_transposed_codes(x.device)
-        pad = _pad(x.device, request.recipe)
+        writes_transposed = second.is_packed or needs_transposed_codes(x.device)
+        pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
             x, None, role, *options, **named, **first.named, **second.as_second
@@ -127,11 +127,6 @@ def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
     if x.dtype is not torch.bfloat16 or not needed_casts or not have_e8m0_blocks(*needed_casts):
         return False
     return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
-
-
-def _pad(device: torch.device, recipe: Recipe) -> int:
-    """Return the multiple to which a recipe's casts pad the contraction: of E2M1 on all devices whole blocks."""
-    return PADDING if recipe.packs else contraction_multiple(device, recipe.pads)
 
 
 def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
@@ -178,10 +173,10 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = _pad(x.device, request.recipe)
+    pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
-    writes_transposed = transposed and (cast.format.is_packed or needs_transposed_codes(x.device))
+    writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and offsets is None
     transposed_alone = writes_transposed and not as_is and is_plain and not (commit and column_sum)
@@ -266,7 +261,7 @@ def cast_grad_output(
     if state is None or forward_amax is None:
         return cast_role(source, request, state, rows)
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
-    commits = cast is not None and once and cast.is_delayed and not cast.format.is_packed
+    commits = cast is not None and once and cast.is_delayed and not cast.is_packed
     if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
         read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
         return _cast(read, cast, None, request, layouts, None, (*state, *forward_amax, request.recipe.delayed_update))

@@ -71,7 +71,7 @@ class LayerCounts(NamedTuple):
             x = x_RC
             if pair is not None:
                 tile, codes = pair
-            elif cast.format.is_packed:
+            elif cast.is_packed:
                 x, tile = x_RC.t() if is_transposed != swaps else x_RC, cast.tile
                 scale = delayed_scale if cast.is_delayed else None
                 q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, PADDING, **cast.named)
@@ -130,7 +130,7 @@ class Observer(NamedTuple):
         elif casts.once:  # in a first layer, whose input needs no gradient
             second = first
         if second is not None and casts.transposed is not None and operands.transposed is not None:
-            if casts.transposed.format.is_packed:
+            if casts.transposed.is_packed:
                 laid, rotation = x_RC.t(), casts.transposed.rotation
                 laid = laid if rotation is None else rotated(laid.to(torch.float32), rotation.signs)
                 kernels.cast_statistics(laid, *operands.transposed, casts.transposed.tile, *second)

@@ -292,15 +292,14 @@ def _cast(
     **named: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    of_first, of_second = _scaling_options(named)
+    of_first, of_second = _scaling_options(named) if named else ((), ())
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *of_first)
     of_second = second_power_of_two, second_margin, None, 0, *of_second
     second = None if second_dtype is None else Scaling(second_dtype, (second_tile[0], second_tile[1]), *of_second)
     is_norm, in_groups = gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
-    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is or first.is_packed:
-        _check_packed(first, second, output, offsets)
+    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
         one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
         _refuse(
             ("gradients of heads are cast", heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
@@ -311,8 +310,8 @@ def _cast(
             ("rows are in groups", in_groups, {"column_sum": column_sum}),
             ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
         )
-    if first.swizzles:
-        _check_swizzle(first, second, offsets)
+    if first.swizzles or E2M1.dtype in (dtype, second_dtype):
+        _check_scalings(first, second, output, offsets)
     if heads:
         return _heads_to_cast(x, **heads), first, second, output, None
     if gamma is not None:
@@ -325,8 +324,6 @@ def _cast(
 
 def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the first and the second Scaling's last fields, from swizzles on, which are taken out of ``named``."""
-    if not named:
-        return (), ()
     swizzle, place = named.pop("swizzle", False), named.pop("place", (0, 0))
     of_first, of_second = (
         (swizzle, named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place)
@@ -335,10 +332,11 @@ def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any,
     return of_first, of_second
 
 
-def _check_packed(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
-    """Raise ValueError for casts to E2M1 whose codes could not lie in pairs along the contraction."""
-    both = (first, output.transpose and second is None), (second, output.transpose)
-    for scaling, is_transposed in both:
+def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
+    """Raise ValueError for what has no swizzled scales, or whose codes could not lie in pairs along the contraction."""
+    if first.swizzles and (offsets is not None or not have_e8m0_blocks(first, second or first)):
+        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
+    for scaling, is_transposed in (first, output.transpose and second is None), (second, output.transpose):
         if scaling is None or not scaling.is_packed:
             continue
         tile, square = scaling.tile, (NV[1], NV[1])
@@ -348,12 +346,6 @@ def _check_packed(first: Scaling, second: Scaling | None, output: Output, offset
                 f"E2M1 in tiles of {tile}, pad={output.pad}: it is cast in blocks of 1x16, of 16x1 transposed, or of "
                 "16x16, with a power of two as outer scale, pad=16, and not of rows in groups"
             )
-
-
-def _check_swizzle(first: Scaling, second: Scaling | None, offsets: Tensor | None) -> None:
-    """Raise ValueError for what has no swizzled scales."""
-    if offsets is not None or not have_e8m0_blocks(first, second or first):
-        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
 
 
 def _value_to_cast(

@@ -171,6 +171,7 @@ class Cast:
     # derived once, read by every cast
     tile: Tile = field(init=False, repr=False, compare=False)  # the granularity's
     is_delayed: bool = field(init=False, repr=False, compare=False)
+    is_packed: bool = field(init=False, repr=False, compare=False)  # whether two codes lie in a byte, see formats.E2M1
     scale_inv_dtype: Any = field(init=False, repr=False, compare=False)  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
     arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
@@ -200,8 +201,8 @@ class Cast:
         named = {name: value for name, value in named.items() if value is not None}
         second |= {f"second_{name}": value for name, value in named.items()}
         written = scale_inv_dtype(tile, self.power_of_two, self.format.is_packed)
-        derived = {"tile": tile, "is_delayed": delayed, "scale_inv_dtype": written, "named": named}
-        vars(self).update(derived, **arguments, as_second=second)
+        vars(self).update(tile=tile, is_delayed=delayed, is_packed=self.format.is_packed, scale_inv_dtype=written)
+        vars(self).update(arguments, named=named, as_second=second)
 
     def _check_packed(self, tile: Tile) -> None:
         """Raise ValueError for what only E2M1 has, or does not have."""
@@ -330,7 +331,7 @@ class Recipe:
                 raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
             _check_packed_product(product, *casts)
         if self.saved is not None and not (
-            isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic) and not self.saved.format.is_packed
+            isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic) and not self.saved.is_packed
         ):
             raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic(), not to E2M1")
         if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
@@ -354,7 +355,7 @@ class Recipe:
                     "make them equal or one of them Dynamic"
                 )
         rule = next(iter(rules), None)
-        packs = any(cast is not None and cast.format.is_packed for pair in casts_by_role.values() for cast in pair)
+        packs = any(cast is not None and cast.is_packed for pair in casts_by_role.values() for cast in pair)
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
@@ -410,7 +411,7 @@ class Recipe:
 
 def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
     """Raise ValueError for casts to E2M1 that no product multiplies, or that would spoil it."""
-    if first.format.is_packed != second.format.is_packed:
+    if first.is_packed != second.is_packed:
         raise ValueError(f"Recipe: {product} multiplies {first.format} by {second.format}; make both E2M1 or neither")
     if first.rotation != second.rotation:
         raise ValueError(
@@ -427,7 +428,7 @@ def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
 
 def _of_one_scale(cast: Cast) -> Cast:
     """Return the cast without what two casts that read one delayed scale may differ in."""
-    return replace(cast, granularity=PerBlock(*NV), rounding=None, rotation=None) if cast.format.is_packed else cast
+    return replace(cast, granularity=PerBlock(*NV), rounding=None, rotation=None) if cast.is_packed else cast
 
 
 def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:

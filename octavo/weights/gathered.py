@@ -288,7 +288,7 @@ class Gather:
         rows, experts = self.shape[0], self.parameter.ndim == 3
         if ranks == 1:
             return "one rank gathers nothing"
-        if casts.as_is.format.is_packed or casts.transposed.format.is_packed:
+        if casts.as_is.is_packed or casts.transposed.is_packed:
             return "codes of which two share a byte are not sent"
         if self.group is None:
             return "octavo.convert(model, recipe) before fully_shard lets weights find scales together"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.formats import E2M1
 from octavo.granularity import ALL, NV
 from octavo.kernels import reference
 from octavo.kernels.activations import activation_of
@@ -61,8 +62,9 @@ def write(
         source = CastSource(rotary(source).view(source.shape))
     x = source.x
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
-    functions = compiled(x)
-    packs = any(target.scaling.is_packed for target in targets)
+    functions, packs = compiled(x), False
+    for target in targets:  # a property, or a generator, takes longer
+        packs |= target.scaling.dtype is E2M1.dtype
     if functions is None or (packs and compiled_packed(x) is None):
         return reference_write(source, targets, besides, value)
     _clear_padding(targets, shape)
@@ -81,7 +83,10 @@ def write(
     x = _with_dense_rows(x.t() if by_columns else x)
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
-        _by_cpp(functions, target, shape, by_columns).cast(*matrix, -1)
+        if packs:
+            _by_cpp(functions, target, shape, by_columns).cast(*matrix, -1)
+        else:
+            functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
 
 
 class _ByCpp(NamedTuple):
@@ -125,7 +130,7 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
     """Write zeros where the rows of codes are longer than those of the matrix of this shape; nvfp4.cpp does so."""
     for target in targets:
-        if target.scaling.is_packed:
+        if target.scaling.dtype is E2M1.dtype:
             continue
         for codes, size in ((target.codes, shape[1]), (target.transposed, shape[0])):
             if codes.shape[1] > size:

@@ -71,12 +71,13 @@ def threads_for(elements: int) -> int:
 def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
-    (has_inf, limit), tile = _limits(scaling.dtype), scaling.tile
+    delayed_scale, (has_inf, limit), tile = scaling.delayed_scale, _limits(scaling.dtype), scaling.tile
     if by_columns:
         codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
     return _SCALING.pack(
         *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-        *(_address_of_known_scale(scaling), *(shape[::-1] if by_columns else shape)),
+        0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0),
+        *(shape[::-1] if by_columns else shape),
         *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
         *(scale_inv.dtype == E8M0, has_inf, scaling.power_of_two, limit * 2.0**-scaling.margin),
     )
@@ -85,23 +86,18 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
 def described_packed(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``described`` of a target whose codes are E2M1's, as nvfp4.cpp reads it."""
     scaling, codes, transposed, scale_inv, amax = target
-    laid, across, place, block_lanes = codes, transposed, scaling.place, scaling.tile[0]
+    laid, across, place, block_lanes, known = codes, transposed, scaling.place, scaling.tile[0], scaling.delayed_scale
     if turns := scaling.tile[1] == 1:
         laid, across, scale_inv, place, block_lanes = transposed, codes, scale_inv.t(), place[::-1], 1
     return _PACKED.pack(
         *(laid.data_ptr(), across.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-        *(_address_of_known_scale(scaling), *(shape[::-1] if by_columns else shape)),
+        0 if known is None else known.data_ptr() + 4 * scaling.role * known.stride(0),
+        *(shape[::-1] if by_columns else shape),
         *(laid.stride(0), across.stride(0), *scale_inv.stride()),
         *(block_lanes, turns != by_columns),
         *(-1 if number is None else number for number in (scaling.rotation, scaling.seed)),
         *(*place, E2M1.limit * 2.0**-scaling.margin),
     )
-
-
-def _address_of_known_scale(scaling: Scaling) -> int:
-    """Return where a delayed scale is in memory; 0 for none."""
-    delayed_scale = scaling.delayed_scale
-    return 0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0)
 
 
 @functools.cache
@@ -126,7 +122,7 @@ def decode(
     is_packed = codes.dtype is E2M1.dtype
     if not is_packed and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, scale_inv.t(), tile[::-1], into).t()
-    shape = unpacked_shape(codes.shape, codes.dtype)
+    shape = unpacked_shape(codes.shape, codes.dtype) if is_packed else codes.shape
     values = torch.empty(shape, dtype=dtype, device=codes.device) if into is None else into.view(shape)
     functions = (compiled_packed if is_packed else compiled)(codes)
     is_of_packed_casts = tile[1] == NV[1] and shape[1] % NV[1] == 0 and scale_inv.dtype == torch.bfloat16
@@ -142,8 +138,9 @@ def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
     """Return codes with dense rows as cast.cpp, or nvfp4.cpp, reads them."""
     scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
     target = CastTarget(scaling, codes, codes, scale_inv, scale_inv)
-    describe = described_packed if scaling.is_packed else described
-    return describe(target, unpacked_shape(codes.shape, codes.dtype))
+    if codes.dtype is E2M1.dtype:
+        return described_packed(target, unpacked_shape(codes.shape, codes.dtype))
+    return described(target, codes.shape)
 
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import decode, row_slices
-from octavo.kernels.layouts import tile_rows, unpacked_shape
+from octavo.kernels.layouts import tile_rows
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -105,14 +105,14 @@ def _by_chunks_of_rows(
     widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
     chunks = _CHUNKS if transposed or compute == out_dtype else 1
     slices = row_slices((rows, widest), max(tile[0], 1), q.device, chunks)
-    memory = wide = None
+    memory, wide, per_byte = None, None, 2 if q.dtype is E2M1.dtype else 1
     for chunk in slices if transposed or q.is_contiguous() else [slice(0, rows)]:
         a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
         if memory is None:
-            memory = q.new_empty(math.prod(unpacked_shape(a_chunk.shape, q.dtype)), dtype=compute)
+            memory = q.new_empty(a_chunk.numel() * per_byte, dtype=compute)
             wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
         pair = OperandPair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
-        operand = _operand(pair, compute, memory[: math.prod(unpacked_shape(a_chunk.shape, q.dtype))])
+        operand = _operand(pair, compute, memory[: a_chunk.numel() * per_byte])
         if wide is None:
             _multiply(operand, multiplied, bias, out_MN[chunk])
         else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.formats import format_of
+from octavo.formats import E2M1, format_of
 from octavo.granularity import ALL, MX, scale_shape
 from octavo.kernels.arguments import (
     Castable,
@@ -75,7 +75,7 @@ def write(
             out.copy_(result)
     for target in targets:
         scaling, codes, transposed, scale_inv, amax = target
-        if scaling.is_packed:
+        if scaling.dtype is E2M1.dtype:
             write_packed(values, target)
             continue
         scale = _scale(scaling, amax.copy_(amax_of(values, scaling.tile)))
@@ -125,18 +125,13 @@ def cast(
         none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
         both = (none, other) if output.transpose else (other, none)
         targets = [
-            CastTarget(first, codes, none, scale_inv, _unread_amax(first, scale_inv)),
-            CastTarget(second, *both, second_scales, _unread_amax(second, second_scales)),
+            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
+            CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
         ]
+        if E2M1.dtype in (first.dtype, second.dtype):  # whose amax is one number
+            targets = [t._replace(amax=t.amax.new_empty((1, 1))) if t.scaling.is_packed else t for t in targets]
         write(source, targets, besides, None)
     return results
-
-
-def _unread_amax(scaling: Scaling, scale_inv: Tensor) -> Tensor:
-    """Return memory for an amax that nobody reads."""
-    if scaling.is_packed:
-        return scale_inv.new_empty((1, 1), dtype=torch.float32)
-    return torch.empty_like(scale_inv, dtype=torch.float32)
 
 
 def _value_target(output: Output, codes: Tensor) -> CastTarget:
