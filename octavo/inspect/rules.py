@@ -99,9 +99,9 @@ RULES: Sequence[Rule] = (
     ),
     # how much higher the loss stays, over the earlier loss
     Rule("labels", 0.05, tests.losses, "the loss rose and stays up: from {was:.3g} to {now:.3g}", LOOK),
-    # the same, if a layer's input or the last gradient of an output is so many times as large from that step on
+    # the same, where a layer's input becomes so many times as large, or the last gradient of an output twice that
     Rule(
-        *("jump", 2.5, tests.losses),
+        *("jump", tests.JUMP, tests.losses),
         "the loss rose and stays up, from {was:.3g} to {now:.3g}, and {name} is {times:.3g} times as large",
         "look at what changed the forward pass at that step: the model's code, configuration or weights",
     ),

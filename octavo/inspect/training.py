@@ -31,6 +31,9 @@ ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
 GRADIENTS = 3.0  # the gradients over the largest earlier ones, if updates rose too
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
+JUMP = (
+    2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
+)
 UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
 STOPPED = 1e-3  # a rate below this share of its highest trains nothing
@@ -152,7 +155,9 @@ class Training:
         times = np.nan_to_num(
             np.nanmedian(sizes[at : at + FEW], axis=0) / np.nanmedian(sizes[max(0, at - BEFORE) : at], axis=0)
         )
-        return {"name": [*names.values()][int(times.argmax())], "times": float(times.max())}
+        least = [*[JUMP] * len(self.layers), 2 * JUMP]  # other data raise gradients too
+        place = int((times / least).argmax())
+        return {"name": [*names.values()][place], "times": float(times[place]), "beyond": times[place] > least[place]}
 
     def is_rare(self, at: int, layer: str) -> bool:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
@@ -371,7 +376,7 @@ def losses(run: Training, stays: Rule, jump: Rule, fell: Rule, rose: Rule) -> It
     for _, at, level, now in [max(lasting)] if lasting else []:
         at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
         texts = {"was": level, "now": now} | run.largest_rise(bisect_left(run.steps, steps[at]))
-        rule = jump if texts["times"] > jump.limit else stays
+        rule = jump if texts["beyond"] else stays
         yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts)
 
 
