@@ -188,10 +188,10 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
-def plain_backward(parameters: Iterable[Any]) -> bool:
-    """Whether gradients wait in ``grad``: no torch.func transform is active, and no hook takes them as they come."""
+def hooks_after_gradients(tensors: Iterable[Any]) -> list[dict[int, Any]] | None:
+    """Return the hooks after tensors' gradients, a dict of each that has some; None within a torch.func transform."""
     this = sys.modules[__name__]
-    return not this.functorch_is_active() and not any(hooks_of(parameter)[1] for parameter in parameters)
+    return None if this.functorch_is_active() else [held for held in (hooks_of(x)[1] for x in tensors) if held]
 
 
 def is_under_fsdp(module: object) -> bool:

@@ -9,8 +9,9 @@ Before the first of these the model has trained for 60 steps in high precision, 
 are the shares of runs whose first finding, or one of the first three, is right in each respect, and findings above
 "note" in healthy runs. Eleven of the first 32 kinds of fault, drawn by a seed, were held out when the first rules were
 made (FIRST_DRAW), 13 more kinds when the second were (causes_held_out.py), and 17, picked by what users report, when
-the third were (causes_third_draw.py). Today's rules were made with all of these. The fourth draw and its healthy runs
-(causes_fourth_draw.py) were written by someone who had not read them; each kind has two seeds.
+the third were (causes_third_draw.py). The fourth draw and its healthy runs (causes_fourth_draw.py) were written by
+someone who had not read the rules; each kind has two seeds. Today's rules, and the limits of the twin and of
+departures, were made with all of these.
 
 A second table has what is promised of any run, whatever its fault. "FP8 or not" is right if the verdict's first
 sentence calls FP8 the cause, or a part of it, where it is, and not elsewhere; either is right for a fault of FP8 that
@@ -42,7 +43,7 @@ from benchmarks.common.measure import provenance, table, write_results
 from benchmarks.common.pages import markdown, read
 from octavo import E4M3, E5M2, Cast, PerTensor, RecipeMap, recipes
 from octavo.inspect import Finding, Record
-from octavo.inspect.verdicts import departures
+from octavo.inspect.departures import departures
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import OPERANDS
 from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss

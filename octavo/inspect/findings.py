@@ -9,39 +9,20 @@ from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect import rules
-from octavo.inspect.incidents import Finding, incidents, level_of, severity_of, stretch
+from octavo.inspect.incidents import KINDS, Finding, incidents, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
 
 # A measure beyond its limit is a finding.
-LIMITS = {
-    "nonfinite": 0.0,  # share of infs and NaNs
-    "stale": 2.0,  # amax over what a delayed scale has room for
-    "clipped": 1e-3,  # share of the numbers
-    "outliers": 1e-2,  # share flushed, where few numbers determine the scale
-    "flushed": 1e-2,  # share of the numbers
-    "rounded": 3.0,  # decibels of the SQNR below what the role needs
-    **rules.LIMITS,
-}
+LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None} | rules.LIMITS
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
 SLACK = 8.0  # decibels that gradients may be worse
 OUTLIERS = 0.03  # at most this share of the numbers can be outliers
 GAP = 4.0  # outliers lie at least so many octaves above all other numbers
+OVER = 2.9  # at most this severity has what is too large in a single record, and over
 SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
-
-
-# sentences on a layer's cast, with its role and measures; LOST: the measure of what is lost, if it has another name
-SAID = {
-    "nonfinite": "has inf or NaN in {nonfinite} of its {role}",
-    "stale": "clips {clipped} of its {role}",
-    "clipped": "clips {clipped} of its {role}",
-    "flushed": "flushes {flushed} of its {role} to 0",
-    "outliers": "flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
-    "rounded": "rounds its {role} to an SQNR of {sqnr} dB",
-}
-LOST = {"stale": "clipped", "outliers": "flushed"}
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,10 +70,20 @@ def diagnose(record: Record) -> list[Finding]:
         ...     octavo.inspect.diagnose(octavo.inspect.load(folder))
         []
     """
+    record = _without_skips(record)
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     of_casts = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
     return incidents(record, [*rules.findings(record), *of_casts])
+
+
+def _without_skips(record: Record) -> Record:
+    """Return a record without the steps that a GradScaler skipped, which changed nothing; but for those at the end."""
+    if "loss_scale" not in record.scalars:
+        return record
+    is_skipped = (record.measures["nonfinite"] > 0).any(axis=1) & ~(record.weights["update"] > 0).any(axis=1)
+    others = np.flatnonzero(~is_skipped)
+    return record.at([at for at in range(len(record.steps)) if not is_skipped[at] or at > max(others, default=-1)])
 
 
 class _CastOf:
@@ -108,16 +99,23 @@ class _CastOf:
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large, flushed = self._finding("stale") or self._finding("clipped"), self._finding("flushed")
+        if (
+            large is not None
+            and (self.excess[large.kind] > LIMITS[large.kind]).sum() == 1
+            and large.worst != self.record.steps[-1]
+        ):
+            large = replace(large, severity=min(large.severity, OVER))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
             findings.append(self._finding("rounded"))
         return [self._in_plain_words(finding) for finding in findings if finding is not None]
 
     def _in_plain_words(self, finding: Finding) -> Finding:
-        shares = {name: called(share) for name, share in finding.numbers.items() if name in SAID}
-        problem = SAID[finding.kind].format(role=finding.role, sqnr=f"{finding.numbers['sqnr']:.0f}", **shares)
+        kind, numbers = KINDS[finding.kind], finding.numbers
+        shares = {name: called(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
+        problem = kind.says.format(role=finding.role, sqnr=f"{numbers['sqnr']:.0f}", **shares)
         sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
-        lost = finding.numbers.get(LOST.get(finding.kind, finding.kind), 0.0)
+        lost = numbers.get(kind.lost, 0.0) * (finding.severity > OVER)
         return replace(finding, level=level_of(finding.severity, lost), sentence=sentence)
 
     def _advice(self, finding: Finding) -> str:

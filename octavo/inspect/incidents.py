@@ -53,12 +53,16 @@ class Kind(NamedTuple):
     """A row of KINDS, of what findings of a kind have in common.
 
     ``part``: the part of a step in which they begin; None for casts and layers, whose role says it. ``warns``: a
-    measure of so many times its limit is a warning.
+    measure of so many times its limit is a warning. Of a cast's kinds: its limit, the sentence with the role and the
+    measures, and the measure of what is lost; the others have these in rules.RULES.
     """
 
     part: int | None = None
     traits: Trait = NO_TRAIT
     warns: float = 4.0
+    limit: float | None = None
+    says: str = ""
+    lost: str = ""
 
 
 KINDS = {
@@ -71,14 +75,22 @@ KINDS = {
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
-    "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
+    **dict.fromkeys(("labels", "jump"), Kind(LOSS, ONCE | WHOLE | SYMPTOM)),
     "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
     **dict.fromkeys(("dead units", "idle expert"), Kind()),
-    "nonfinite": Kind(traits=WHOLE),
-    "stale": Kind(warns=8.0),
-    **dict.fromkeys(("clipped", "flushed", "outliers"), Kind(warns=20.0)),
-    "rounded": Kind(warns=2.0),
+    # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
+    # determine the scale; "rounded": decibels of the SQNR below what the role needs
+    "nonfinite": Kind(None, WHOLE, 4.0, 0.0, "has inf or NaN in {nonfinite} of its {role}", "nonfinite"),
+    "stale": Kind(None, NO_TRAIT, 8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
+    "clipped": Kind(None, NO_TRAIT, 20.0, 1e-3, "clips {clipped} of its {role}", "clipped"),
+    "flushed": Kind(None, NO_TRAIT, 20.0, 1e-2, "flushes {flushed} of its {role} to 0", "flushed"),
+    "outliers": Kind(
+        *(None, NO_TRAIT, 20.0, 1e-2),
+        "flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
+        "flushed",
+    ),
+    "rounded": Kind(None, NO_TRAIT, 2.0, 3.0, "rounds its {role} to an SQNR of {sqnr} dB"),
 }
 
 

@@ -20,6 +20,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,6 +217,33 @@ class Record:
         experts = self.experts
         return self if experts is None else replace(self, measures=experts.measures, exponents=experts.exponents)
 
+    def scalar(self, name: str) -> Any:
+        """Return a number at each recorded step, float64; nan where it was not written."""
+        values = dict(zip(*self.scalars.get(name, ([], [])), strict=True))
+        return np.array([values.get(step, math.nan) for step in self.steps], dtype="float64")
+
+    def at(self, places: Sequence[int]) -> Record:
+        """Return a record of these of its records alone; its scalars and events stay."""
+        measures, weights, of_others = (
+            {name: values[places] for name, values in of.items()}
+            for of in (self.measures, self.weights, self.of_others)
+        )
+        its, experts = [self.steps[place] for place in places], self.experts
+        if experts is not None:
+            of_worst, tokens = (
+                {name: x[places] for name, x in of.items()} for of in (experts.measures, experts.tokens)
+            )
+            arrays = (experts.exponents[places], experts.worst[places], experts.beyond[places])
+            experts = OfExperts(of_worst, *arrays, tokens)
+        changed: dict[str, Any] = {
+            "steps": its,
+            "measures": measures,
+            "weights": weights,
+            "of_others": of_others,
+            "experts": experts,
+        }
+        return replace(self, exponents=self.exponents[places], **changed)
+
     def loads(self) -> list[Load]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
         loads: dict[str, Load] = {}
@@ -376,7 +404,8 @@ def of_twin(products: Any) -> dict[str, Any]:
         factor = between.sum(-1, keepdims=True) / twins.sum(-1, keepdims=True)
         apart = np.maximum(of_step - 2 * factor * between + factor**2 * twins, 0)
         return {
-            "twin_cosine": np.where(twins > 0, between / np.sqrt(of_step * twins), np.nan),
+            # 0 where FP8 leaves no gradient
+            "twin_cosine": np.where(twins > 0, np.where(of_step == 0, 0.0, between / np.sqrt(of_step * twins)), np.nan),
             "twin_error": np.where(twins > 0, np.sqrt(apart / twins) / np.abs(factor), np.nan),
         }
 

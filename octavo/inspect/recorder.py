@@ -20,8 +20,8 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import CONTROL, COSINE, LEFT, LOSS, NO_HOOKS, OTHER_GRADIENTS, Comparison, Twin
-from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
+from octavo.inspect.twin import CONTROL, COSINE, LEFT, LOSS, NO_HOOKS, OTHER_GRADIENTS, OTHERS, Comparison, Twin
+from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
@@ -139,6 +139,9 @@ class Recorder:
             if comparison is not None:
                 numbers[CONTROL] = comparison.control
                 numbers[LEFT] = comparison.left
+            if comparison is not None and comparison.others is not None:
+                between, of_step, twins = comparison.others
+                numbers[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())
             if comparison is not None and loss is not None:
                 numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
@@ -232,13 +235,6 @@ class Recorder:
         table = self._table
         count_weights(table.layers, self._ranks)
         moved = self._updates.end()
-        if self._updates.unwatched == 2:  # a single one may be a step that a GradScaler skipped
-            unrecorded = (
-                "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
-            )
-            self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}")
-            if self._twin is not None:
-                self._twin.reason = self._twin.reason or NO_HOOKS
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -282,6 +278,7 @@ class Recorder:
                     self._writer.add_lines({"step": step, "event": SKIPPED, "text": text})
             self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
             if "sums" in reading.tensors:
+                self._say_unwatched(reading)
                 if self._written is not reading.table:
                     rows_of = [row.as_dict() for row in reading.table.rows]
                     self._writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows_of, indent=1))
@@ -302,6 +299,19 @@ class Recorder:
         if self.on_record is not None:
             for step, values in rows.items():
                 self.on_record(step, values)
+
+    def _say_unwatched(self, reading: _InFlight) -> None:
+        """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
+        moved = dict(zip(MOVED, reading.tensors["moved"].T, strict=True))
+        if self._writer is None or not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
+            return
+        self._updates.is_hooked = False
+        unrecorded = (
+            "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
+        )
+        text = f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}"
+        events = {UNWATCHED: text} | ({} if self._twin is None else {NO_TWIN: NO_HOOKS})
+        self._writer.add_lines(*({"step": reading.step, "event": kind, "text": each} for kind, each in events.items()))
 
 
 def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:

@@ -243,13 +243,11 @@ def _twins(record: Record, starts: Sequence[int]) -> list[dict[str, Any]]:
 
 def _twin_apart(record: Record) -> dict[str, float] | None:
     """Return where a loss is farthest from its twin's, and how far, as a share of the latter."""
-    losses = dict(zip(*record.scalars.get("loss", ([], [])), strict=True))
-    twins = zip(*record.scalars.get(LOSS, ([], [])), strict=True)
-    pairs = [(step, losses[step], twin) for step, twin in twins if step in losses]
-    are_finite = (
-        (step, loss, twin) for step, loss, twin in pairs if math.isfinite(loss) and math.isfinite(twin) and twin
-    )
-    apart = [{"share": abs(loss / twin - 1), "step": step} for step, loss, twin in are_finite]
+    apart = [
+        {"share": abs(loss / twin - 1), "step": step}
+        for step, loss, twin in zip(record.steps, record.scalar("loss"), record.scalar(LOSS), strict=True)
+        if math.isfinite(loss) and math.isfinite(twin) and twin
+    ]
     return max(apart, key=lambda each: each["share"], default=None)
 
 

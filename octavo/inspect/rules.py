@@ -99,6 +99,12 @@ RULES: Sequence[Rule] = (
     ),
     # how much higher the loss stays, over the earlier loss
     Rule("labels", 0.05, tests.losses, "the loss rose and stays up: from {was:.3g} to {now:.3g}", LOOK),
+    # the same, where a layer's input becomes so many times as large, or the last gradient of an output twice that
+    Rule(
+        *("jump", tests.JUMP, tests.losses),
+        "the loss rose and stays up, from {was:.3g} to {now:.3g}, and {name} is {times:.3g} times as large",
+        "look at what changed the forward pass at that step: the model's code, configuration or weights",
+    ),
     # a loss beyond earlier ones, over the usual difference of two steps
     Rule(
         *("labels", 4.0, tests.losses),
@@ -158,6 +164,10 @@ RULES: Sequence[Rule] = (
     Rule(
         *("loss scale", 0.3, tests.underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
         "take a loss scale that is higher: they underflow",
+    ),
+    Rule(
+        *("labels", 0.3, tests.underflow, "{share} of the last layer's gradients are 0, as if labels were left out"),
+        "look at the labels from that step on, and which of them the loss ignores; in float16 these may underflow",
     ),
     Rule(
         *("untied", 0.0, tests.untied, "no longer shares its weight: {names} were one"),

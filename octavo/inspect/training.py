@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import called
@@ -23,7 +24,6 @@ from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
 DECOUPLED = f"decoupled_weight_decay{GROUP}"
-RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 BEFORE = 8  # a jump is measured against the median of so many earlier records
 IN_TURN = 4  # at most so many batches repeat in turn
 FEW = 3  # records or steps in a row that a fault has to last
@@ -31,6 +31,9 @@ ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
 GRADIENTS = 3.0  # the gradients over the largest earlier ones, if updates rose too
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
+JUMP = (
+    2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
+)
 UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
 STOPPED = 1e-3  # a rate below this share of its highest trains nothing
@@ -144,6 +147,18 @@ class Training:
         """The steps whose loss is inf or NaN."""
         return [step for step, value in zip(*self.loss, strict=True) if not math.isfinite(value)]
 
+    def largest_rise(self, at: int) -> dict[str, Any]:
+        """Return which layer's input, or last gradient of an output, is the most times as large from a record on."""
+        names = {(layer, "input"): f"the input of {layer}" for layer in self.layers}
+        names[self.layers[-1], "grad_output"] = f"the gradient of {self.layers[-1]}'s output"
+        sizes = np.stack([self.measure("rms", *where) for where in names], 1)
+        times = np.nan_to_num(
+            np.nanmedian(sizes[at : at + FEW], axis=0) / np.nanmedian(sizes[max(0, at - BEFORE) : at], axis=0)
+        )
+        least = [*[JUMP] * len(self.layers), 2 * JUMP]  # other data raise gradients too
+        place = int((times / least).argmax())
+        return {"name": [*names.values()][place], "times": float(times[place]), "beyond": times[place] > least[place]}
+
     def is_rare(self, at: int, layer: str) -> bool:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
         row = self.places[layer, "input"]
@@ -172,14 +187,17 @@ class Training:
         last_size = np.concatenate([size[:1], size[:-1]])
         rates = self.by_record(*RATES)[:, None]
         rates = np.where(rates > 0, rates, 1.0)
+        # a schedule changes updates too: the usual ones are those of this rate, and so a leap is beyond both
         usual, ratio = earlier(updates / rates) * rates, self.rms / size[:, :count]
         jumps = np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan)
+        # of inf there is no factor; its origin is another test's
         gradients = np.where(np.isinf(measures["gradient"]), np.nan, measures["gradient"])
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.by_record("loss_scale"), nan=1.0)[:, None]
         risen, norms, outputs = (values / earlier(values) for values in (gradients, norms, outputs))
         highest = gradients / earlier(gradients, np.nanmax)
+        # between two records the optimizer may have moved each number by an update a step, all in one direction at most
         expected = np.fmax(np.nan_to_num(usual), updates) * 3 * (self.gaps - 1)
         outside = measures["outside"] - earlier(measures["outside"]) * 3
         written = np.fmax(measures["between"] - expected, outside) / last_size
@@ -188,6 +206,7 @@ class Training:
         unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
         written[1:, :count] = np.fmax(written[1:, :count], unexplained)
         written = np.nan_to_num(written, nan=0, posinf=1e30)
+        # what was written changes gradients, and is the cause then
         over = (written > WRITTEN).any(axis=1)
         for values in (jumps, risen, highest, norms, outputs):
             values[over] = np.nan
@@ -331,7 +350,7 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
-def losses(run: Training, stays: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
+def losses(run: Training, stays: Rule, jump: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
     """Yield losses that fall at once, rise for a step, or rise and stay up."""
     steps, loss = run.loss
     at = 6
@@ -356,7 +375,9 @@ def losses(run: Training, stays: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
         at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
-        yield Hit(stays, steps[at], (now - level) / level / stays.limit, {"was": level, "now": now})
+        texts = {"was": level, "now": now} | run.largest_rise(bisect_left(run.steps, steps[at]))
+        rule = jump if texts["beyond"] else stays
+        yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts)
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -418,8 +439,9 @@ def first_nonfinite(
     yield Hit(rule, step, math.inf, texts, where)
 
 
-def underflow(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield where the loss scale lets too many of the last layer's gradients become 0."""
+def underflow(run: Training, scaled: Rule, unscaled: Rule) -> Iterator[Hit]:
+    """Yield where too many of the last layer's gradients become 0: without a loss scale no number underflows."""
+    rule = scaled if "loss_scale" in run.record.scalars else unscaled
     zeros = run.measure("zeros", run.layers[-1], "grad_output")
     over = zeros > rule.limit + np.nan_to_num(zeros[0])
     if over.any():
@@ -484,8 +506,10 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
 def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rule) -> Iterator[Hit]:
     """Yield gradients that leap or fall, of all layers; or that leap in one layer and those before it."""
     (_, risen, alone, norms, outputs, _), (fall, scaled_fall, norm) = run.leaps, others
+    # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
     typical, at_most = np.nanmedian(risen, axis=1), np.nanmedian(alone, axis=1)
     fallen = np.fmin(typical, np.maximum(norms, outputs))  # clipping makes up for a fall, before the optimizer gets it
+    # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
     for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
         falls &= np.roll(fallen, -distance) < 1 / fall.limit

@@ -34,13 +34,14 @@ from octavo.inspect.record import np
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
-from octavo.private import plain_backward, pytree
+from octavo.private import hooks_after_gradients, pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
-COSINE = 0.8  # a layer's gradient and the twin's differ if theirs is less; in healthy runs the median is 0.99
+COSINE = 0.8  # the first step's gradients are not those of its run once more in FP8 if theirs is less
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
@@ -52,7 +53,7 @@ NO_OUTPUT = (
 )
 OTHER_GRADIENTS = (
     "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
-    "forwards run once more in FP8 have a gradient whose cosine with the step's is {:.2f} in one layer"
+    "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}"
 )
 OTHER_WEIGHTS = (
     "weights were written between the forward and the update of the optimizer that octavo.inspect.record has, such as "
@@ -67,16 +68,18 @@ class Comparison(NamedTuple):
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
             summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone.
+        others: the same of all other weights together, [3], where no layer's has a gradient, as of adapters; else None.
         loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
-        control: in the first recorded step the least cosine of a layer's gradient with that of a run in FP8. Where it
-            is below COSINE the numbers above are nan, in later steps too.
+        control: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
+            COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
     """
 
     products: Tensor
+    others: Tensor | None
     loss_change: Tensor
     loss: Tensor
     is_float16: bool
@@ -176,13 +179,12 @@ class Twin:
         self._of_forward: list[_Call | None] = []
         self._hooks: list[Any] = []
         self._hooks_of_optimizer: list[Any] = []
-        self._control: Tensor | None = None  # least cosine of the first recorded step's gradients with a run in FP8
+        # the cosines of the first recorded step's gradients with a run in FP8: layers', others', and of all
+        self._control: Tensor | None = None
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
             self.reason = NO_OPTIMIZER
-        elif not plain_backward(model.parameters()):
-            self.reason = IN_BACKWARD
         else:
             self._hooks_of_optimizer = [hooked.register_step_pre_hook(lambda *_: self._before_update())]
 
@@ -217,7 +219,7 @@ class Twin:
         if torch.compiler.is_compiling():
             return
         call, model = None, self._model
-        if torch.is_grad_enabled() and plain_backward(self._model.parameters()) and not self._of_forward:
+        if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._of_forward:
             with self._or_reason():
                 autocast, is_float16 = _autocast(_device_of(model).type)
                 modes = [module.training for module in model.modules()]
@@ -261,11 +263,16 @@ class Twin:
         if _device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         left, layers, calls = self._left, self._layers, [call for call in self._calls if call.gradients()]
-        if all(module.weight_parameter.grad is None for module, _ in layers):
+        if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
+            self.reason = self.reason or IN_BACKWARD * bool(calls)
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
+        weights = [module.weight_parameter for module, _ in layers]
+        others = [] if any(weight.grad is not None for weight in weights) else trained
         runs, versions = list[_RunAgain](), _versions(self._model)
-        if not calls:
+        if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
+            self.reason = IN_BACKWARD
+        elif not calls:
             self.reason = self.reason or NO_OUTPUT
         elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
             self.reason = OTHER_WEIGHTS
@@ -273,23 +280,25 @@ class Twin:
             with self._or_reason():
                 if self._control is None:
                     with _not_counted(layers):
-                        runs.append(self._run(calls, layers, own_recipes(self._model)))
-                runs.append(self._run(calls, layers, recipes.high_precision()))
+                        runs.append(self._run(calls, [*weights, *others], own_recipes(self._model)))
+                runs.append(self._run(calls, [*weights, *others], recipes.high_precision()))
         if self._ranks.any(bool(self.reason)):
             self.reason = self.reason or OTHER_RANK
             return
-        *controls, products = [self._products(run.pairs) for run in runs]
-        squares = torch.zeros_like(products[:, 1]) if left is None else self._ranks.sum(left)
+        *controls, products = [self._products(run.pairs, len(layers)) for run in runs]
+        squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
-        products = torch.where(squares.unsqueeze(1) == 0, products, 0.0)
+        products[:-1] = torch.where(squares.unsqueeze(1) == 0, products[:-1], 0.0)
         for of_control in controls:
-            self._control = (of_control[:, 0] / (of_control[:, 1] * of_control[:, 2]).sqrt()).nan_to_num(1.0).min()
+            between, *squares_of_both = torch.cat([of_control, of_control.sum(0, keepdim=True)]).unbind(1)
+            self._control = (between / torch.stack(squares_of_both).prod(0).sqrt()).nan_to_num(1.0)
         assert self._control is not None
         doubt = torch.where(self._control < COSINE, math.nan, 0.0)
-        change, loss = (self._ranks.mean(number) + doubt for number in (runs[-1].loss_change, runs[-1].loss))
+        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (runs[-1].loss_change, runs[-1].loss))
         is_float16 = any(call.is_float16 for call in calls)
-        control = self._control if controls else None
-        self._comparison = Comparison(products + doubt, change, loss, is_float16, control, share)
+        products = products + doubt[:-1, None] + doubt[-1]
+        both = products[:-1], products[-1] if others else None
+        self._comparison = Comparison(*both, change, loss, is_float16, self._control[-1] if controls else None, share)
 
     def _share_of(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
@@ -298,12 +307,11 @@ class Twin:
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
-    def _run(self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], recipe: Any) -> _RunAgain:
+    def _run(self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any) -> _RunAgain:
         """Run forwards and their backwards again under a recipe."""
         with _without_trace(self._model) as gradients, using(self._model, recipe):
             changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
-            parameters = [module.weight_parameter for module, _ in layers]
-            pairs = [(gradients.get(p), p.grad) for p in parameters]
+            pairs = [(gradients.get(weight), weight.grad) for weight in weights]
         return _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
 
     def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
@@ -323,10 +331,14 @@ class Twin:
         change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
         return change, sum(losses, zero) if all(y.numel() == 1 for y, *_ in pairs) else zero + math.nan
 
-    def _products(self, pairs: Sequence[_StepAndTwin]) -> Tensor:
-        """Return <g, t>, <g, g> and <t, t> of weights' gradients, summed over ranks: float64 [layers, 3]."""
+    def _products(self, pairs: Sequence[_StepAndTwin], layers: int) -> Tensor:
+        """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
+
+        float64 [layers + 1, 3].
+        """
         are_replicated = self._replicated(pairs)
-        return self._ranks.sum(torch.stack([*map(self._products_of, pairs, are_replicated)]))
+        products = self._ranks.sum(torch.stack([*map(self._products_of, pairs, are_replicated)]))
+        return torch.cat([products[:layers], products[layers:].sum(0, keepdim=True)])
 
     def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
         """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
@@ -365,11 +377,14 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
         *(x for of_one in map(vars, model.modules()) for x in of_one.values() if _is_leaf(x)),
     ]
     gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     attributes, states = _attributes(model), _random_states(model)
     try:
         for leaf in gradients:
             leaf.grad = None
+        for held, _ in hooks:  # what they do to a gradient as it comes they do to the step's alone
+            held.clear()
         with torch.compiler.set_stance("force_eager"):
             yield gradients
     finally:
@@ -379,6 +394,8 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
             elif [(key, id(x)) for key, x in held.items()] != [(key, id(x)) for key, x in copied.items()]:
                 held.clear()
                 held.update(copied)
+        for held, copied in hooks:
+            held.update(copied)
         for leaf in leaves:
             leaf.grad = gradients.get(leaf)
         with torch.no_grad():

@@ -126,11 +126,8 @@ class Updates:
     """Reads weights before and after the optimizer's step of recorded steps, for MOVED of each.
 
     Without an optimizer, or if its ``step`` is not called or is compiled, the step's begin and end are compared, and
-    gradients are those that are left at the end, of weights that changed. ``unwatched``: this happened in so many
-    recorded steps in turn although there is an optimizer.
+    gradients are those that are left at the end, of weights that changed. ``is_hooked``: hooks wait for a step.
     """
-
-    unwatched = 0
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._handles = optimizer, list[Any]()
@@ -141,6 +138,7 @@ class Updates:
         if isinstance(hooked, torch.optim.Optimizer):
             self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_update()))
             self._handles.append(hooked.register_step_post_hook(lambda *_: self._after_update()))
+        self.is_hooked = bool(self._handles)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -174,7 +172,6 @@ class Updates:
 
     def end(self) -> Tensor:
         """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
-        self.unwatched = self.unwatched + 1 if self._handles and self._gradients is None else 0
         moved, self._moved = self._since() if self._moved is None else self._moved, None
         self._weights = ()
         return moved

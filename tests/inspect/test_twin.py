@@ -204,6 +204,7 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
 
     def why(name: str, optimizer: Any, forward: Callable[[], Any] = lambda: model(torch.randn(16, 64))) -> str:
+        model.zero_grad()
         with octavo.inspect.record(model, tmp_path / name, every=1, optimizer=optimizer) as recorder:
             for _ in range(2):
                 forward().sum().backward()
@@ -220,9 +221,13 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     handle = model.register_forward_pre_hook(lambda *_: 1 // 0 if model[0].recipe.is_high_precision else None)
     assert "the twin failed: ZeroDivisionError" in why("fails", sgd)
     handle.remove()
-    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    assert "update in backward" in why("in backward", sgd)
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad / 4))
+    assert why("divides", sgd) == ""
     handle.remove()
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    bias = model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    assert "update in backward" in why("in backward", sgd)
+    handle.remove(), bias.remove()
     outside = lambda: model(torch.randn(16, 64)).mean() + 99 * model[0].weight.square().sum()  # noqa: E731
     assert "another way than the model's outputs" in why("a penalty of weights", sgd, outside)
     assert "no gradient came through the outputs" in why("another module", sgd, lambda: model[0](torch.randn(16, 64)))
@@ -234,7 +239,7 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
         return y.detach().requires_grad_()
 
     assert "weights were written between" in why("two optimizers", sgd, written)
-    sgd.step = lambda: None  # type: ignore[assignment, method-assign]
+    sgd.step = lambda: model[0].weight.data.mul_(0.9)  # type: ignore[assignment, method-assign]
     assert "runs no hooks" in why("no hooks", sgd)
 
 

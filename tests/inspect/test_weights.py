@@ -56,7 +56,7 @@ def test_a_compiled_step_of_the_optimizer_is_said_to_be_unwatched(
             optimizer.zero_grad()
     record = octavo.inspect.load(tmp_path)
     ((at, kind, text),) = [event for event in record.events if event[1] != NO_TWIN]
-    assert (at, kind) == (1, "unwatched") and f"From step 1: {text}." in table(record, [], 1)
+    assert (at, kind) == (0, "unwatched") and f"From step 0: {text}." in table(record, [], 1)
     assert record.weights["gradient"][:, 0] == pytest.approx(gradients)
     assert np.isnan(record.weights["gradient"][:, 1]).all() and np.isnan(record.weights["outside"]).all()
     assert (record.weights["update"][:, 0] > 0).all()

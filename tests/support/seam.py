@@ -47,7 +47,7 @@ SEAM = {
     "optim.conversion": "Conversion",
     "optim.masters": "MasterForm",
     "optim.state": "Settings largest",
-    "private": "keep_gpu_busy plain_backward pytree",
+    "private": "hooks_after_gradients keep_gpu_busy pytree",
     "reading": "file_inside read_json",
     "recipes": "AnyRecipe NAMED",
     "scaling.delayed": "State",

@@ -1,0 +1,35 @@
+"""What changed first in a run is named, whatever it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.inspect import verdict
+from octavo.inspect.departures import departures
+
+np = pytest.importorskip("numpy")
+
+from tests.inspect.test_findings import healthy  # noqa: E402
+from tests.inspect.test_training import AT, LAYER, RECORDS  # noqa: E402
+
+
+@pytest.mark.parametrize("times", [30.0, 1 / 30, np.inf])
+def test_what_changed_first_is_named_whatever_it_is(times: float) -> None:
+    def change(values: Any) -> None:
+        values[AT:] = values[AT:] * times
+
+    for what, changed in {
+        "gradient of": lambda record: change(record.weights["gradient"][:, 2]),
+        "update of": lambda record: change(record.weights["update"][:, 2]),
+        f"size of {LAYER}'s input": lambda record: change(record.measures["rms"][:, 3]),
+    }.items():
+        record, noise = healthy(4, RECORDS), np.random.default_rng(0).normal(0, 0.1, (RECORDS, 4))
+        record.weights.update(gradient=np.exp(noise), update=1e-4 * np.exp(noise))
+        assert departures(record) == [] and "changed first" not in verdict(record, [])
+        changed(record)
+        first = departures(record)[0]
+        assert what in first.name and first.step == record.steps[AT]
+        assert first.times == pytest.approx(times, rel=0.5)
+        assert f"What changed first: the {first.name.removeprefix('the ')}" in verdict(record, [])
