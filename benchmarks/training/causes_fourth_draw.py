@@ -53,15 +53,18 @@ def short_waves(run: Training) -> None:
     run.model.cos, run.model.sin = rotary_table(SIZES["context"], SIZES["width"] // SIZES["heads"], base=10.0)
 
 
-def without_mask(run: Training) -> None:
-    """Let each position attend to all positions."""
+def attending(attend: Callable[..., Tensor]) -> Callable[[Training], None]:
+    """Return a change of all attention: ``attend`` of queries and keys, which rotary angles have turned, and values."""
 
-    def forward(attention: Any, x: Tensor, rotary: Any = None) -> Tensor:
-        attended = F.scaled_dot_product_attention(*attention._turned(x, rotary))
+    def forward(attention: Any, x: Tensor, rotary: Any) -> Tensor:
+        attended = attend(*attention._turned(x, rotary))
         return attention.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    for block in run.model.blocks:
-        block.attention.forward = functools.partial(forward, block.attention)
+    def change(run: Training) -> None:
+        for block in run.model.blocks:
+            block.attention.forward = functools.partial(forward, block.attention)
+
+    return change
 
 
 def without_residual(run: Training) -> None:
@@ -151,18 +154,26 @@ def rank_without_weights(run: Training) -> None:
         output_of(name, change)(run)
 
 
-def drifting(run: Training) -> None:
-    """Make a layer's input 32 times as large each step, and its output as much smaller."""
-    layer = run.model.get_submodule(run.layer(*INNER))
+def times_inside(base: float, last: int = STEPS, all_of: tuple[str, ...] = ()) -> Callable[[Training], Any]:
+    """Return a change of a layer's input, ``base`` times as large in each of some steps, and its output as much less.
 
-    def factor() -> float:
-        return 32.0 ** max(0, run.step - run.at + 1)
+    In high precision neither the output nor a gradient of the weight or of the layer before it changes. ``all_of``:
+    ends of names of layers, of which each is changed, in place of one that is drawn.
+    """
 
-    def smaller(_: Any, __: Any, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        return tuple(y / factor() for y in output) if isinstance(output, tuple) else output / factor()
+    def change(run: Training) -> None:
+        def factor() -> float:
+            return base ** min(last, max(0, run.step - run.at + 1))
 
-    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor(), *inputs[1:]))
-    layer.register_forward_hook(smaller)
+        def smaller(_: Any, __: Any, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+            return tuple(y / factor() for y in output) if isinstance(output, tuple) else output / factor()
+
+        for name in run.layers(*all_of) if all_of else [run.layer(*INNER)]:
+            layer = run.model.get_submodule(name)
+            layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor(), *inputs[1:]))
+            layer.register_forward_hook(smaller)
+
+    return change
 
 
 def outlier_token(run: Training) -> None:
@@ -195,7 +206,7 @@ E4M3_GRADIENTS = dataclasses.replace(
 FOURTH_DRAW: Mapping[str, Fault] = {
     # the forward pass alone
     "rotary base of 10": Fault(OUTPUTS, ALL, before=at(short_waves), first=FORWARD),
-    "no causal mask": Fault(OUTPUTS, ALL, before=at(without_mask), first=FORWARD),
+    "no causal mask": Fault(OUTPUTS, ALL, before=at(attending(F.scaled_dot_product_attention)), first=FORWARD),
     "dropout left on": Fault(
         ("jump",), ALL, begin=output_of("embedding", lambda _, y: F.dropout(y, 0.5)), first=FORWARD
     ),
@@ -243,7 +254,7 @@ FOURTH_DRAW: Mapping[str, Fault] = {
         INNER,
         CASTS,
         {"recipe": recipes.delayed(history_length=1)},
-        begin=drifting,
+        begin=times_inside(32.0),
         fp8="yes",
         first=("inputs",),
     ),
