@@ -19,17 +19,25 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
-from octavo.cost.command import plan
-from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Step
+from octavo.cost.mesh import Stage, Step
+from octavo.cost.mesh_plan import plan
+from octavo.cost.rank import MeshLayout, Precision
 from octavo.cost.rates import rates_of
+from octavo.cost.servers import Hardware
+from octavo.cost.shapes import Shapes
 
 TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
-    "octavo/cost/command.py",
+    "octavo/cost/compute.py",
     "octavo/cost/mesh.py",
+    "octavo/cost/mesh_plan.py",
+    "octavo/cost/messages.py",
+    "octavo/cost/rank.py",
     "octavo/cost/rates.py",
+    "octavo/cost/servers.py",
+    "octavo/cost/shapes.py",
 )
 
 LLAMA_8B, LLAMA_70B, LLAMA_405B = LLAMA

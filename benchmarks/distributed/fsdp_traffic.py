@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cost.mesh import Shapes, Weight, sent
+from octavo.cost.messages import sent
+from octavo.cost.shapes import Shapes, Weight
 
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
 

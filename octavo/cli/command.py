@@ -394,7 +394,8 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print how long a training step would take, in how much memory, and whether FP8 pays."""
-    from octavo.cost import command, rates_of
+    from octavo.cost import mesh_plan, rates_of
+    from octavo.cost.from_flags import context_of, from_hugging_face, tokens_of
     from octavo.cost.rates import PlanError, with_attention
 
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
@@ -405,8 +406,8 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         config, state = build(ModelConfig, vars(options)), build(StateConfig, vars(options))
     rates, context = rates_of(options.device), config.context
     if options.model is not None:
-        model = command.from_hugging_face(options.model)
-        context = getattr(options, "context", None) or command.context_of(model)
+        model = from_hugging_face(options.model)
+        context = getattr(options, "context", None) or context_of(model)
     else:
         with torch.device("meta"):
             model = GPT(config).bfloat16()
@@ -417,7 +418,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
     if options.attention is not None:
         rates = with_attention(rates, options.attention)
-    inputs = command.tokens_of(options.tokens, context)
+    inputs = tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     head += f", by {state.algorithm}" * (state != StateConfig())
@@ -430,7 +431,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
     settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
     settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-    print(f"{head}\n{command.plan(model, rates, **settings).text()}")
+    print(f"{head}\n{mesh_plan.plan(model, rates, **settings).text()}")
     return 0
 
 
@@ -438,7 +439,9 @@ def _on_one_device(
     model: torch.nn.Module, inputs: tuple[torch.Tensor], rates: Any, options: argparse.Namespace, state: StateConfig
 ) -> str:
     """Return the rest of a line on the options of a step on one device, the plan, and what to change if none fits."""
-    from octavo.cost import command
+    from octavo.cost.from_flags import optimizer_of
+    from octavo.cost.steps import estimates
+    from octavo.cost.verdict import change_that_fits, describe_plan, fits
 
     of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
     of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
@@ -449,11 +452,11 @@ def _on_one_device(
     settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
     settings["weight_storage"] = or_none(state.weight_storage)
     is_octavos = state != StateConfig()
-    settings["optimizer"] = command.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
-    steps = command.estimates(model, inputs, rates, **settings)
-    lines = [", ".join(["", *changes]), command.describe_plan(steps, rates)]
-    if not command.fits(steps, rates):
-        lines.append(command.change_that_fits(model, inputs, rates, of_optimizer, **settings))
+    settings["optimizer"] = optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
+    steps = estimates(model, inputs, rates, **settings)
+    lines = [", ".join(["", *changes]), describe_plan(steps, rates)]
+    if not fits(steps, rates):
+        lines.append(change_that_fits(model, inputs, rates, of_optimizer, **settings))
     return "\n".join(lines)
 
 
@@ -517,12 +520,13 @@ def info(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print versions, devices and extras of this machine; with --measure, also its rates."""
     print(describe_machine())
     if options.measure:
-        from octavo.cost import command, measure
+        from octavo.cost import measure
+        from octavo.cost.pays import describe_rates
         from octavo.cost.rates import keep
 
         print("\nmeasuring ...", flush=True)
         rates = measure()
-        print(command.describe_rates(rates), f"\nkept in {keep(rates)}", sep="\n")
+        print(describe_rates(rates), f"\nkept in {keep(rates)}", sep="\n")
     return 0
 
 

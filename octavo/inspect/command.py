@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.cost.command import columns
 from octavo.cost.rates import rates_of
+from octavo.cost.text import columns
 from octavo.cost.work import COMPARED
 from octavo.distributed.files import replacing
 from octavo.errors import first_line

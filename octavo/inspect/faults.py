@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cost.command import columns
+from octavo.cost.text import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
 from octavo.inspect.rows import first_here, observe

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cost.command import columns
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
+from octavo.cost.text import columns
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
 from octavo.nn.candidates import Select, sizes_of

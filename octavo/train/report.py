@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from octavo.cost.command import columns
+from octavo.cost.text import columns
 from octavo.distributed.files import replacing
 from octavo.errors import require
 from octavo.train.config import UNCONVERTED

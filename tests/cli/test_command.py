@@ -333,7 +333,7 @@ def test_nothing_is_said_before_a_plan(folder, capsys, monkeypatch):
         return torch.nn.Sequential(torch.nn.Embedding(64, 64, device="meta"), torch.nn.Linear(64, 64, device="meta"))
 
     logging.getLogger("torchao").addHandler(handler := logging.StreamHandler())
-    monkeypatch.setattr("octavo.cost.command.from_hugging_face", build)
+    monkeypatch.setattr("octavo.cost.from_flags.from_hugging_face", build)
     assert cli.main(["plan", "config.json", "--context", "64", "--device", "H100"]) == 0
     logging.getLogger("torchao").removeHandler(handler)
     out, err = capsys.readouterr()

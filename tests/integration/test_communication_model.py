@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 
 import pytest
 
-from octavo.cost import mesh
+from octavo.cost.mesh import Stage, Step
+from octavo.cost.rank import MeshLayout
+from octavo.cost.servers import Hardware
 
 model, sent = (
     importlib.import_module(f"benchmarks.distributed.{name}") for name in ("communication_model", "fsdp_traffic")
 )
-HARDWARE = mesh.Hardware()
-LAYOUT = mesh.MeshLayout(64, 64, tensor=4, pipeline=2)
+HARDWARE = Hardware()
+LAYOUT = MeshLayout(64, 64, tensor=4, pipeline=2)
 
 
-def step(shapes, layout, precision) -> mesh.Step:
-    return mesh.Stage(shapes, layout, precision, HARDWARE).step
+def step(shapes, layout, precision) -> Step:
+    return Stage(shapes, layout, precision, HARDWARE).step
 
 
-def waited(planned: mesh.Step) -> dict[str, float]:
+def waited(planned: Step) -> dict[str, float]:
     return {kind: wait.exposed for kind, wait in planned.waits.items()}
 
 
@@ -42,24 +43,9 @@ def test_ranks_hold_all_of_a_model_together(tensor: int, expert: int) -> None:
 
 
 def test_one_gpu_waits_for_nobody() -> None:
-    planned = step(sent.LLAMA[0], mesh.MeshLayout(1, 4), model.BF16)
+    planned = step(sent.LLAMA[0], MeshLayout(1, 4), model.BF16)
     assert [*waited(planned).values(), planned.bubble] == [0, 0, 0, 0]
     assert planned.tflops * 1e12 < HARDWARE.attention_forward
-
-
-def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
-    """A wire's time is that of its hops' bytes, in a world of one second a byte on the network and none on NVLink."""
-    slow = replace(HARDWARE, nvlink=float("inf"), network=1.0, latency=0.0)
-    servers, ranks_per_server = 4, 8
-    ranks = servers * ranks_per_server
-    ring = slow.wire(ranks, ranks, 1)  # a byte for each rank, on one card of each server in its turn
-    assert ring == pytest.approx((servers - 1) * ranks_per_server / ranks_per_server)
-    straight = slow.wire(ranks, ranks, 1, directly=True)  # each rank's byte from all ranks elsewhere
-    assert straight == ranks - ranks_per_server
-    assert slow.exchange(ranks, ranks, 1, 1) == straight
-    assert slow.exchange(ranks, ranks, 1, 2) == pytest.approx(ring)  # of as many bytes
-    alone = (slow.wire(servers, servers, ranks_per_server, directly) for directly in (False, True))
-    assert list(alone) == [servers - 1, servers - 1]
 
 
 def test_each_step_of_the_ladder_changes_what_it_names() -> None:

@@ -32,7 +32,7 @@ def test_public_names_and_those_of_upper_rooms_are_free() -> None:
     source = """
         import octavo
         from octavo import E4M3, recipes
-        from octavo.cost.command import columns
+        from octavo.cost.text import columns
         from octavo.errors import OctavoError
         from octavo.scaling.recipe import Recipe
         octavo.nn.Linear(8, 8, recipe=recipes.delayed())

@@ -1,0 +1,96 @@
+"""The model, its input and its optimizer, made from the flags of ``octavo plan``; none of them takes memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from octavo.cost.rates import PlanError
+from octavo.cost.work import blocks_of
+from octavo.optim import AdamW, Muon, update_in_backward
+from octavo.optim.base import CompactOptimizer
+
+TOKENS = 16384  # of a step, by default
+
+
+def from_hugging_face(path: Path) -> nn.Module:
+    """Return a causal language model from a config.json, or a folder that has one, in bfloat16, without memory."""
+    if not path.exists():  # transformers would look for a model of this name on its hub
+        raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PlanError(
+            f"{path} is a Hugging Face configuration, which transformers reads: pip install transformers; or plan the "
+            "GPT of octavo train, by --width, --layers, --heads"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(
+            f"{path} is no configuration of a causal language model: {str(error).splitlines()[0]}"
+        ) from error
+    model.config.use_cache = False
+    return model
+
+
+def context_of(model: nn.Module) -> int:
+    """Return the longest sequence of a Hugging Face model, by its configuration."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    if not positions:
+        raise PlanError("the configuration does not say how long a sequence is: give --context")
+    return int(positions)
+
+
+def optimizer_of(
+    model: nn.Module, algorithm: str, moments: str, master: str | None, outstanding: int | None = None
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """Return a function from parameters to the optimizer that these options name; Muon has the blocks' matrices.
+
+    ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
+    """
+    make = algorithm_of(model, algorithm, {"moments": moments, "master": master})
+
+    def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
+        of_params = make(params)
+        if outstanding is not None:
+            update_in_backward(of_params, outstanding)
+        return of_params
+
+    return optimizer
+
+
+def algorithm_of(
+    model: nn.Module, algorithm: str, state_options: Any
+) -> Callable[[Iterable[nn.Parameter]], CompactOptimizer]:
+    """Return a function from parameters to AdamW or Muon with these formats of state."""
+    if algorithm == "adamw":
+        return functools.partial(AdamW, **state_options)
+    if (blocks := blocks_of(model)) is None:
+        raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
+    others = {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
+
+    def muon_of(params: Iterable[nn.Parameter]) -> Muon:
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
+        for param in params:
+            groups["muon" if param.ndim in (2, 3) and param.shape not in others else "adamw"].append(param)
+        return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
+
+    return muon_of
+
+
+def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
+    """Return a step's input, [sequences, context], without memory; by default 16,384 tokens, at least one sequence."""
+    wanted = TOKENS if tokens is None else tokens
+    whole = max(wanted // context, 1) * context
+    if tokens not in (None, whole):
+        raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {whole}")
+    return (torch.empty(whole // context, context, dtype=torch.int64, device="meta"),)

@@ -1,0 +1,197 @@
+"""Whether FP8 pays for a model on one device: tables of the steps, then what to do, a sentence for each decision.
+
+``describe_plan`` is the whole text of ``octavo plan`` without ``--gpus``, in this order:
+
+| sentence | is there | function |
+|---|---|---|
+| "A step in ... fits the 80 GiB" | where the device's memory is known | ``_whether_steps_fit`` |
+| "None fits", "Don't: ...", "... is the fastest" | one of them at most | ``_what_to_choose`` |
+| "... of bf16's time with the same fusions" | with ``--fuse`` | ``_beside_fused_bf16`` |
+| "leave out", "no layer is faster than in bf16" | by ``Estimate.slower`` | ``_layers_to_leave_out`` |
+| "The smallest change that fits" | if none fits | ``change_that_fits`` |
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime
+from octavo.cost.from_flags import optimizer_of, tokens_of
+from octavo.cost.pays import WORTH, describe_attention
+from octavo.cost.rates import Rates
+from octavo.cost.steps import step_in
+from octavo.cost.text import GIB, folded
+from octavo.cost.work import work_of
+
+WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
+
+
+def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
+    """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
+    bf16, steps = estimates[0], [step for step in estimates[1:] if step.name != FUSED_BF16]
+    fitting = [step for step in steps if fits([step], rates)]
+    best = min(fitting or steps, key=lambda step: step.total, default=bf16)
+    lines = [f"by the rates of {rates.device} ({rates.source})", *describe_attention(rates), "", tables(estimates), ""]
+    lines += _whether_steps_fit(estimates, rates)
+    lines += _what_to_choose(estimates, best, rates, recipe_fits=bool(fitting))
+    lines += _beside_fused_bf16(estimates, best)
+    lines += _layers_to_leave_out(steps)
+    return "\n".join(lines)
+
+
+def fits(estimates: Iterable[Estimate], rates: Rates) -> bool:
+    """Return whether any of these steps fits the device's memory, or the memory is unknown."""
+    return any(step.peak <= (rates.memory or math.inf) for step in estimates)
+
+
+def _whether_steps_fit(estimates: Sequence[Estimate], rates: Rates) -> Iterator[str]:
+    """Yield the sentence that names the steps too large for the device, if its memory is known."""
+    too_large = [step.name for step in estimates if not fits([step], rates)]
+    if rates.memory:
+        verdict = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
+        yield f"A {verdict} the {rates.memory / GIB:.0f} GiB of {rates.device}."
+
+
+def _what_to_choose(estimates: Sequence[Estimate], best: Estimate, rates: Rates, recipe_fits: bool) -> Iterator[str]:
+    """Yield that no step fits, that FP8 gains too little and why, or how fast the best recipe is."""
+    bf16 = estimates[0]
+    eager, compiled = best.total / bf16.total, best.compiled / bf16.compiled
+    if not fits(estimates, rates):
+        yield f"None fits one device: it needs {min(step.peak for step in estimates) / GIB:,.0f} GiB at least."
+    elif min(eager, compiled) >= WORTH:
+        yield f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why_not(bf16, best)}."
+    elif recipe_fits:
+        yield f"{best.name} is the fastest: {eager:.2f} of bf16's time in eager, {compiled:.2f} compiled."
+
+
+def _why_not(bf16: Estimate, best: Estimate) -> str:
+    """Return the reason why FP8 does not pay."""
+    if bf16.products < 0.3 * bf16.total:
+        return f"products are only {bf16.products / bf16.total:.0%} of the step, and the rest is not made faster"
+    if best.products >= bf16.products:
+        return "this device's FP8 products are no faster than its bf16 ones"
+    return f"casts take {best.casts / (bf16.products - best.products):.0%} of what the products gain"
+
+
+def _beside_fused_bf16(estimates: Sequence[Estimate], best: Estimate) -> Iterator[str]:
+    """Yield how the best recipe compares with bf16 with the same fusions, if that is one of the steps."""
+    for step in estimates:
+        if step.name == FUSED_BF16:
+            of_fused = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
+            yield f"{best.name} takes {of_fused}, a kernel each as Liger-Kernel computes them."
+
+
+def _layers_to_leave_out(steps: Sequence[Estimate]) -> Iterator[str]:
+    """Yield for each recipe the layers that are no faster than in bf16; together the recipes where none is faster."""
+    for step in steps:
+        if step.slower and len(step.slower) < len(step.layers):
+            yield f"{step.name}: leave out, as fast in bf16 or faster: {_by_shape(step.slower)}"
+    never_faster = [step for step in steps if step.slower and len(step.slower) == len(step.layers)]
+    if never_faster:
+        layers = _by_shape(never_faster[0].slower)
+        yield f"{', '.join(step.name for step in never_faster)}: no layer is faster than in bf16: {layers}"
+
+
+def _by_shape(layers: Sequence[LayerTime]) -> str:
+    """Return a text of layers by shape: how many have it, and the first one's name."""
+    counts = Counter(layer.work.shape for layer in layers)
+    names = {layer.work.shape: layer.work.name for layer in reversed(layers)}
+    return ", ".join(f"{count} of {shape} ({names[shape]})" for shape, count in counts.items())
+
+
+def tables(estimates: Sequence[Estimate]) -> str:
+    """Return tables of the predicted steps, of which the first is without FP8: times, memory, activations."""
+    waits = ", ".join(f"{1e3 * step.waits:.2f} in {step.name}" for step in estimates if step.waits >= 5e-6)
+    lines = [folded(_times(estimates))]
+    lines += [f"Of other in eager the device waits for the host: {waits}."] * bool(waits)
+    return "\n".join([*lines, "", folded(_memory(estimates)), "", folded(_activations(estimates))])
+
+
+def _times(estimates: Sequence[Estimate]) -> list[list[str]]:
+    """Return the rows of milliseconds a step, by kind, in eager and compiled."""
+    bf16 = estimates[0]
+    rows = [["", "", "", "", "eager", "", "", "compiled", "", ""]]
+    rows.append(["ms a step", "products", "casts", "optimizer", *("other", "total", "of bf16") * 2])
+    for step in estimates:
+        row = [step.name, *(f"{1e3 * seconds:.2f}" for seconds in (step.products, step.casts, step.optimizer))]
+        row += [f"{1e3 * (step.other + step.waits):.2f}", f"{1e3 * step.total:.2f}"]
+        row += [f"{step.total / bf16.total:.2f}", f"{1e3 * step.fused:.2f}", f"{1e3 * step.compiled:.2f}"]
+        rows.append([*row, f"{step.compiled / bf16.compiled:.2f}"])
+    return rows
+
+
+def _memory(estimates: Sequence[Estimate]) -> list[list[str]]:
+    """Return the rows of GiB by kind, and the most at a time."""
+    rows = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
+    for step in estimates:
+        memory = step.memory
+        kinds = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, step.peak
+        share = f"{step.peak / estimates[0].peak:.2f}"
+        rows.append([step.name, *(f"{size / GIB:.2f}" for size in kinds), share])
+    return rows
+
+
+def _activations(estimates: Sequence[Estimate]) -> list[list[str]]:
+    """Return the rows of GiB that forward saves for backward, a kind a row, a step a column."""
+    rows = [["GiB of activations", *(step.name for step in estimates)]]
+    for kind in dict.fromkeys(kind for step in estimates for kind in step.memory.saved or ()):
+        sizes = [(step.memory.saved or {}).get(kind, 0) / GIB for step in estimates]
+        if any(sizes):
+            rows.append([kind, *(f"{size:.2f}" for size in sizes)])
+    return rows
+
+
+class SmallerStep(NamedTuple):
+    """Flags that make a step smaller, and what they change: its tokens, arguments of the optimizer, of ``step_in``."""
+
+    flags: str
+    tokens: int
+    state: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def changes(tokens: int, context: int) -> list[SmallerStep]:
+    """Return the changes to try for a step of so many tokens, first those that change least.
+
+    They are fused operations, fewer sequences at a time, then moments, masters, weights and updates in FP8.
+    """
+    fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
+    fused, stored = {"fuse": True}, {"weight_storage": "fp8"}
+    in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
+    flags_in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    return [
+        SmallerStep("--fuse", tokens, {}, fused),
+        *(SmallerStep(f"--tokens {n}, with as many more micro-batches", n, {}, {}) for n in reversed(fewer)),
+        SmallerStep("--moments fp8 --master split24", tokens, {"moments": "fp8", "master": "split24"}, {}),
+        SmallerStep(flags_in_fp8, tokens, in_fp8, stored),
+        SmallerStep(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8, fused | stored),
+    ]
+
+
+def change_that_fits(
+    model: nn.Module, inputs: tuple[Tensor], rates: Rates, state: Mapping[str, Any], **settings: Any
+) -> str:
+    """Return the flags that bring a step which is too large into the device's memory: the first that suffice.
+
+    Args:
+        state: the arguments of ``optimizer_of``, where a change is one of these.
+        settings: other arguments of ``step_in``, with the optimizer of the step.
+    """
+    name, context = "delayed", inputs[0].shape[1]
+    work = functools.cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
+    for change in changes(inputs[0].numel(), context):
+        options = {**settings, **change.settings}
+        if change.state:
+            options["optimizer"] = optimizer_of(model, **{**state, **change.state})
+        step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
+        size = f"{step.peak / GIB:,.0f} GiB"
+        if fits([step], rates):
+            return f"The smallest change that fits: {change.flags}. {name} takes {size} then."
+    devices = 1 << math.ceil(math.log2(step.peak / rates.memory))
+    return f"Not even {change.flags} is enough ({size}). Plan for several devices: --gpus {devices} or more."

@@ -1,0 +1,117 @@
+"""Models, inputs and optimizers that flags name: as a training has them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo import cli, recipes
+from octavo.cost import steps
+from octavo.cost.estimate import estimate, orthogonalising
+from octavo.cost.from_flags import context_of, from_hugging_face, optimizer_of, tokens_of
+from octavo.cost.rates import PUBLISHED, PlanError
+from octavo.cost.steps import step_in
+from octavo.cost.work import work_of
+from octavo.train import GPT, ModelConfig
+from octavo.weights.stored import local_stored
+
+H200 = PUBLISHED["H200"]
+
+
+def test_a_hugging_face_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = from_hugging_face(tmp_path / "config.json")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    for flags, says in ((["--layers", "9"], "--layers"), (["--width", "2", "--heads", "1"], "--heads, --width")):
+        assert cli.main(["plan", str(tmp_path), "--device", "H200", *flags]) == 2
+        assert f"{says}: the model's sizes are those of {tmp_path}" in capsys.readouterr().err
+    monkeypatch.setattr(steps, "RECIPES", {"dynamic": recipes.dynamic})
+    assert context_of(model) == 2048  # a Llama's, where the file says nothing else
+    assert cli.main(["plan", str(tmp_path), "--device", "H200", "--tokens", "2048", "--context", "64"]) == 0
+    assert "32 sequences of 64 tokens" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PlanError, match="no configuration of a causal language model"):
+        from_hugging_face(tmp_path)
+    with pytest.raises(PlanError, match=r"nowhere does not exist: give a config.json"):
+        from_hugging_face(Path("nowhere"))
+
+
+def test_tokens_are_whole_sequences() -> None:
+    assert tokens_of(96, 32)[0].shape == (3, 32)
+    for tokens in (16, 100):
+        with pytest.raises(PlanError, match="must be a multiple of the context, 32"):
+            tokens_of(tokens, 32)
+    assert [tokens_of(None, context)[0].shape for context in (128, 3000, 131072)] == [
+        (128, 128), (5, 3000), (1, 131072)
+    ]  # fmt: skip
+
+
+def sizes_of(optimizer: Any) -> Counter[str]:
+    """Return the bytes of an optimizer's state by name, codes with their scales."""
+    sizes: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            sizes[name.removesuffix("_codes").removesuffix("_scale_inv")] += tensor.nbytes
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moments", "master"),
+    [
+        ("muon", "fp8", "split24"),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("muon", "bf16", None), ("adamw", "fp32", "auto"))),
+    ],
+)
+def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moments: str, master: str | None) -> None:
+    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)
+    model, inputs = GPT(config).bfloat16(), tokens_of(16, 16)
+    optimizer_class = optimizer_of(model, algorithm, moments, master)
+    planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=optimizer_class)
+    optimizer: Any = optimizer_class(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    sizes = sizes_of(optimizer)
+    assert planned.memory.masters == sizes["master_rest"]
+    assert planned.memory.moments == sizes["momentum_buffer"] + sizes["exp_avg"] + sizes["exp_avg_sq"]
+    memory, products = planned.memory, 0.0
+    if algorithm == "muon":
+        first, others = (group["params"] for group in optimizer.param_groups)
+        assert {*map(id, others)} >= {id(model.embedding.weight), id(model.head.weight)} and len(first) >= 4
+        products = sum(orthogonalising(param.shape, H200) for param in first)
+    moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
+    assert planned.optimizer == pytest.approx(moved / H200.copy + products) and (products > 0) == (algorithm == "muon")
+
+
+def test_weights_in_fp8_and_updates_in_backward_are_planned_as_a_training_keeps_them() -> None:
+    config = ModelConfig(width=64, layers=2, heads=2, context=16)
+    model, inputs = GPT(config).bfloat16(), tokens_of(16, 16)
+    optimizer_class = optimizer_of(model, "adamw", "fp8", "split16", 1024)
+    stored: Any = {"optimizer": optimizer_class, "weight_storage": "fp8"}
+    planned = step_in("blockwise", model, inputs, H200, work_of(model, inputs), **stored)
+    octavo.convert(model, recipes.blockwise(), weight_storage="fp8")
+    optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split16")
+    handle = octavo.optim.update_in_backward(optimizer, 1024)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model(tokens).float().sum().backward()
+    optimizer.step()
+    weights: list[torch.Tensor] = []
+    for param in model.parameters():
+        pair = local_stored(param)
+        weights += [param] if pair is None else [pair.qdata, pair.scale_inv]
+    assert planned.name == "blockwise" and planned.memory.weights == sum(t.nbytes for t in weights)
+    sizes = sizes_of(optimizer)
+    assert planned.memory.masters == sizes["master_rest"] + sizes["master_amax"]
+    assert planned.memory.moments == sizes["exp_avg"] + sizes["exp_avg_sq"]
+    largest = max(2 * param.numel() for param in model.parameters())
+    assert handle.most_bytes <= planned.memory.gradients == 1024 + largest

@@ -1,0 +1,21 @@
+"""What travels between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from octavo.cost.mesh import Stage
+from octavo.cost.servers import Hardware
+from tests.support.meshes import BF16, LAYOUT, SHAPES, stage
+
+
+def test_replicas_keep_gathers_inside_a_server_and_add_gradients_between() -> None:
+    hardware, size = Hardware(), 2 * SHAPES.parameters / 8  # a rank's bf16 gradients, added up by 8 ranks 8 GPUs apart
+    replicas = 2 * hardware.wire(size, 8, 8)
+    alone = Stage(SHAPES, replace(LAYOUT, gpus=8, sequences=16), BF16, hardware).fsdp
+    assert stage(replicate=8).fsdp.seconds == pytest.approx(alone.seconds + replicas)
+    assert (hardware.link(8, 1), hardware.link(8, 8), hardware.link(64, 1, directly=True)) == (
+        "NVLink", "network", "network"
+    )  # fmt: skip

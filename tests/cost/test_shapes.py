@@ -1,0 +1,54 @@
+"""A transformer's matrices, read from models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from octavo.cost import shapes
+from octavo.cost.from_flags import tokens_of
+from octavo.cost.rates import PlanError
+from octavo.cost.shapes import Weight
+from octavo.cost.work import work_of
+from octavo.train import GPT, ModelConfig
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
+
+
+def meta(model_class: type, config: object) -> torch.nn.Module:
+    with torch.device("meta"):
+        return model_class(config).bfloat16()  # type: ignore[no-any-return]
+
+
+def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "SOME", 1)
+    model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
+    short = shapes.shortened(model)
+    counted = shapes.shapes_of(model, work_of(short, tokens_of(64, 64)), 64, None)
+    assert counted.block[:4] == (
+        Weight(64 + 2 * 32, 64, True, "out"), Weight(64, 64, True, "in"), Weight(2 * 176, 64, True, "out"),
+        Weight(64, 176, True, "in"),
+    )  # fmt: skip
+    assert (counted.layers, counted.width, counted.heads, counted.attention) == (2, 64, (4, 2), 64)
+    assert counted.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=64)
+    assert len(short.model.layers) == 1 and len(model.model.layers) == 2  # type: ignore[union-attr,arg-type]
+    ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
+    assert ideal < counted.elementwise < 2 * ideal
+    whole = shapes.shapes_of(model, work_of(model, tokens_of(64, 64)), 64, {"norms": 6400})
+    assert (
+        whole.block == counted.block and 20 < whole.launches < 150 and counted.launches == 0
+    )  # asking for a device is none
+    assert whole.elementwise > 2 * counted.elementwise and whole.saved == 6400 / 64 / 2
+
+
+def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
+    for experts, splits in ((0, ["out", "in", "out", "in"]), (4, ["out", "in", None, "experts", "experts"])):
+        model = meta(GPT, ModelConfig(64, 2, 2, 32, experts=experts, top_k=2 if experts else 1))
+        work = work_of(shapes.shortened(model), tokens_of(32, 32))
+        block = shapes.shapes_of(model, work, 32, {"inputs of layers": 6400}).block
+        assert [weight.split for weight in block[:-1]] == splits
+        assert [(w.held, w.used) for w in block if w.split == "experts"] == [(4, 2), (4, 2)] * bool(experts)
+    with pytest.raises(PlanError, match="no list of blocks"):
+        shapes.shortened(torch.nn.Linear(4, 4))

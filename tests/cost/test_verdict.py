@@ -1,0 +1,133 @@
+"""Whether FP8 pays for a model: tables, what to choose, to leave out and to change; ``octavo plan`` says so."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import cli, recipes
+from octavo.cost import steps, verdict
+from octavo.cost.estimate import FUSED_BF16, Estimate, estimate
+from octavo.cost.from_flags import tokens_of
+from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
+from octavo.cost.verdict import change_that_fits, describe_plan, tables
+from octavo.cost.work import work_of
+
+H200 = PUBLISHED["H200"]
+
+
+def two_steps(tokens: int, *sizes: int) -> list[Estimate]:
+    """Return plans of linear layers from each size to the next, in bf16 and delayed."""
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(a, b, dtype=torch.bfloat16) for a, b in itertools.pairwise(sizes)))
+    x = (torch.empty(tokens, sizes[0], dtype=torch.bfloat16, device="meta"),)
+    work = work_of(layers, x)
+    return [estimate(layers, x, recipe, H200, work=work) for recipe in (None, recipes.delayed())]
+
+
+def plan(*sizes: int) -> str:
+    """Return the text about such layers, of so many tokens."""
+    return describe_plan(two_steps(*sizes), H200)
+
+
+def test_large_layers_pay_and_small_ones_do_not() -> None:
+    text = plan(16384, 8192, 8192, 8192)
+    assert "delayed is the fastest: 0." in text and "leave out" not in text and "Don't" not in text
+    assert "A step in any of them fits the 139 GiB of NVIDIA H200." in text
+    assert "Don't: no recipe takes less than 97% of bf16's time here" in plan(512, 512, 512, 512)
+    assert "delayed: leave out, as fast in bf16 or faster: 1 of 512 x 8192 (1)" in plan(1024, 16384, 8192, 512)
+
+
+def test_bf16_with_the_same_fusions_is_a_row_beside_which_the_best_is_named() -> None:
+    bf16, fp8 = two_steps(16384, 8192, 8192)
+    rates = PUBLISHED["H100"]
+    fused = replace(bf16, name=FUSED_BF16, other=bf16.other - 0.1 * bf16.products, host=(), device=())
+    text = describe_plan([bf16, fused, fp8], rates)
+    assert "delayed is the fastest" in text and f"\n{FUSED_BF16} " in text
+    assert f"delayed takes {fp8.total / fused.total:.2f} of bf16's time with the same fusions" in text
+    assert "same fusions" not in describe_plan([bf16, fp8], rates)
+    for kernel, rate in (("flash", "228"), ("cudnn", "334")):
+        lines = describe_plan([bf16, fp8], with_attention(rates, kernel)).splitlines()
+        assert lines[1].startswith(f"causal attention by {kernel}: {rate} TFLOP/s with heads of 64 and")
+        assert "(published: arXiv 2407.08608)" in lines[1]
+    with pytest.raises(PlanError, match="no rate of cudnn attention is published of NVIDIA B200; of H100, H200"):
+        with_attention(PUBLISHED["B200"], "cudnn")
+
+
+def test_whether_a_step_fits() -> None:
+    text = plan(16384, *[65536] * 7)
+    assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in text and "the fastest" not in text
+    assert "None fits one device: it needs 2" in text
+    # in between, the fastest of the meshes that fit
+    bf16, fp8 = two_steps(16384, 8192, 8192)
+    larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
+    text = describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
+    assert "A step in larger does not fit" in text and "delayed is the fastest" in text
+
+
+def test_tables_fit_a_line() -> None:
+    """A table of large numbers has at most 100 characters a line; a wider one goes on below."""
+    bf16, fp8 = two_steps(16384, 8192, 8192)
+    slow = [replace(fp8, name=name, products=5.0, casts=1.0, other=2.0) for name in ("blockwise", FUSED_BF16)]
+    lines = tables([bf16, *slow]).splitlines()
+    assert max(map(len, lines)) <= 100 and [len(line.split()) for line in lines[1:3]] == [14, 10]
+    assert lines[3].split()[5] == f"{1e3 * slow[0].total:.2f}"
+
+
+def test_the_smallest_change_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are tried from those that change least on; the bytes here are made up, and each change saves some."""
+
+    def step(name: str, model: Any, inputs: Any, rates: Any, work: Any, **options: Any) -> Any:
+        state = 100 if options.get("weight_storage") else {"fp32": 1000, "fp8": 500}[options["optimizer"]["moments"]]
+        return SimpleNamespace(peak=state + inputs[0].numel() * (0.9 if options.get("fuse") else 1))
+
+    monkeypatch.setattr(verdict, "step_in", step)
+    monkeypatch.setattr(verdict, "work_of", lambda model, inputs: None)
+    monkeypatch.setattr(verdict, "optimizer_of", lambda model, **options: options)
+
+    def change(room: float) -> str:
+        rates, state = replace(H200, memory=room), {"algorithm": "adamw", "moments": "fp32", "master": "auto"}
+        inputs = tokens_of(1024, 256)
+        return change_that_fits(nn.Linear(2, 2), inputs, rates, state, optimizer={"moments": "fp32"})
+
+    in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    for room, flags in (
+        (1950, "--fuse"), (1600, "--tokens 512, with as many more micro-batches"), (1300, "--tokens 256, with as many"),
+        (1200, in_fp8), (400, f"{in_fp8} --fuse --tokens 256. delayed takes 0 GiB then."),
+    ):  # fmt: skip
+        assert change(room).startswith(f"The smallest change that fits: {flags}")
+    too_large = f"Not even {in_fp8} --fuse --tokens 256 is enough (0 GiB). Plan for several devices: --gpus 4 or more."
+    assert change(100) == too_large
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    size = ["--width", "64", "--layers", "1", "--heads", "2", "--context", "32", "--tokens", "128"]
+    assert cli.main(["plan", *size]) == 2
+    assert "octavo: error: the rates of this device" in capsys.readouterr().err
+    rates_of_cpu = replace(H200, device=device_label(torch.device("cpu")))
+    monkeypatch.setattr("octavo.cost.measure", lambda: rates_of_cpu)
+    assert cli.main(["info", "--measure"]) == 0
+    assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
+    monkeypatch.setattr(steps, "RECIPES", {name: steps.RECIPES[name] for name in ("dynamic", "mx")})
+    assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
+    text = capsys.readouterr().out
+    assert "4 sequences of 32 tokens" in text and "Don't" in text and "by muon, moments fp8, master split24" in text
+    assert "dynamic, mx: no layer is faster than in bf16: 1 of 192 x 64 (blocks.0.attention.qkv.linear), 1 of" in text
+    stored = ["--weight-storage", "fp8", "--moments", "fp8", "--master", "split16", "--update-in-backward", "1KB"]
+    assert cli.main(["plan", *size, *stored]) == 0
+    text = capsys.readouterr().out
+    assert "master split16, weights in FP8 under the recipes, updates in backward by 1KB\n" in text
+    assert "\ndynamic " in text and "\nmx " not in text  # whose weights can't be stored
+    options = ["--device", "H100", "--attention", "cudnn", "--loss", "chunked"]
+    assert cli.main(["plan", *size, *options]) == 2  # so small a head is not converted
+    assert "a chunked loss: the gradients of head are no products in FP8" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path), "--device", "H200"]) == 2
+    assert "no configuration of a causal language model" in capsys.readouterr().err

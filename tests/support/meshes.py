@@ -1,0 +1,20 @@
+"""A small transformer on 64 GPUs, whose layout and precision a test changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.cost.mesh import Stage
+from octavo.cost.rank import MeshLayout, Precision
+from octavo.cost.servers import Hardware
+from octavo.cost.shapes import Shapes, Weight
+
+BLOCK = (Weight(3 * 1024, 1024, True, "out"), Weight(1024, 1024, True, "in"), Weight(4096, 1024, True, "experts", 8, 2))
+SHAPES = Shapes("", 1024, 4, BLOCK, (Weight(512, 1024), Weight(512, 1024)), 1024, 20480, heads=(8, 4))
+BF16, FP8 = Precision("bf16", "bf16"), Precision("dynamic", gathers=True, pairs=True)
+LAYOUT = MeshLayout(64, 128, 1024)
+
+
+def stage(precision: Precision = BF16, **layout: int | float) -> Stage:
+    """Return the step of LAYOUT with these changes."""
+    return Stage(SHAPES, replace(LAYOUT, **layout), precision, Hardware())  # type: ignore[arg-type]
