@@ -19,9 +19,9 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
+from octavo.cost.layout import MeshLayout, Precision
 from octavo.cost.mesh import Stage, Step
 from octavo.cost.mesh_plan import plan
-from octavo.cost.rank import MeshLayout, Precision
 from octavo.cost.rates import rates_of
 from octavo.cost.servers import Hardware
 from octavo.cost.shapes import Shapes
@@ -31,6 +31,7 @@ MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
     "octavo/cost/compute.py",
+    "octavo/cost/layout.py",
     "octavo/cost/mesh.py",
     "octavo/cost/mesh_plan.py",
     "octavo/cost/messages.py",

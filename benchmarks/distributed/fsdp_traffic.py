@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cost.messages import sent
+from octavo.cost.messages import gather_bytes
 from octavo.cost.shapes import Shapes, Weight
 
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
@@ -109,11 +109,11 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
         param_bytes: of an element that is gathered in high precision.
         reduce_bytes: of a gradient's element.
     """
-    block, amaxes = sent(shapes.block, recipe, ranks, param_bytes)
-    converted, _ = sent([weight for weight in shapes.block if weight.converted], recipe, ranks, param_bytes)
-    root, _ = sent(shapes.root, "bf16", ranks, param_bytes)
-    block_gradients, _ = sent(shapes.block, "bf16", ranks, reduce_bytes)
-    root_gradients, _ = sent(shapes.root, "bf16", ranks, reduce_bytes)
+    block, amaxes = gather_bytes(shapes.block, recipe, ranks, param_bytes)
+    converted, _ = gather_bytes([weight for weight in shapes.block if weight.converted], recipe, ranks, param_bytes)
+    root, _ = gather_bytes(shapes.root, "bf16", ranks, param_bytes)
+    block_gradients, _ = gather_bytes(shapes.block, "bf16", ranks, reduce_bytes)
+    root_gradients, _ = gather_bytes(shapes.root, "bf16", ranks, reduce_bytes)
     scales = shapes.layers * amaxes
     return Traffic(
         gathered_forward=shapes.layers * block + root,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from octavo import recipes
 from octavo.cost.estimate import orthogonalising
-from octavo.cost.rank import STATES, Rank
+from octavo.cost.rank import STATE_BYTES, Rank
 from octavo.cost.rates import HIGH_PRECISION, forms_of
 from octavo.cost.shapes import BF16, FLOAT, Weight
 from octavo.cost.work import LinearWork
@@ -75,7 +75,7 @@ def update(rank: Rank) -> float:
     It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the products;
     matrices but those of experts travel to them and back in bf16.
     """
-    master, seconds, hardware = STATES[rank.precision.state][0], 0.0, rank.hardware
+    master, seconds, hardware = STATE_BYTES[rank.precision.state][0], 0.0, rank.hardware
     for part, ranks, stride in rank.shards:
         moved = 2 * (master + rank.moments(part)) + FLOAT + BF16
         seconds += moved * part.parameters / ranks / hardware.rates.copy

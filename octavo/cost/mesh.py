@@ -5,7 +5,8 @@ The formulas, none of which is measured or fitted, are one file a question:
 | question | file |
 |---|---|
 | which matrices has a block, and what does a rank get of them? | ``shapes.py`` |
-| how is a step divided, and how much memory does a rank need? | ``rank.py`` |
+| which settings has a step? | ``layout.py`` |
+| how much does a rank hold, in which memory? | ``rank.py`` |
 | how long does a rank compute? | ``compute.py`` |
 | what travels between ranks, and when? | ``messages.py`` |
 | how fast are links, and who says so? | ``servers.py`` |

@@ -6,7 +6,6 @@ and the fastest mesh ``mesh_search.py``'s.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from torch import nn
 
 from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
+from octavo.cost.layout import RANKS, MeshLayout, Precision, mesh_of
 from octavo.cost.mesh import Stage
 from octavo.cost.mesh_search import better, in_pairs, order, searched
-from octavo.cost.rank import RANKS, MeshLayout, Precision
 from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates
 from octavo.cost.servers import Hardware
 from octavo.cost.shapes import BF16, shapes_of, shortened
@@ -107,25 +106,6 @@ def flags(stage: Stage) -> str:
     now = stage.layout
     in_fp8 = " --checkpoint-in-fp8" * (stage.precision.regions < BF16)
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
-
-
-def mesh_of(text: str, gpus: int) -> dict[str, int]:
-    """Return ranks by kind, from a text such as "fsdp=8,tensor=8"."""
-    ranks_by_kind = dict.fromkeys(RANKS, 1)
-    for part in text.split(","):
-        kind, _, ranks = (word.strip() for word in part.partition("="))
-        if kind not in RANKS or not ranks.isdigit() or int(ranks) < 1:
-            raise PlanError(f"--mesh {text}: {part!r} is not KIND=RANKS; kinds are {', '.join(RANKS)}")
-        ranks_by_kind[kind] = int(ranks)
-    product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
-    if product != gpus:
-        others = product // ranks_by_kind["fsdp"]
-        remedy = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
-        raise PlanError(
-            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {remedy}--gpus {product} would do; expert does "
-            "not count, as experts are divided among ranks of fsdp and tensor"
-        )
-    return ranks_by_kind
 
 
 def plan(model: nn.Module, rates: Rates, **options: Any) -> MeshPlan:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from octavo.cost.layout import RANKS
 from octavo.cost.mesh import Stage
-from octavo.cost.rank import RANKS
 from octavo.cost.rates import PlanError
 from octavo.cost.steps import STORED
 

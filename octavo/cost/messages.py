@@ -26,7 +26,7 @@ SENT_PAIR = 1 + 1 / 128  # bytes of a code and its share of the exponent that is
 BLOCK = 128  # elements that share a scale by the recipe "blockwise"
 
 
-def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
+def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
     """Return the bytes of one gather of weights over so many ranks, and of the amaxes that ranks share before it.
 
     Each rank has as many rows of a weight (the last one's padded): as bf16, or, of a converted one, a byte an element
@@ -34,23 +34,22 @@ def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = 
     rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks share an amax of 4 bytes for each.
     """
     tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
-    whole: float = 0
+    total: float = 0
     amaxes: float = 0
     for weight in weights:
-        part, held = math.ceil(weight.rows / ranks), weight.share * weight.held
-        elements, pairs = held * part * ranks * weight.cols, 0.0
+        rows_of_rank, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
+        elements, pairs = matrices * rows_of_rank * ranks * weight.cols, 0.0
         if not weight.converted or recipe == HIGH_PRECISION:
-            whole += elements * param_bytes
+            total += elements * param_bytes
             continue
-        for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
-            count = (
-                held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
-            )
-            apart = rows and weight.rows == part * ranks and part % rows == 0
-            pairs += elements + size * count if apart else elements
-            amaxes += 0 if apart else 4 * count
-        whole += elements * param_bytes if ranks == 1 else pairs
-    return whole, amaxes
+        for rows, cols, scale_bytes in tiles.get(recipe, [(0, 0, 4)]):  # of a scale's rows and columns, 0: all
+            tiles_of_rows = math.ceil(weight.rows / (rows or weight.rows))
+            scales = matrices * tiles_of_rows * math.ceil(weight.cols / (cols or weight.cols))
+            is_sent = rows and weight.rows == rows_of_rank * ranks and rows_of_rank % rows == 0
+            pairs += elements + scale_bytes * scales if is_sent else elements
+            amaxes += 0 if is_sent else 4 * scales
+        total += elements * param_bytes if ranks == 1 else pairs
+    return total, amaxes
 
 
 class ShardMessages(NamedTuple):
@@ -75,9 +74,9 @@ def fsdp(rank: Rank) -> Iterator[ShardMessages]:
         if ranks * layout.replicate == 1:
             continue
         gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
-        root, _ = sent(shapes.root, HIGH_PRECISION, ranks)
-        block, amaxes = sent(shapes.block, recipe, ranks)
-        gradients, _ = sent(shapes.block, HIGH_PRECISION, ranks)
+        root, _ = gather_bytes(shapes.root, HIGH_PRECISION, ranks)
+        block, amaxes = gather_bytes(shapes.block, recipe, ranks)
+        gradients, _ = gather_bytes(shapes.block, HIGH_PRECISION, ranks)
         scatter_of_root, scatter = (
             hardware.exchange(size * SENT_PAIR / BF16, ranks, stride, levels) if levels else gather(size)
             for size in (root, shapes.layers * gradients + root)
@@ -103,7 +102,7 @@ def tensor(rank: Rank) -> float:
     (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
     scatters the sum of its output and gathers that output's gradient.
     """
-    layout, hardware, bytes_gathered = rank.layout, rank.hardware, rank.precision.sent
+    layout, hardware, bytes_gathered = rank.layout, rank.hardware, rank.precision.operand_bytes
     if layout.tensor == 1:
         return 0.0
     seconds = 0.0
@@ -134,4 +133,4 @@ def expert(rank: Rank) -> float:
     numbers = rank.tokens / layout.tensor * rank.whole.width * layers
     slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
     waits = (4 + 2 * rank.precision.pairs) * layers * hardware.latency  # also of the scales
-    return numbers * 2 * (rank.precision.sent + BF16) * slowest + waits
+    return numbers * 2 * (rank.precision.operand_bytes + BF16) * slowest + waits

@@ -1,7 +1,7 @@
 """A rank of a mesh and what it holds: its part of the model and of a micro-batch's tokens, and the bytes of its memory.
 
-``MeshLayout`` says how a step is divided among GPUs, ``Precision`` what is in FP8; ``Rank`` is a transformer's Shapes
-divided so on given servers, and refuses a division that leaves a remainder.
+``Rank`` is a transformer's Shapes, divided by a MeshLayout among the GPUs of given servers; it refuses a division that
+leaves a remainder.
 """
 
 from __future__ import annotations
@@ -10,95 +10,24 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from octavo.cost.layout import MeshLayout, Precision
 from octavo.cost.rates import HIGH_PRECISION, PlanError
 from octavo.cost.servers import Hardware
 from octavo.cost.shapes import BF16, CODE, FLOAT, Shapes, Weight
 
-RANKS = ("fsdp", "replicate", "tensor", "pipeline", "context", "expert")
 PAIR = 1 + 4 / 128  # bytes of a code and its share of 128's scale
 # bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
-STATES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
+STATE_BYTES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The products and messages that are in FP8; each is octavo's way unless said otherwise.
+class ShardGroup(NamedTuple):
+    """Parameters that FSDP2 shards over the same ranks."""
 
-    ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
-    (``octavo.distributed.Fp8Reduction``): by an all-to-all of all ranks, or by one of a server's ranks and one of
-    servers. The time of casts and sums is left out. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
-    tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
-    whose scale ranks share first. Gathered tensors are kept for backward; sums over ranks stay in bf16.
-    ``elsewhere``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
-    backward; a token is cast and sent over the network once for all its experts of a server.
-    """
-
-    name: str
-    recipe: str = "dynamic"  # of the products, by its name in octavo.recipes; "bf16": none
-    gathers: bool = False  # FSDP2 gathers weights in FP8, else in bf16
-    reduction: int = 0
-    pairs: bool = False
-    elsewhere: bool = False
-    state: str = "float32"  # weights, masters and moments: one of STATES
-    regions: float = BF16  # bytes of an element that a recomputed layer keeps
-    algorithm: str = "adamw"  # "muon": of the blocks' matrices
-
-    @property
-    def sent(self) -> int:
-        """Bytes of an element of an input or a gradient that is gathered or dispatched."""
-        return CODE if self.pairs else BF16
-
-
-@dataclass(frozen=True)
-class MeshLayout:
-    """A step's division among GPUs."""
-
-    gpus: int
-    sequences: int  # of a step
-    sequence: int = 8192  # tokens of one
-    tensor: int = 1  # ranks of each kind of parallelism; of this kind with sequence parallelism
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1  # among the ranks of data parallelism
-    chunks: int = 1  # that the layers of a stage come in (interleaved 1F1B)
-    recomputed: float = 0.0  # the share of layers whose forward runs again in backward
-    replicate: int = 1  # groups of ranks of data parallelism that each hold all weights (HSDP, DDP)
-    batch: int = 1  # sequences of a micro-batch
-
-    @property
-    def resharded(self) -> bool:
-        """Whether FSDP2 frees weights after each use, gathers them twice a micro-batch, and reduces gradients in each.
-
-        A pipeline does so once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2
-        with reshard_after_forward=False).
-        """
-        return self.pipeline == 1
-
-    @property
-    def data(self) -> int:
-        """Ranks of data parallelism."""
-        return self.gpus // (self.tensor * self.pipeline * self.context)
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step."""
-        return self.sequences // (self.data * self.batch)
-
-    @property
-    def sharded(self) -> int:
-        """Ranks that the weights of a stage are sharded over."""
-        return self.data * self.context // self.replicate
-
-    @property
-    def ranks(self) -> dict[str, int]:
-        """{kind of RANKS: number of ranks}."""
-        kinds = {kind: getattr(self, kind) for kind in RANKS[1:]}
-        return {"fsdp": self.sharded // self.context} | kinds
-
-    def __str__(self) -> str:
-        return ",".join(f"{kind}={ranks}" for kind, ranks in self.ranks.items() if ranks > 1) or "fsdp=1"
+    shapes: Shapes  # of this rank before they are sharded
+    ranks: int
+    stride: int  # GPUs from one of these ranks to the next
 
 
 @dataclass(frozen=True)
@@ -112,7 +41,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         """Raise PlanError for a layout by which the model does not divide, with one that does."""
-        self._require_whole_features_and_experts()
+        self._check_features_and_experts()
         layout = self.layout
         if self.precision.algorithm == "muon" and layout.tensor > 1:
             raise PlanError(
@@ -138,7 +67,7 @@ class Rank:
                 f"expert={layout.expert}: experts divide among ranks of fsdp and tensor: expert={most} would do"
             )
 
-    def _require_whole_features_and_experts(self) -> None:
+    def _check_features_and_experts(self) -> None:
         """Raise PlanError if tensor or expert parallelism would split a head, a feature or an expert."""
         block = self.whole.block
         features = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
@@ -166,22 +95,22 @@ class Rank:
         return self.layout.batch * self.layout.sequence / self.layout.context
 
     @functools.cached_property
-    def shards(self) -> list[tuple[Shapes, int, int]]:
-        """(shapes that the rank holds, number of ranks that they are sharded over, GPUs that these are apart).
+    def shards(self) -> list[ShardGroup]:
+        """The groups of parameters by the ranks that they are sharded over: all, or experts apart from the others.
 
         Experts are sharded over the ranks that hold the same ones, as far apart as a server has ranks of experts.
         """
         layout, shapes = self.layout, self.shapes
         if layout.expert == 1:
-            return [(shapes, layout.sharded, layout.tensor)]
+            return [ShardGroup(shapes, layout.sharded, layout.tensor)]
         dense, experts = (
             tuple(w for w in shapes.block if (w.split == "experts") == is_expert) for is_expert in (False, True)
         )
         experts_only = replace(shapes, block=experts, root=(Weight(0),))
         ranks = layout.sharded * layout.tensor // layout.expert
         return [
-            (replace(shapes, block=dense), layout.sharded, layout.tensor),
-            (experts_only, ranks, min(layout.expert, self.hardware.server)),
+            ShardGroup(replace(shapes, block=dense), layout.sharded, layout.tensor),
+            ShardGroup(experts_only, ranks, min(layout.expert, self.hardware.server)),
         ]
 
     @functools.cached_property
@@ -205,7 +134,7 @@ class Rank:
 
     def moments(self, part: Shapes) -> float:
         """Return bytes of moments a parameter of a part: AdamW keeps two, and Muon one of a block's matrices."""
-        _, moments = STATES[self.precision.state]
+        _, moments = STATE_BYTES[self.precision.state]
         matrices = part.layers * sum(w.elements for w in part.block if w.cols > 1)
         return moments * (1 - matrices / part.parameters / 2 * (self.precision.algorithm == "muon"))
 
@@ -215,7 +144,7 @@ class Rank:
         The latter are two blocks' weights and gradients.
         """
         layout, state = self.layout, self.precision.state
-        weight, (master, _) = BF16 if state == "float32" else PAIR, STATES[state]
+        weight, (master, _) = BF16 if state == "float32" else PAIR, STATE_BYTES[state]
         bytes_by_kind: Counter[Any] = Counter()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
@@ -247,7 +176,7 @@ class Rank:
             is_gathered = w.split == "out" and not precision.elsewhere
             rows = BF16 * w.rows if w.split != "in" else 0
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
-            gathered = min(operand, precision.sent) * w.share * w.used * w.converted * w.cols
+            gathered = min(operand, precision.operand_bytes) * w.share * w.used * w.converted * w.cols
             of_other_ranks += gathered * (layout.tensor - 1) * is_gathered
         saved = operands if self.whole.saved is None else self.whole.saved
         return self.tokens / layout.tensor * (saved + of_other_ranks)

@@ -18,9 +18,9 @@ from octavo.cost.rates import PlanError
 from octavo.cost.work import Work, blocks_of, on_meta
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
-SOME = 8  # blocks that are traced in place of all
+TRACED_BLOCKS = 8  # that are run in place of all, if all are alike
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
-OWN_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+GPT_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Shapes:
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """Return a copy without memory, of at most SOME blocks if all have the same parameters, so as to predict faster."""
+    """Return a copy without memory, of at most TRACED_BLOCKS blocks if all have the same parameters: a faster plan."""
     twin, name = on_meta(model), blocks_of(model)
     if name is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
     blocks: Any = twin.get_submodule(name)
     if len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1:
-        del blocks[SOME:]
+        del blocks[TRACED_BLOCKS:]
     return twin
 
 
@@ -138,7 +138,7 @@ def _matrices(model: nn.Module, work: Work, context: int) -> list[Weight]:
     """Return the matrices of an average block: layers side by side that read as many features are one matrix."""
     assert work.blocks is not None
     name, count = work.blocks[:2]
-    tensor_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or OWN_SPLITS
+    tensor_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or GPT_SPLITS
     style_of = {key.split("*.")[-1]: style for key, style in tensor_plan.items()}
     out_features: Counter[Any] = Counter()  # by block, parent module and what such layers have in common
     for linear in work.linears:

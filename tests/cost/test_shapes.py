@@ -23,7 +23,7 @@ def meta(model_class: type, config: object) -> torch.nn.Module:
 
 
 def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "SOME", 1)
+    monkeypatch.setattr(shapes, "TRACED_BLOCKS", 1)
     model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
     short = shapes.shortened(model)
     counted = shapes.shapes_of(model, work_of(short, tokens_of(64, 64)), 64, None)

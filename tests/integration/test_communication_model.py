@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 
+from octavo.cost.layout import MeshLayout
 from octavo.cost.mesh import Stage, Step
-from octavo.cost.rank import MeshLayout
 from octavo.cost.servers import Hardware
 
 model, sent = (

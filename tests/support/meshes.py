@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.cost.layout import MeshLayout, Precision
 from octavo.cost.mesh import Stage
-from octavo.cost.rank import MeshLayout, Precision
 from octavo.cost.servers import Hardware
 from octavo.cost.shapes import Shapes, Weight
 

@@ -1,0 +1,17 @@
+"""A mesh as a flag says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.cost.layout import mesh_of
+from octavo.cost.rates import PlanError
+
+
+def test_a_mesh_of_a_flag_has_as_many_ranks_as_gpus() -> None:
+    for mesh, says in (
+        ("fsdp=4,tensor=2", "fsdp=8 or --gpus 8 would do"),
+        ("data=16", "'data=16' is not KIND=RANKS; kinds are fsdp, replicate"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            mesh_of(mesh, 16)
