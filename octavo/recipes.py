@@ -352,6 +352,8 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
     """
     try:
         return _map(reading.read_json(Path(path).read_bytes()), default)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; octavo inspect RECORD --write {path} writes it") from None
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
 

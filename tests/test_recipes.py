@@ -195,7 +195,7 @@ def test_a_file_that_is_none_says_why(text, says, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"map.json holds no recipes by layer: .*{says}"):
         recipes.load(path)
-    with pytest.raises(ValueError, match=r"nowhere.json holds no recipes by layer: FileNotFoundError"):
+    with pytest.raises(ValueError, match=r"nowhere.json does not exist; octavo inspect"):
         recipes.load(tmp_path / "nowhere.json")
 
 

@@ -241,12 +241,12 @@ def change_that_fits(
     ways += [("--moments fp8 --master split24", tokens, {"moments": "fp8", "master": "split24"}, {})]
     ways += [(flags_in_fp8, tokens, in_fp8, stored)]
     ways += [(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8, fused | stored)]
+    work = functools.cache(lambda count: work_of(model, tokens_of(count, context)))
     for flags, count, changed_state, changed_settings in ways:
-        rows = tokens_of(count, context)
         options = {**settings, **changed_settings}
         if changed_state:
             options["optimizer"] = optimizer_of(model, **{**state, **changed_state})
-        step = step_in(name, model, rows, rates, work_of(model, rows), **options)
+        step = step_in(name, model, tokens_of(count, context), rates, work(count), **options)
         if fits([step], rates):
             return f"The smallest change that fits: {flags}. {name} takes {step.peak / GIB:,.0f} GiB then."
     devices = 1 << math.ceil(math.log2(step.peak / rates.memory))

@@ -14,7 +14,17 @@ from torch.optim import Optimizer
 from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import BF16_KERNELS, CHUNKED_LOSS, COUNTED, FUSED_LOSS, LOSS, OF_CHUNK, PARTS, Moved, fused_parts
 from octavo.cost.rates import GRAD_OUTPUT, HIGH_PRECISION, INPUT, WEIGHT, HostTime, PlanError, Rates, form_of, host_kind
-from octavo.cost.work import LinearWork, Traffic, Work, convert_quietly, head_of, on_meta, work_of
+from octavo.cost.work import (
+    LinearWork,
+    Traffic,
+    Work,
+    convert_quietly,
+    head_of,
+    lengthened,
+    on_meta,
+    run_shorter,
+    work_of,
+)
 from octavo.nn.candidates import Select
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import fused_modules
@@ -183,6 +193,22 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, 
     return head, writes_codes, size
 
 
+def _saved(
+    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], phase: Phase, inputs: Sequence[Any]
+) -> dict[str, int]:
+    """Return the bytes by kind that forward saves in a phase; of many blocks that are alike some are run."""
+    meta_inputs = pytree.tree_map_only(
+        Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs)
+    )
+
+    def saved_by(twin: nn.Module) -> dict[str, int]:
+        schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+        return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
+
+    short, long, more = run_shorter(model, saved_by)
+    return short if long is None else {kind: lengthened(size, long[kind], more) for kind, size in short.items()}
+
+
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -261,16 +287,13 @@ def estimate(
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     stored: dict[str, Any] = {} if weight_storage is None else {"weight_storage": weight_storage}
     phase = Phase(high_precision() if recipe is None else recipe, **stored)
+    saved = _saved(twin, optimizer, phase, inputs)
     schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
-    meta_inputs = pytree.tree_map_only(
-        Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs)
-    )
-    memory = schedule.plan(example_inputs=meta_inputs).phases[0]
+    memory = schedule.plan().phases[0]
     update = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
     for group in optimizer_of_twin.param_groups:
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
-    saved = dict(memory.saved or {})
     memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
     name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else HIGH_PRECISION
     seconds = times.products, times.casts, times.other

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.plain import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
+TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
+NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
 class LinearWork(NamedTuple):
@@ -169,13 +172,18 @@ class _Counter(OperationCounter):
         return Traffic(self.bytes, self.ops, self.fused)
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in high precision whose parameters and buffers have no memory."""
-    memo: dict[int, Any] = {}
+def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers have no memory; modules left out are not copied."""
+    memo: dict[int, Any] = {id(module): module for module in left_out}
     for tensor in (*model.parameters(), *model.buffers()):
         twin: Tensor = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    copied = copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in high precision whose parameters and buffers have no memory."""
+    copied = _without_memory(model)
     if any(isinstance(module, RecipeModule) for module in copied.modules()):
         set_recipe(copied, high_precision())
     return copied
@@ -184,9 +192,122 @@ def on_meta(model: nn.Module) -> nn.Module:
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """Return the Work of a model's step in high precision, by running forward and backward without data.
 
-    The loss of a model that returns logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
-    for ``estimate``. Raises ValueError if no result of the forward needs a gradient.
+    The loss of a model that returns logits of its tokens is their cross entropy, in float32; else a sum. Of many blocks
+    that are alike TRACED and one more are run. ``inputs``: as for ``estimate``. Raises ValueError if no result of the
+    forward needs a gradient.
     """
+    short, long, more = run_shorter(model, lambda twin: _traced(twin, inputs))
+    if long is None:
+        return short  # type: ignore[no-any-return]
+    return _lengthened(short, long, more) if _is_in_order(short) else _traced(model, inputs)
+
+
+def run_shorter(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Any, Any, int]:
+    """Return (``run`` of a copy of TRACED blocks, of one of a block more, how many more than TRACED the model has).
+
+    What a step does and keeps grows by the same with each block, if blocks are alike. Where they are not, or a forward
+    counts on all of them, it is (``run`` of the model, None, 0).
+    """
+    name = blocks_of(model)
+    blocks: Any = [] if name is None else model.get_submodule(name)
+    more = len(blocks) - TRACED
+    if more > 1 and len({*map(id, blocks)}) == len(blocks) and len({str(_description(block)) for block in blocks}) == 1:
+        with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
+            return run(_shortened(model, name, TRACED)), run(_shortened(model, name, TRACED + 1)), more
+    return run(model), None, 0
+
+
+def _shortened(model: nn.Module, name: str | None, count: int) -> nn.Module:
+    """Return a copy without memory of a model's first ``count`` blocks, and of all else."""
+    assert name is not None
+    twin = _without_memory(model, [*model.get_submodule(name).children()][count:])
+    del twin.get_submodule(name)[count:]  # type: ignore[operator]
+    return twin
+
+
+def _block_number(name: str, blocks: str) -> str:
+    """Return the number, as text, of the block that a module is in; "" outside of blocks."""
+    return name.removeprefix(f"{blocks}.").split(".")[0] if name.startswith(f"{blocks}.") else ""
+
+
+def _is_in_order(work: Work) -> bool:
+    """Return whether the layers of a Work's last two blocks are the same, one after the other."""
+    if work.blocks is None:
+        return False
+    inside = [(_block_number(each.name, work.blocks.name), each) for each in work.linears]
+    numbers = [number for number, _ in inside if number]
+    count = numbers.count(str(TRACED - 1))
+    in_order = [str(TRACED - 2)] * count + [str(TRACED - 1)] * count
+    first = next((index for index, (number, _) in enumerate(inside) if number == str(TRACED - 2)), 0)
+    return count > 0 and [number for number, _ in inside[first : first + 2 * count]] == in_order
+
+
+def _description(block: nn.Module) -> list[Any]:
+    """Return what tells a block from others: its modules' parameters, recipes and settings, but not its number."""
+    modules = []
+    for name, module in block.named_modules():
+        settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+        parameters = [(key, p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)]
+        recipe = repr(module.recipe) if isinstance(module, RecipeModule) else ""
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        ordered = sorted((key, value) for key, value in settings.items() if key not in NUMBERS)
+        modules.append((name, type(module), ordered, parameters, recipe, hooks))
+    return modules
+
+
+def lengthened(short: float, long: float, more: int) -> Any:
+    """Return what grows by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+    return short + more * (long - short)
+
+
+def _lengthened(short: Work, long: Work, more: int) -> Work:
+    """Return the Work of a model that has ``more`` blocks more than ``short``, from those of ``shorter``."""
+    assert short.blocks is not None and long.blocks is not None
+    prefix = f"{short.blocks.name}."
+
+    def traffic(first: Traffic, second: Traffic) -> Traffic:
+        return Traffic(*(lengthened(*both, more) for both in zip(first, second, strict=True)))
+
+    def renamed(name: str, number: int) -> str:
+        _, *inside = name.removeprefix(prefix).split(".", 1)
+        return ".".join([f"{prefix}{number}", *inside])
+
+    second, last = (
+        [each for each in short.linears if _block_number(each.name, short.blocks.name) == str(number)]
+        for number in (TRACED - 2, TRACED - 1)
+    )
+    steps = [after.reads - before.reads for before, after in zip(second, last, strict=True)]
+    between = [
+        each._replace(name=renamed(each.name, TRACED - 2 + number), reads=each.reads + number * step)
+        for number in range(more + 2)
+        for each, step in zip(second, steps, strict=True)
+    ]
+    begin = short.linears.index(second[0])
+    after = [
+        each._replace(reads=each.reads + more * max(steps)) for each in short.linears[begin + len(second + last) :]
+    ]
+    inputs = dict(short.inputs)
+    second_block = f"{prefix}{TRACED - 2}"
+    of_second = {name: size for name, size in inputs.items() if f"{name}.".startswith(f"{second_block}.")}
+    inputs |= {renamed(name, TRACED + number): size for number in range(more) for name, size in of_second.items()}
+    return Work(
+        (*short.linears[:begin], *between, *after),
+        lengthened(short.other_flop, long.other_flop, more),
+        traffic(short.other, long.other),
+        Blocks(
+            short.blocks.name,
+            short.blocks.size + more,
+            traffic(short.blocks.other, long.blocks.other),
+            traffic(short.blocks.forward, long.blocks.forward),
+        ),
+        {size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
+        inputs,
+        short.logits,
+    )
+
+
+def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
+    """Return the Work of a model, all of whose blocks are run."""
     mode, twin, arguments = fakes_of(on_meta(model), tuple(inputs))
     for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(tuple(inputs)), strict=True):
         if isinstance(x, Tensor):

@@ -79,7 +79,7 @@ class MasterForm:
         if low_bits is None or self.low_bits_dtype is None:
             low_bits = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
-        values = values_with(codes, weight.scale_inv, low_bits)
+        values = _values_of(codes, weight.scale_inv, low_bits)
         amaxes = torch.empty_like(weight.scale_inv)
         state = {"master_amax": amaxes}
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
@@ -90,7 +90,7 @@ class MasterForm:
             state["master_rest"] = _as_kept(low_bits.to(torch.int16).mul_(1 << 8))
         elif self.low_bits_dtype == torch.float16:
             one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
-            state["master_rest"] = values_with(codes, one, low_bits).half()
+            state["master_rest"] = _values_of(codes, one, low_bits).half()
         elif self.low_bits_dtype == torch.float32:
             state["master_rest"] = values
         return state
@@ -103,6 +103,13 @@ class MasterForm:
         if scale_inv is not None:
             return Fp8Weight(matrix, self.kind, scale_inv, low_bits, state.get("master_amax"))
         return MasterWeight(matrix, self.kind, low_bits)
+
+
+def _values_of(codes: Tensor, scale_inv: Tensor, low_bits: Tensor) -> Tensor:
+    """Return ``values_with``; on the meta device, where reading each of its pieces takes time for nothing, as empty."""
+    if codes.is_meta:
+        return torch.empty(codes.shape, dtype=torch.float32, device="meta")
+    return values_with(codes, scale_inv, low_bits)
 
 
 def _as_kept(low_bits: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo import recipes
-from octavo.cost.estimate import estimate
+from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.rates import PUBLISHED
-from octavo.cost.work import LinearWork, on_meta, work_of
+from octavo.cost.work import TRACED, LinearWork, Work, on_meta, run_shorter, work_of
 from octavo.train import GPT, ModelConfig
 
 H200 = PUBLISHED["H200"]
@@ -95,3 +95,52 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
         assert {"4 x 192 x 64", "4 x 64 x 96"} <= {layer.work.shape for layer in fp8.layers}
     small = estimate(mixtral, (TOKENS,), recipes.delayed(), H200, work=work)
     assert not small.layers and small.casts == 0.0  # the default select takes none of this size
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt", "experts"))]
+)
+def test_of_many_blocks_that_are_alike_some_are_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted of five blocks by running three and four of them is what all five do and keep."""
+    with torch.device("meta"):
+        if family == "llama":
+            config = transformers.LlamaConfig(
+                vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1,
+                num_hidden_layers=TRACED + 2, use_cache=False,
+            )  # fmt: skip
+            model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
+        else:
+            experts = 4 * (family == "experts")
+            model = GPT(ModelConfig(64, TRACED + 2, 2, 16, experts=experts, top_k=2 if experts else 1)).bfloat16()
+
+    def plan() -> tuple[Work, Estimate, int]:
+        work = work_of(model, (TOKENS,))
+        step = estimate(model, (TOKENS,), recipes.delayed(), H200, lambda *_: True, work=work, fuse=True)
+        return work, step, run_shorter(model, lambda twin: None if twin is model else twin)[2]
+
+    *lengthened, more = plan()
+    next(iter(model.get_submodule(lengthened[0].blocks.name))).another = True  # type: ignore[union-attr,arg-type]
+    assert more == 2 and plan() == (*lengthened, 0)  # a block with another setting: all are run
+
+
+def test_blocks_that_a_forward_counts_or_calls_in_another_order_are_all_run() -> None:
+    class Model(nn.Module):
+        def __init__(self, order: list[int]) -> None:
+            super().__init__()
+            self.order, self.blocks = order, nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in self.order:
+                x = self.blocks[index % len(self.blocks)](x)
+            return x
+
+    class Counting(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in range(5):
+                x = self.blocks[index](x)
+            return x
+
+    x = torch.ones(2, 8, device="meta")
+    for model in (Model([4, 3, 2, 1, 0]), Counting([])):
+        assert [layer.tokens for layer in work_of(model, (x,)).linears] == [2] * 5
+        assert sum(estimate(model, (x,), None, H200).memory.saved.values()) == 4 * 2 * 8 * 4  # type: ignore[union-attr]
