@@ -198,7 +198,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """
     short, long, more = run_shorter(model, lambda twin: _traced(twin, inputs))
     if long is None:
-        return short  # type: ignore[no-any-return]
+        return short
     return _lengthened(short, long, more) if _is_in_order(short) else _traced(model, inputs)
 
 
