@@ -49,6 +49,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     | planned_step.BLOCK_TABLES,
     "docs/many-gpus.md": sharded_load.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
+    "docs/nvfp4.md": quality_study.NVFP4,
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES | planned_step.TABLES,
     "docs/study/mixture-of-experts.md": grouped_accuracy.TABLES | predicted.MIXTURES,

@@ -50,7 +50,7 @@ class PerSquare(Granularity):
 PerSquare,
 @ octavo/scaling/recipe.py <<PerBlock, Dynamic
 PerSquare,
-@ octavo/tensor/scaled_tensor.py <<PerBlock, PerRow, PerTensor, Tile
+@ octavo/tensor/scaled_tensor.py <<Tile,
 PerSquare,
 @ octavo/tensor/scaled_tensor.py <<PerBlock])
 PerSquare,

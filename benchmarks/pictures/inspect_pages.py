@@ -25,7 +25,7 @@ from octavo.cli import main as octavo_command
 from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
-TAKES = "3 minutes"
+TAKES = "5 minutes"
 MEASURES = ("octavo/inspect",)
 
 STEPS, SPIKE, LR = 160, 100, 1e-3

@@ -128,6 +128,18 @@ def gaps_table() -> str:
     return markdown(header, rows)
 
 
+def nvfp4_table() -> str:
+    """Return a table of the gaps of MX and NVFP4 from bf16, seed by seed."""
+    runs, rows = Runs(read("quality")), []
+    seeds = range(5)
+    for experiment in ("mx", *(name for name in EXPERIMENTS if name.startswith("nvfp4"))):
+        as_trained, learned = (runs.gap([experiment], "0.5M", measure) for measure in (OWN, LEARNED))
+        if as_trained is not None:
+            of_seeds = [signed(as_trained.gaps[seed], 2) if seed in as_trained.gaps else "" for seed in seeds]
+            rows.append([experiment, _cell(as_trained), _cell(learned), *of_seeds])
+    return markdown(["recipe", "validation, %", "weights alone, %", *(f"seed {seed}" for seed in seeds)], rows)
+
+
 def kinds_table() -> str:
     """Return a table of the mean gap of experiments of a kind, about which single ones scatter."""
     runs, rows = Runs(read("quality")), []
@@ -232,11 +244,12 @@ PAIRS = (
     *(("dynamic", f"dynamic, {product} alone") for product in ("output", "grad_input", "grad_weight")),
     ("dynamic, head too", "dynamic"),
     ("dynamic, rowwise head", "dynamic"),
-    *((name, "dynamic") for name in EXPERIMENTS if name.endswith("in high precision")),
+    *((f"dynamic, {part} in high precision", "dynamic") for part in ("attention", "first block")),
     ("full stack", "dynamic"),
     ("full stack in backward", "full stack"),
     ("full stack in backward, exact norm", "full stack in backward"),
 )
+NVFP4 = {"nvfp4": nvfp4_table}
 TABLES: dict[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "kinds": kinds_table,

@@ -43,10 +43,10 @@ def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> No
     ("sm", "slow", "faster"),
     [
         ((8, 0), [], ""),
-        ((8, 9), ["blockwise", "mx", "fine"], "rowwise"),
-        ((9, 0), ["mx", "fine"], "blockwise"),
-        ((10, 0), ["blockwise", "fine"], "rowwise"),
-        ((12, 1), ["blockwise", "fine"], "rowwise"),
+        ((8, 9), ["blockwise", "mx", "nvfp4", "fine"], "rowwise"),
+        ((9, 0), ["mx", "nvfp4", "fine"], "blockwise"),
+        ((10, 0), ["blockwise", "nvfp4", "fine"], "rowwise"),
+        ((12, 1), ["blockwise", "nvfp4", "fine"], "rowwise"),
     ],
 )
 def test_one_warning_where_another_recipe_is_faster(sm: Any, slow: Any, faster: str, caplog: Any, monkeypatch: Any):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import PerBlock, PerTensor, recipes
-from octavo.optim import Adam, AdamW
+from octavo.optim import Adam, AdamW, masters
+from octavo.optim.conversion import blank
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, MasterForm
 from octavo.weights.stored import StoredWeight
 from tests.support.stored_weights import inputs, store
@@ -293,3 +294,18 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
     else:
         values = values.float()
         assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()
+
+
+@pytest.mark.parametrize("master", OF_FP8_WEIGHTS)
+def test_without_data_no_codes_are_read(master, monkeypatch):
+    """On the meta device a master's state has the shapes that it has with data: a large model's is planned at once."""
+    weight, meta = (
+        blank(torch.empty(256, 130, dtype=torch.bfloat16), PerTensor(), device) for device in (None, "meta")
+    )
+    expected = OF_FP8_WEIGHTS[master].new_state(weight)
+    monkeypatch.setattr(masters, "values_with", None)
+    state = OF_FP8_WEIGHTS[master].new_state(meta)
+    assert all(tensor.is_meta for tensor in state.values())
+    assert {name: (x.shape, x.dtype) for name, x in state.items()} == {
+        name: (x.shape, x.dtype) for name, x in expected.items()
+    }
