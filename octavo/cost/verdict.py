@@ -189,9 +189,12 @@ def change_that_fits(
         options = {**settings, **change.settings}
         if change.state:
             options["optimizer"] = optimizer_of(model, **{**state, **change.state})
-        step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
-        size = f"{step.peak / GIB:,.0f} GiB"
+        try:
+            step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
+        except ValueError:  # the other flags leave no such step: a head whose output is not in FP8 can't be stored so
+            continue
+        flags, size = change.flags, f"{step.peak / GIB:,.0f} GiB"
         if fits([step], rates):
-            return f"The smallest change that fits: {change.flags}. {name} takes {size} then."
+            return f"The smallest change that fits: {flags}. {name} takes {size} then."
     devices = 1 << math.ceil(math.log2(step.peak / rates.memory))
-    return f"Not even {change.flags} is enough ({size}). Plan for several devices: --gpus {devices} or more."
+    return f"Not even {flags} is enough ({size}). Plan for several devices: --gpus {devices} or more."

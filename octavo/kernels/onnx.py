@@ -19,8 +19,18 @@ from torch.onnx import ops as onnx_ops
 
 from octavo.errors import ExportError
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, NormSource, Output, ProductArguments, Scaling, no_codes, unpacking
+from octavo.kernels.arguments import (
+    CastSource,
+    NormSource,
+    Output,
+    ProductArguments,
+    RotaryHeads,
+    Scaling,
+    no_codes,
+    unpacking,
+)
 from octavo.kernels.reference.activation import activate
+from octavo.kernels.reference.rotary import turned
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 VERSION = 21  # the opset in which QuantizeLinear got block_size and output_dtype
@@ -30,6 +40,7 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return {octavo op: its replacement}, for torch.export.ExportedProgram.run_decompositions."""
     ops: dict[str, Callable[..., Any]] = {"amax": _amax, "cast": _cast, "dequantize": _dequantize, "matmul": _matmul}
+    ops["rotary"] = _rotary
     return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
 
 
@@ -56,6 +67,10 @@ def _cast(
     scale_inv = scale_inv_from_scale(scale)
     codes = _linear("QuantizeLinear", y, scale_inv, tile, dtype, {"output_dtype": _TYPES[dtype]})
     return [codes, no_codes(codes, dtype), scale_inv, amax, *besides]
+
+
+def _rotary(heads: RotaryHeads) -> Tensor:
+    return torch.cat([x.to(heads.q.dtype) for x in turned(heads)], 2).flatten(2)
 
 
 def _dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.onnx import _TYPES, _amax, _repeated
+from octavo.kernels.arguments import RotaryHeads
+from octavo.kernels.onnx import _TYPES, _amax, _repeated, _rotary
 from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
 from tests.support.definitions import GRANULARITIES
 
@@ -14,6 +15,14 @@ from tests.support.definitions import GRANULARITIES
 def test_amax(shape, tile):
     x = torch.randn(shape)
     assert torch.equal(_amax(x, tile), kernels.amax(x, tile))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_rotary(halves):
+    q, k, v = (torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))
+    angles = torch.rand(1, 5, 4 if halves else 8) * 6
+    heads = RotaryHeads(q, k, v, angles.cos(), angles.sin(), False)
+    assert torch.equal(_rotary(heads), kernels.rotary(*heads))
 
 
 def test_formats_have_onnxs_numbers():

@@ -17,13 +17,18 @@ from octavo.kernels.arguments import RotaryHeads, new_rotary
 
 def rotary(heads: RotaryHeads) -> Tensor:
     """``octavo::rotary``."""
-    q, k, v, cos, sin, inverse = heads
     result = new_rotary(heads)
-    parts = result.unflatten(2, (-1, q.shape[3])).split([q.shape[2], k.shape[2], v.shape[2]], 2)
-    for x, part in zip((q, k), parts, strict=False):
-        part.copy_(_turned(x.float(), _of_heads(cos, x), _of_heads(sin, x), inverse))
-    parts[2].copy_(v)
+    sizes = [x.shape[2] for x in heads[:3]]
+    for x, part in zip(turned(heads), result.unflatten(2, (-1, heads.q.shape[3])).split(sizes, 2), strict=True):
+        part.copy_(x)
     return result
+
+
+def turned(heads: RotaryHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and k turned by their angles, float32, and v as it is: [B, S, heads, D] each."""
+    q, k, v, cos, sin, inverse = heads
+    q, k = (_turned(x.float(), _of_heads(cos, x), _of_heads(sin, x), inverse) for x in (q, k))
+    return q, k, v
 
 
 def _of_heads(angles: Tensor, x: Tensor) -> Tensor:
