@@ -63,7 +63,8 @@ HEALTHY_DRAWS = ("healthy", "fourth healthy", "fifth healthy")
 HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
 SHOWN = ("kind", "model", "seed", "layer", "cause at", "said", "level", "fp8", "fp8 said", "departure", "sentence")
 PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note said")
-BLAMES_FP8, CLEARS_FP8 = ("FP8 is the cause", "FP8 takes part"), ("FP8 is not the cause", "FP8 changes little")
+BLAMES_FP8 = "FP8 is the cause", "FP8 takes part"
+CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradients, though not the loss"
 QUANTITIES = {  # a departure's: the first of these that its name has says the kind of quantity
     "loss scale": "loss scale",
     "gradient": "gradients",

@@ -7,8 +7,9 @@ returns its loss the twin has the loss itself; of others it has it to first orde
 their gradients.
 
 That gives a step's gradients only if all that reaches the weights goes through the model's outputs, and nothing changes
-a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives other gradients than
-the step had, there is no twin.
+a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives far other gradients
+than the step had, there is no twin. So does a later step where a layer's gradient differs from the twin's, and that
+run's gradients are compared then: an error of FP8 is in them, a change after backward is not.
 
 The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
@@ -34,7 +35,9 @@ from octavo.inspect.record import np
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
+from octavo.nn.recipe_module import LayerFP8, RecipeModule
 from octavo.private import hooks_after_gradients, pytree
+from octavo.scaling.delayed import State
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
@@ -42,6 +45,9 @@ OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
 COSINE = 0.8  # the first step's gradients are not those of its run once more in FP8 if theirs is less
+# With less, a layer's gradient differs from its twin's, and the step runs once more in FP8, by the delayed scales that
+# it had. Of 36 healthy runs 0.96 is the third least of five steps in turn
+ALIKE = 0.95
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
@@ -67,7 +73,8 @@ class Comparison(NamedTuple):
 
     Attributes:
         products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
-            summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone.
+            summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone. Where
+            the step ran once more in FP8 g is that run's.
         others: the same of all other weights together, [3], where no layer's has a gradient, as of adapters; else None.
         loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
@@ -140,6 +147,7 @@ class _Call(NamedTuple):
     autocast: Any  # a context manager
     is_float16: bool
     versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
+    delayed: list[State | None]  # of the FP8 modules, before its backward writes them
     outputs: list[_NotedOutput]
 
     def gradients(self) -> list[Tensor]:
@@ -224,7 +232,8 @@ class Twin:
                 autocast, is_float16 = _autocast(_device_of(model).type)
                 modes = [module.training for module in model.modules()]
                 how = modes, _random_states(model), autocast, is_float16, _versions(model)
-                call = _Call(_each(_copied, (args, kwargs)), *how, [])
+                delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
+                call = _Call(_each(_copied, (args, kwargs)), *how, delayed, [])
         self._of_forward.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
@@ -269,36 +278,47 @@ class Twin:
         self.end()
         weights = [module.weight_parameter for module, _ in layers]
         others = [] if any(weight.grad is not None for weight in weights) else trained
-        runs, versions = list[_RunAgain](), _versions(self._model)
+        versions, is_first = _versions(self._model), self._control is None
         if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
             self.reason = IN_BACKWARD
         elif not calls:
             self.reason = self.reason or NO_OUTPUT
         elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
             self.reason = OTHER_WEIGHTS
-        if not self.reason:
-            with self._or_reason():
-                if self._control is None:
-                    with _not_counted(layers):
-                        runs.append(self._run(calls, [*weights, *others], own_recipes(self._model)))
-                runs.append(self._run(calls, [*weights, *others], recipes.high_precision()))
-        if self._ranks.any(bool(self.reason)):
-            self.reason = self.reason or OTHER_RANK
+        if (twin := self._run(calls, [*weights, *others], recipes.high_precision())) is None:
             return
-        *controls, products = [self._products(run.pairs, len(layers)) for run in runs]
+        products = self._products(twin.pairs, len(layers))
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
-        products[:-1] = torch.where(squares.unsqueeze(1) == 0, products[:-1], 0.0)
-        for of_control in controls:
-            between, *squares_of_both = torch.cat([of_control, of_control.sum(0, keepdim=True)]).unbind(1)
-            self._control = (between / torch.stack(squares_of_both).prod(0).sqrt()).nan_to_num(1.0)
-        assert self._control is not None
-        doubt = torch.where(self._control < COSINE, math.nan, 0.0)
-        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (runs[-1].loss_change, runs[-1].loss))
+        is_left = torch.cat([squares, torch.zeros_like(squares[:1])]).unsqueeze(1) != 0
+        if is_first or self._differs(products.masked_fill(is_left, 0.0)):
+            with _not_counted(layers):
+                control = self._run(calls, [*weights, *others], own_recipes(self._model))
+            if control is None:
+                return
+            if is_first:
+                of_control = self._products(control.pairs, len(layers))
+                self._control = _cosines(torch.cat([of_control, of_control.sum(0, keepdim=True)]))
+            each = zip(control.pairs, twin.pairs, strict=True)
+            runs = [(None if g is None else again, t) for (g, again), (_, t) in each]
+            products = self._products(runs, len(layers), are_runs=True)
+        doubt = self._doubt()
+        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
         is_float16 = any(call.is_float16 for call in calls)
-        products = products + doubt[:-1, None] + doubt[-1]
+        products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(*both, change, loss, is_float16, self._control[-1] if controls else None, share)
+        control_of_all = self._control[-1] if is_first and self._control is not None else None
+        self._comparison = Comparison(*both, change, loss, is_float16, control_of_all, share)
+
+    def _doubt(self) -> Tensor:
+        """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
+        assert self._control is not None
+        return torch.where(self._control < COSINE, math.nan, 0.0)
+
+    def _differs(self, products: Tensor) -> bool:
+        """Whether a layer's gradient is unlike its twin's, the same on all ranks."""
+        doubt = self._doubt()
+        return bool((_cosines(products) + doubt[:-1] + doubt[-1] < ALIKE).any())
 
     def _share_of(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
@@ -307,18 +327,28 @@ class Twin:
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
-    def _run(self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any) -> _RunAgain:
-        """Run forwards and their backwards again under a recipe."""
-        with _without_trace(self._model) as gradients, using(self._model, recipe):
-            changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
-            pairs = [(gradients.get(weight), weight.grad) for weight in weights]
-        return _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
+    def _run(self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any) -> _RunAgain | None:
+        """Run forwards and their backwards again under a recipe; return None where a rank has a reason not to."""
+        run = None
+        if not self.reason:
+            with self._or_reason():
+                with _without_trace(self._model) as gradients, using(self._model, recipe):
+                    changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
+                    pairs = [(gradients.get(weight), weight.grad) for weight in weights]
+                run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
+        if self._ranks.any(bool(self.reason)):
+            self.reason = self.reason or OTHER_RANK
+            return None
+        return run
 
     def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""
         _set_random_states(self._model, call.random_states)
         for module, mode in zip(self._model.modules(), call.modes, strict=True):
             vars(module)["training"] = mode
+        for fp8, state in zip(_in_fp8(self._model), call.delayed, strict=True):
+            if fp8.state is not None and state is not None:
+                fp8.state = state.clone()
         args, kwargs = call.arguments
         outputs: list[Tensor] = []
         with torch.enable_grad(), call.autocast:
@@ -331,13 +361,15 @@ class Twin:
         change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
         return change, sum(losses, zero) if all(y.numel() == 1 for y, *_ in pairs) else zero + math.nan
 
-    def _products(self, pairs: Sequence[_StepAndTwin], layers: int) -> Tensor:
+    def _products(self, pairs: Sequence[_StepAndTwin], layers: int, are_runs: bool = False) -> Tensor:
         """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
 
-        float64 [layers + 1, 3].
+        float64 [layers + 1, 3]; ``are_runs``: g is of a run again too.
         """
         are_replicated = self._replicated(pairs)
-        products = self._ranks.sum(torch.stack([*map(self._products_of, pairs, are_replicated)]))
+        products = self._ranks.sum(
+            torch.stack([self._products_of(*each, are_runs) for each in zip(pairs, are_replicated, strict=True)])
+        )
         return torch.cat([products[:layers], products[layers:].sum(0, keepdim=True)])
 
     def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
@@ -356,13 +388,14 @@ class Twin:
         local = [None if grad is None else on_this_rank(grad) for grad in gradients]
         return torch.stack([zero if grad is None else _dot(grad, grad) for grad in local])
 
-    def _products_of(self, pair: _StepAndTwin, is_replicated: bool) -> Tensor:
+    def _products_of(self, pair: _StepAndTwin, is_replicated: bool, are_runs: bool) -> Tensor:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
         grad, twin = pair
         if grad is None or twin is None:
             return torch.zeros(3, dtype=torch.float64, device=_device_of(self._model))
         g, t = on_this_rank(grad).float(), on_this_rank(twin).float()
         t = self._ranks.mean(t) if is_replicated else t
+        g = self._ranks.mean(g) if is_replicated and are_runs else g
         return torch.stack([_dot(g, t), _dot(g, g), _dot(t, t)])
 
 
@@ -421,6 +454,16 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
     finally:
         for module, counts in layers:
             observe(module, counts=counts)
+
+
+def _in_fp8(model: nn.Module) -> list[LayerFP8]:
+    return [module.fp8 for module in model.modules() if isinstance(module, RecipeModule)]
+
+
+def _cosines(products: Tensor) -> Tensor:
+    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 1 where a gradient is 0, inf or NaN."""
+    between, of_g, of_t = products.unbind(1)
+    return (between / (of_g * of_t).sqrt()).nan_to_num(1.0)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -7,12 +7,12 @@ with its earlier values, whatever it is.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.inspect.departures import departures
-from octavo.inspect.incidents import BETWEEN, DATA, FORWARD, KINDS, Finding
-from octavo.inspect.incidents import LOSS as LOSS_PART
+from octavo.inspect.departures import LEAST, departures
+from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.recorder import NO_TWIN
 from octavo.inspect.twin import LOSS, NO_OPTIMIZER, OTHERS
@@ -27,6 +27,7 @@ OTHERWISE = 2.0  # times these limits, where something else than a cast is found
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS = ("batch", "labels", "jump")  # kinds of findings that read the loss
+ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
 OTHER_WEIGHTS = "all weights that are no layer's"
 SAID = 3  # departures that the sentence names
 
@@ -65,7 +66,7 @@ def of_fp8(record: Record, worst: Finding | None = None) -> str:
         at, where, cause = lost, None, "FP8 is the cause"
     elif (first := twins.first_apart(worst) or twins.at_the_cast(worst)) is not None:
         at, where = first
-        cause = twins.cause(worst, twins.steps[at], where is not None)
+        cause = twins.cause(worst, at, where is not None)
     else:
         at, where, cause = twins.usual(worst), None, "FP8 changes little"
         cause = cause if worst is None or worst.products else "FP8 is not the cause"
@@ -83,6 +84,7 @@ class _Twins:
     """
 
     def __init__(self, record: Record) -> None:
+        self.record = record
         loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
         cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
         compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
@@ -98,7 +100,7 @@ class _Twins:
         times = self.times() / (1.0 if worst is None or worst.products else OTHERWISE)
         for at in range(len(times)):
             soon = np.nan_to_num(times[at : at + AMONG])
-            begins = soon[0] > np.maximum(1, np.median(soon, axis=0) * BEGINS)
+            begins = (soon[0] > np.maximum(1, np.median(soon, axis=0) * BEGINS)) & ((soon[:3] > 1).sum(axis=0) >= 2)
             columns = np.flatnonzero(begins & ((soon > 1).sum(axis=0) >= OVER))
             if len(columns):
                 return at, None if columns[0] < 2 else int(columns[0]) - 2
@@ -116,20 +118,25 @@ class _Twins:
                 return at, None if columns[0] < 2 else int(columns[0]) - 2
         return None
 
-    def cause(self, worst: Finding | None, step: int, is_gradient: bool) -> str:
-        """Return what FP8 is, if it differs from a step on: another fault may have come before it."""
-        if worst is None or worst.products or worst.begins > step:
+    def cause(self, worst: Finding | None, at: int, is_gradient: bool) -> str:
+        """Return what FP8 is, if it differs from a place on, by its part of what the loss has more than before it."""
+        soon, before = slice(at, at + AMONG), self.of_twins[:at]
+        part = _median(self.losses[soon] - self.of_twins[soon])
+        if not is_gradient and part > max(_median(self.of_twins[soon]) - _median(before), 0.0):
             return "FP8 is the cause"
-        places = [at for at, step in enumerate(self.steps) if step >= worst.begins]
-        halves = np.split(self.of_twins, [len(self.steps) - len(places)])
+        is_raised = at >= LEAST and _median(self.of_twins[at:]) > np.max(before[np.isfinite(before)], initial=-math.inf)
+        has_departed = is_raised and any(each.step < self.steps[at] for each in departures(self.record)[:1])
+        if has_departed or (worst is not None and not worst.products and worst.begins <= self.steps[at]):
+            is_part = worst is not None and not has_departed and self.is_over(worst)
+            return "FP8 takes part, though not first" if is_part else "FP8 is not the cause, though it suffers"
+        return ONLY_GRADIENTS if worst is None and is_gradient and not is_raised else "FP8 is the cause"
+
+    def is_over(self, worst: Finding) -> bool:
+        """Return whether in high precision the run got over a finding that reads the loss, or had nothing of it."""
+        halves = np.split(self.of_twins, [bisect_left(self.steps, worst.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
-        is_of_loss = worst.kind in OF_LOSS
-        # in high precision the run got over it, or had nothing of it
-        is_well = is_of_loss and min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
-        parts = (BETWEEN, DATA, FORWARD, *([LOSS_PART] * is_gradient))
-        if worst.begins == step and KINDS[worst.kind].part not in parts and (is_well or not is_of_loss):
-            return "FP8 is the cause"
-        return "FP8 takes part, though not first" if is_well else "FP8 is not the cause, though it suffers"
+        is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
+        return worst.kind in OF_LOSS and is_well
 
     def usual(self, worst: Finding | None) -> int:
         """Return the place of a step of the worst finding whose loss is as far from its twin's as in most."""
@@ -153,6 +160,11 @@ class _Twins:
         if math.isfinite(loss) and abs(loss - twin) > FAR * abs(loss):
             return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
         return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
+
+
+def _median(values: Any) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
 
 
 def of_run(record: Record) -> str:

@@ -200,6 +200,47 @@ def test_gradients_of_an_earlier_step_are_no_error_of_fp8(clears: bool, tmp_path
     assert (np.isfinite(record.weights["twin_cosine"][2:]) == clears).all()
 
 
+def train_two_layers(folder: Path, twin: bool, late: bool = False, scale: float = 1.0) -> list[Any]:
+    """Train six steps whose batches use other features each; return weights and delayed states.
+
+    From the fourth step on it steps with the gradients of the step before (``late``), or multiplies a delayed scale.
+    """
+    torch.manual_seed(0)
+    model: Any = octavo.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.delayed(), lambda *_: True)
+    optimizer, features, kept = torch.optim.SGD(model.parameters(), 0.1), torch.eye(64).split(8), list[Any]()
+
+    def change(*_: object) -> None:
+        kept.append([p.grad.clone() for p in model.parameters()])
+        for p, grad in zip(model.parameters(), kept[-2], strict=True) if late and len(kept) > 3 else ():
+            p.grad.copy_(grad)
+
+    optimizer.register_step_pre_hook(change)
+    with octavo.inspect.record(model, folder, every=1, optimizer=optimizer, twin=twin) as recorder:
+        for step in range(6):
+            if step > 2:
+                model[0].delayed_scale[2] *= scale
+            loss = (model(torch.randn(16, 8) @ features[step]) - features[step].sum(0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+    return [t.tolist() for t in (*model.parameters(), *octavo.nn.delayed_state_dict(model).values())]
+
+
+def test_gradients_that_are_changed_after_backward_are_no_error_of_fp8(tmp_path: Path) -> None:
+    with_twins, without = (train_two_layers(tmp_path / str(twin), twin, late=True) for twin in (True, False))
+    assert with_twins == without
+    assert (octavo.inspect.load(tmp_path / "True").weights["twin_cosine"] > 0.99).all()
+
+
+def test_a_step_that_runs_once_more_in_fp8_has_the_scales_of_the_step(tmp_path: Path) -> None:
+    """So an error that a scale makes in one backward is in that run too, whose amax is in the history by then."""
+    with_twins, without = (train_two_layers(tmp_path / str(twin), twin, scale=2.0**12) for twin in (True, False))
+    assert with_twins == without
+    cosines = octavo.inspect.load(tmp_path / "True").weights["twin_cosine"]
+    assert (cosines[:3] > 0.99).all() and (cosines[3:, 0] < 0.95).all() and (cosines[3:, 1] > 0.99).all()
+
+
 def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
 

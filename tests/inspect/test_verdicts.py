@@ -53,7 +53,9 @@ def test_the_twin_answers_whether_fp8_is_the_cause() -> None:
     assert of_fp8(record).startswith("FP8 changes little")
     record.weights["twin_cosine"][AT + 3, 1] = 0.2  # three of five are none
     begins = f"from step {record.steps[AT]} the gradient of {record.layers[1]} has a cosine of 0.10"
-    assert of_fp8(record) == f"FP8 is the cause: {begins} with that in high precision"
+    assert of_fp8(record, finding) == f"FP8 is the cause: {begins} with that in high precision"
+    no_harm = "FP8 changes gradients, though not the loss so far"
+    assert of_fp8(record) == f"{no_harm}: {begins} with that in high precision"
     apart = with_twin(healthy(4, RECORDS))
     steps, losses = apart.scalars["twin_loss"]
     losses[AT:] = [0.9 * loss for loss in losses[AT:]]
@@ -76,6 +78,45 @@ def test_fp8_takes_part_in_what_another_fault_began() -> None:
     assert of_fp8(record, cast).startswith("FP8 is the cause: ")
 
 
+def test_fp8_is_the_cause_of_its_part_of_the_damage() -> None:
+    """By the loss of the same weights in high precision, whatever was found before."""
+    record = with_twin(healthy(4, RECORDS))
+    record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * (RECORDS - AT)
+    first = diagnose(record)[0]
+    record.weights["twin_cosine"][AT:] = 0.9
+    losses = dict(zip(*record.scalars["loss"], strict=True))
+    later = record.steps[AT:]
+
+    def of_losses(in_fp8: float, in_high_precision: float) -> str:
+        raised = {step: loss * (in_fp8 if step in later else 1) for step, loss in losses.items()}
+        record.scalars["loss"] = [*losses], [*raised.values()]
+        record.scalars["twin_loss"] = (
+            record.steps,
+            [losses[s] * (in_high_precision if s in later else 1) for s in record.steps],
+        )
+        return of_fp8(record, first)
+
+    assert of_losses(2.0, 1.2).startswith("FP8 is the cause: from step ")
+    assert of_losses(2.0, 1.8).startswith("FP8 is not the cause, though it suffers: from step ")
+
+
+def test_fp8_suffers_where_the_twins_loss_rose_after_another_departure() -> None:
+    record = with_twin(healthy(4, RECORDS))
+    (finding,) = diagnose(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
+    later = AT + 4
+    record.weights["twin_cosine"][later:, 2] = 0.5
+    assert of_fp8(record, finding).startswith("FP8 is the cause: ")
+    for numbers in (record.weights["size"], record.weights["gradient"], record.measures["rms"]):
+        numbers[AT:] *= 8  # weights grow
+    for name in ("loss", "twin_loss"):
+        steps, losses = record.scalars[name]
+        record.scalars[name] = (
+            steps,
+            [x * 1.5 if s >= record.steps[later] else x for s, x in zip(steps, losses, strict=True)],
+        )
+    assert of_fp8(record, finding).startswith("FP8 is not the cause, though it suffers: ")
+
+
 def test_the_step_that_is_compared_may_differ_alone_or_have_a_loss_alone() -> None:
     record = with_twin(healthy(4, RECORDS))
     record.weights["twin_cosine"][:] = np.nan  # as of adapters over frozen layers
@@ -84,9 +125,7 @@ def test_the_step_that_is_compared_may_differ_alone_or_have_a_loss_alone() -> No
     assert of_fp8(record).startswith("FP8 changes little: in high precision the same batch has nearly the same loss (")
     assert of_fp8(record).endswith(f", but for {record.steps[-1]}")
     record.scalars["twin_cosine"] = record.steps, [0.9] * RECORDS
-    assert of_fp8(record).startswith(
-        "FP8 is the cause: from step 0 the gradient of all weights that are no layer's has"
-    )
+    assert ": from step 0 the gradient of all weights that are no layer's has a cosine of 0.90" in of_fp8(record)
     del record.scalars["twin_cosine"]
     (finding,) = diagnose(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
     for name in ("loss", "twin_loss"):
