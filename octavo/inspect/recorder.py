@@ -292,6 +292,8 @@ class Recorder:
                 }
                 if "twin" in arrays:
                     counts["twin"] = arrays["twin"]
+                    if self._twin is not None:
+                        self._twin.arrived(reading.tensors["twin"])
                 others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:

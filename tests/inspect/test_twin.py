@@ -230,7 +230,8 @@ def train_two_layers(folder: Path, twin: bool, late: bool = False, scale: float 
 def test_gradients_that_are_changed_after_backward_are_no_error_of_fp8(tmp_path: Path) -> None:
     with_twins, without = (train_two_layers(tmp_path / str(twin), twin, late=True) for twin in (True, False))
     assert with_twins == without
-    assert (octavo.inspect.load(tmp_path / "True").weights["twin_cosine"] > 0.99).all()
+    cosines = octavo.inspect.load(tmp_path / "True").weights["twin_cosine"]
+    assert (cosines[3] < 0.9).any() and (np.delete(cosines, 3, axis=0) > 0.99).all()  # from the next recorded step on
 
 
 def test_a_step_that_runs_once_more_in_fp8_has_the_scales_of_the_step(tmp_path: Path) -> None:
