@@ -114,7 +114,7 @@ def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training:
 
 def sharded_peak(mesh: Any) -> tuple[int, int]:
     """Return (the most bytes that iterating a sharded model holds, its codes' bytes)."""
-    net = layers("blockwise", True, (1024,) * 9)
+    net = layers("blockwise", True, (512,) * 17)
     for layer in net[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -124,7 +124,7 @@ def sharded_peak(mesh: Any) -> tuple[int, int]:
             pass
 
     iterate()
-    return peak_bytes(iterate), 8 * 1024 * 1024
+    return peak_bytes(iterate), 16 * 512 * 512
 
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -520,5 +520,6 @@ def test_a_sharded_model_gives_the_codes_that_its_forward_gathers(pool, recipe, 
 
 
 def test_one_sharded_tensor_is_held_at_a_time(pool):
+    """The backend may free a tensor's buffers while the next one is gathered: of 16 tensors up to two are there."""
     peak, codes = pool.run(sharded_peak, (2,))[0]
     assert peak < codes / 2
