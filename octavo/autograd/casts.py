@@ -99,7 +99,9 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
         has_scale = cast.is_delayed or parts is not None
         scale = scale_for(source, cast, state, role, parts) if has_scale else None
         return _cast(read, cast, scale, request, (first is not None, second is not None), offsets)
-    scale, scale2 = scale_for(source, first, state, role, parts), scale_for(source, second, state, role, parts)
+    scale = scale_for(source, first, state, role, parts)
+    of_one_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
+    scale2 = scale if of_one_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
