@@ -22,11 +22,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from octavo import private
 from octavo.granularity import PerBlock, PerTensor
 from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_params,
-    local_shape_and_offset,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
@@ -226,7 +226,7 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
     """Return this rank's slices of a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
     sizes, begins = shape, [0] * len(shape)
     if hasattr(param, "placements"):
-        sizes, begins = local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        sizes, begins = private.local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
