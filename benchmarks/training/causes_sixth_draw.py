@@ -22,20 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from benchmarks.training.causes import (
-    ALL,
-    BEFORE,
-    DATA,
-    DELAYED,
-    SIZES,
-    Do,
-    Fault,
-    Training,
-    at,
-    batches,
-    having,
-    times,
-)
+from benchmarks.training.causes import ALL, BEFORE, DATA, DELAYED, SIZES, Do, Fault, Training, at, batches, having
 from benchmarks.training.causes_fifth_draw import LONG, MLPS, STEPPED, main, of_fp8
 from benchmarks.training.causes_fourth_draw import DYNAMIC, FORWARD, OF_DATA, OUTPUTS, attending, option, output_of
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, RecipeMap, recipes
@@ -210,7 +197,7 @@ SIXTH_DRAW: Mapping[str, Fault] = {
         ("gradients",),
         options=LONG | FAST,
         begin=gradients(lambda g: g / SMALL),
-        loss=times(SMALL, every=True),
+        loss=lambda run, loss: loss * (SMALL if run.begun else 1),
     ),
     "garbage in padded rows": of_fp8(
         ("outliers", "flushed"),
