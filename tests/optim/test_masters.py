@@ -20,7 +20,7 @@ from tests.support.trained import master_values
 
 def test_a_float32_weight_needs_nothing_besides():
     p = nn.Parameter(torch.randn(3, 4))
-    for name in ("auto", "split16", "fp16_scaled", *NAMED):
+    for name in ("auto", *OF_FP8_WEIGHTS, *NAMED):
         assert MasterForm.of(p, name) is NAMED["fp32"]
     assert NAMED["fp32"].new_state(p) == {}
     stored = NAMED["fp32"].for_kernel(p, {})
@@ -108,6 +108,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def test_names():
     weight = parameter()
+    assert RESTS.keys() == OF_FP8_WEIGHTS.keys()
     assert MasterForm.of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
     for name in ("split32", "split8"):
         with pytest.raises(ValueError, match=f"master='{name}': weights stored in FP8 take 'split16', 'split24'"):
