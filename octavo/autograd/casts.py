@@ -18,7 +18,7 @@ from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
-from octavo.granularity import ALL, MX, PADDING
+from octavo.granularity import ALL, MX
 from octavo.kernels.arguments import Castable, CastSource, NormSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
@@ -106,7 +106,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
         writes_transposed = second.is_packed or needs_transposed_codes(x.device)
-        pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
+        pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
             x, None, role, *options, **named, **first.named, **second.as_second
@@ -175,7 +175,7 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
+    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))

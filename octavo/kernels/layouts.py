@@ -37,13 +37,13 @@ def needs_transposed_codes(device: torch.device) -> bool:
 _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
 
 
-def contraction_multiple(device: torch.device, pads: bool = True) -> int:
+def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = False) -> int:
     """Return the number to whose multiple casts pad the dimension that a product contracts, with zero codes.
 
     It is PADDING where torch's product takes no other sizes; 1 where operands are strided views, or where a recipe does
-    not pad: ``pads`` is the recipe's.
+    not pad. ``pads`` and ``packs`` are the recipe's: E2M1's codes, of which two share a byte, are padded everywhere.
     """
-    return PADDING if pads and needs_transposed_codes(device) else 1
+    return PADDING if packs or (pads and needs_transposed_codes(device)) else 1
 
 
 def pack(codes: Tensor) -> Tensor:

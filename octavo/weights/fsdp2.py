@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import private
-from octavo.granularity import PerBlock, PerTensor
+from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_params,
@@ -153,7 +153,7 @@ class GatheredWeight(ForProducts):
 
     def pair(self) -> ScaledTensor:
         """Return the pair as it lies, where its codes are a stored weight's: per tensor or in blocks of 128 x 128."""
-        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
+        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(BLOCK, BLOCK)
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

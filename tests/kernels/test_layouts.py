@@ -29,6 +29,7 @@ def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch:
     assert len(asked) == 1, "the driver is asked once"
     for device in map(torch.device, ("cpu", "meta")):
         assert not needs_transposed_codes(device) and contraction_multiple(device) == 1
+        assert contraction_multiple(device, pads=False, packs=True) == PADDING
 
 
 def test_padded() -> None:
