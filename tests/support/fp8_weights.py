@@ -10,7 +10,6 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS
 
-# every kind of master, with the dtype of its low_bits
 RESTS = {form.kind: form.low_bits_dtype for form in OF_FP8_WEIGHTS.values()}
 PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in NAMED.values()}
 
