@@ -69,6 +69,12 @@ SHOWN = ("kind", "model", "seed", "layer", "cause at", "said", "level", "fp8", "
 PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note said")
 BLAMES_FP8 = "FP8 is the cause", "FP8 takes part"
 CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradients, though not the loss"
+BROADER = {  # kinds whose sentence says that these are not told apart
+    "batch": ("batch", "labels", "jump"),
+    "labels": ("labels", "gradients"),
+    "drift": ("gradients", "learning rate", "options", "state", "decay"),
+    "state": ("state", "options"),
+}
 QUANTITIES = {  # a departure's: the first of these that its name has says the kind of quantity
     "loss scale": "loss scale",
     "gradient": "gradients",
@@ -541,7 +547,7 @@ def ranks(fault: Fault, layer: str, findings: Sequence[Finding]) -> dict[str, in
         "layer": lambda finding: (
             layer == ALL or finding.layer in (layer, layer.replace(".linear", ".norm"))
         ),  # of one module
-        "cause": lambda finding: cause_of(finding) in fault.causes,
+        "cause": lambda finding: any(each in fault.causes for each in BROADER.get(finding.kind, [cause_of(finding)])),
         "remedy": lambda finding: any(text in finding.remedy for text in fault.remedies),
     }
     return {

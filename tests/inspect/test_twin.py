@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.inspect.record import Record
-from octavo.inspect.recorder import NO_TWIN
+from octavo.inspect.twin import NO_TWIN
 from octavo.weights.fsdp2 import on_this_rank
 
 np = pytest.importorskip("numpy")

@@ -65,6 +65,28 @@ def test_the_twin_answers_whether_fp8_is_the_cause() -> None:
     assert of_fp8(apart).startswith(f"FP8 is the cause: at step {steps[AT - 1]} the loss is nan, and ")
 
 
+def test_the_twin_clears_casts_and_what_the_loss_has_in_fp8_alone() -> None:
+    record = with_twin(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
+    assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("stale", "note")]
+    record.weights["twin_cosine"][AT:] = 0.5
+    assert diagnose(record)[0].level == "critical"
+    steps, losses = record.scalars["loss"]
+    begins = steps.index(record.steps[AT])
+    record.scalars["loss"] = steps, [*losses[:begins], *(3 * loss for loss in losses[begins:])]
+    assert "batch" not in {finding.kind for finding in diagnose(record)}
+    record.scalars["twin_loss"] = record.steps, record.scalar("loss").tolist()
+    assert "batch" in {finding.kind for finding in diagnose(record)}
+
+
+def test_a_loss_that_is_multiplied_is_not_apart_from_its_twins() -> None:
+    """Its change is known by the gradients of the outputs, which have that factor too."""
+    record = with_twin(healthy(4, RECORDS), of_loss=1.001)
+    record.scalars["twin_loss"][1][AT:] = [1.02 * loss for loss in record.scalars["twin_loss"][1][AT:]]
+    assert of_fp8(record).startswith("FP8 is the cause")
+    record.measures["rms"][AT:, 11] *= 30
+    assert of_fp8(record).startswith("FP8 changes little")
+
+
 def test_fp8_takes_part_in_what_another_fault_began() -> None:
     record = with_twin(healthy(4, RECORDS))
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * (RECORDS - AT)
