@@ -24,7 +24,7 @@ LEVELS = {
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
 PLACES = {level: place for place, level in enumerate(LEVELS)}
-MOST_SEVERE = 10.0
+MOST_SEVERE, OF_WARNING = 10.0, 3.0
 LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
 SOON = 2  # a cast's finding explains findings that begin within so many records
 LATER = 10  # a finding of WHOLE explains findings that begin within so many records
@@ -163,7 +163,7 @@ def severity_of(kind: str, times: float) -> float:
 
 def level_of(severity: float, lost: float = 0.0) -> str:
     """Return the level of a severity, if a share ``lost`` of the numbers is lost."""
-    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= 3 else "note"
+    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= OF_WARNING else "note"
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
@@ -231,6 +231,10 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         pair = _CauseAndEffect(cause, effect, records, begins == 0)
         return records <= next(within for applies, within in EXPLAINS if applies(pair))
 
+    def is_last(one: Finding) -> bool:
+        """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""
+        return bool(one.products) and (one.level != "note" or one.severity < OF_WARNING)
+
     events = [at(each) for each in findings if EVENT in KINDS[each.kind].traits and each.level != "note"]
 
     def beside_events(finding: Finding) -> Finding:
@@ -255,4 +259,4 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         level = min((finding.level for finding in group), key=PLACES.__getitem__)
         severity = max(finding.severity for finding in group)
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
-    return sorted(joined, key=lambda one: (PLACES[one.level], bool(one.products), -one.severity, order(one)))
+    return sorted(joined, key=lambda one: (PLACES[one.level], is_last(one), -one.severity, order(one)))
