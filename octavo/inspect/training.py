@@ -368,17 +368,14 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
-def losses(run: Training, stays: Rule, climbs: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
-    """Yield losses that fall at once, rise for a step, rise and stay up, or go on to rise."""
+def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit]:
+    """Yield losses that rise for a step, rise and stay up, or go on to rise."""
     steps, loss = run.loss
     at = 6
     while at < len(loss):
         earlier_loss, changes = np.median(loss[at - 6 : at]), np.abs(np.diff(loss[max(0, at - 16) : at]))
         limit = rose.limit * max(1.5 * float(np.median(changes)), 0.05 * abs(earlier_loss))
-        rise, below, end = loss[at] - earlier_loss, min(loss[:at]) - loss[at], at + 1
-        if below > limit:
-            yield Hit(fell, steps[at], below / limit, {"was": loss[at - 1], "now": loss[at]})
-            break
+        rise, end = loss[at] - earlier_loss, at + 1
         if math.isfinite(rise) and rise > limit > 0:
             end = next((i for i in range(end, len(loss)) if loss[i] < earlier_loss + rise / 2), len(loss))
             if end - at < FEW:
