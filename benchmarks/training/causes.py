@@ -13,8 +13,8 @@ the third were (causes_third_draw.py). The fourth and the fifth draw and their h
 causes_fifth_draw.py) were written by people who had not read the rules; each kind has two seeds. The rules of findings,
 and the limits of the twin and of departures, were made with the first four. Held out, the fifth was right in 87 % by
 "FP8 or not", in 64 % by verdicts and in 82 % by first departures, with none of 12 healthy runs above a note. Then it
-was read: which part of the damage is FP8's, what "changes gradients" says, that gradients changed after backward are not
-compared, and what a verdict claims was made with all five. The sixth (causes_sixth_draw.py) was written after the
+was read: which part of the damage is FP8's, what "changes gradients" says, that gradients changed after backward are
+not compared, and what a verdict claims was made with all five. The sixth (causes_sixth_draw.py) was written after the
 first three of these by someone who had not read the rules, and no rule was made with it. A sentence may name several
 causes that a record can't tell apart: BROADER has the kinds that are right for each of them.
 
