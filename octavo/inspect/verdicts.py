@@ -31,6 +31,9 @@ OTHERWISE = 2.0  # times these limits, where something else than a cast is found
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS = ("batch", "drift")  # kinds of findings that read the loss
+# kinds that read what layers compute: where FP8 is the cause of a loss before, it is of these
+OF_GRADIENTS = ("gradients", "frozen")
+EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
 OTHER_WEIGHTS = "all weights that are no layer's"
@@ -63,14 +66,15 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
 def measured(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings as far as the twin agrees with them.
 
-    A cast's is a note where FP8 changes neither loss nor gradients, or suffers from something earlier. A rise of the
-    loss that high precision does not have is left out: it is an effect of FP8.
+    A cast's is a note where FP8 changes neither loss nor gradients, or suffers from something earlier. What high
+    precision does not have is left out as an effect of FP8: a rise of the loss, another size of gradients that differ
+    from then on, and what layers do after FP8 became the cause of a loss.
     """
     twins = _Twins(record)
     return [
         replace(finding, level="note") if finding.products and twins.clear(finding) else finding
         for finding in findings
-        if not (finding.kind in OF_LOSS and twins.has_alone(finding))
+        if not (finding.kind in EFFECTS and twins.has_alone(finding))
     ]
 
 
@@ -112,6 +116,8 @@ class _Twins:
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
+        norms = record.weights.get("twin_norm", cosines[:, :0]) / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)[:, None]
+        self.norms = np.array([_median(of_layers) for of_layers in norms[compared]])
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
         self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
 
@@ -123,11 +129,16 @@ class _Twins:
         return first is None or self.cause(finding, first[0], first[1] is not None) not in BLAMES
 
     def has_alone(self, finding: Finding) -> bool:
-        """Return whether FP8 alone has most of a rise of the loss."""
-        at = bisect_left(self.steps, finding.begins)
-        soon = slice(at, at + OVER)
-        rise = _median(self.losses[soon]) - _median(self.losses[:at])
-        return bool(_median(self.losses[soon] - self.of_twins[soon]) > rise / 2 > 0)
+        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
+        at, first = bisect_left(self.steps, finding.begins), self.first_apart(None)
+        if first is not None and first[0] <= at:
+            if first[1] is None and self.part(first[0]) > 0:
+                return True
+            if finding.kind in OF_GRADIENTS and first[1] is not None:
+                return 0.5 < _median(self.norms[at : at + OVER]) / _median(self.norms[: first[0]]) < 2
+        parts = [(self.losses[soon], self.of_twins[soon]) for soon in (slice(at, at + OVER), slice(at, None))]
+        rises = [(_median(loss - twin), _median(loss) - _median(self.losses[:at])) for loss, twin in parts]
+        return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
 
     @cached_property
     def departures(self) -> list[Departure]:
@@ -156,16 +167,22 @@ class _Twins:
                 return at, None if columns[0] < 2 else int(columns[0]) - 2
         return None
 
+    def part(self, at: int) -> float:
+        """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
+        soon = slice(at, at + AMONG)
+        of_twin = _median(self.of_twins[soon]) - _median(self.of_twins[:at])
+        return _median(self.losses[soon] - self.of_twins[soon]) - float(np.nan_to_num(max(of_twin, 0.0)))
+
     def cause(self, worst: Finding | None, at: int, is_gradient: bool) -> str:
         """Return what FP8 is, if it differs from a place on, by its part of what the loss has more than before it."""
         soon, before = slice(at, at + AMONG), self.of_twins[:at]
-        part = _median(self.losses[soon] - self.of_twins[soon])
-        if not is_gradient and part > max(_median(self.of_twins[soon]) - _median(before), 0.0):
+        if not is_gradient and self.part(at) > 0:
             return "FP8 is the cause"
         is_raised = at >= LEAST and _median(self.of_twins[at:]) > np.max(before[np.isfinite(before)], initial=-math.inf)
         has_departed = is_raised and any(each.step < self.steps[at] for each in self.departures[:1])
         if has_departed or (worst is not None and not worst.products and worst.begins <= self.steps[at]):
-            is_part = worst is not None and not has_departed and self.is_over(worst)
+            has_none = is_gradient and _median(np.nan_to_num(self.cosines[soon], nan=1.0)) == 0  # all is flushed
+            is_part = has_none or (worst is not None and not has_departed and self.is_over(worst))
             return "FP8 takes part, though not first" if is_part else "FP8 is not the cause, though it suffers"
         return ONLY_GRADIENTS if worst is None and is_gradient and not is_raised else "FP8 is the cause"
 
