@@ -395,7 +395,9 @@ def of_weights(moved: Any) -> dict[str, Any]:
 
 
 def of_twin(products: Any) -> dict[str, Any]:
-    """Return weights' gradients beside the twin's, and its norms, [..., layers], of twin.py's products [..., layers, 3].
+    """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
+
+    ``products`` are twin.py's, [..., layers, 3].
 
     One factor for all layers is left out of the error, as clipping and a loss scale are of the step's gradients alone.
     """

@@ -30,9 +30,8 @@ APART, COSINE = 0.006, 0.95
 OTHERWISE = 2.0  # times these limits, where something else than a cast is found: it disturbs scales
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
-OF_LOSS = ("batch", "drift")  # kinds of findings that read the loss
+OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
 # kinds that read what layers compute: where FP8 is the cause of a loss before, it is of these
-OF_GRADIENTS = ("gradients", "frozen")
 EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
@@ -116,8 +115,8 @@ class _Twins:
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
-        norms = record.weights.get("twin_norm", cosines[:, :0]) / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)[:, None]
-        self.norms = np.array([_median(of_layers) for of_layers in norms[compared]])
+        norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
+        self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
         self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
 
@@ -171,7 +170,7 @@ class _Twins:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
         soon = slice(at, at + AMONG)
         of_twin = _median(self.of_twins[soon]) - _median(self.of_twins[:at])
-        return _median(self.losses[soon] - self.of_twins[soon]) - float(np.nan_to_num(max(of_twin, 0.0)))
+        return _median(self.losses[soon] - self.of_twins[soon]) - max(of_twin, 0.0)
 
     def cause(self, worst: Finding | None, at: int, is_gradient: bool) -> str:
         """Return what FP8 is, if it differs from a place on, by its part of what the loss has more than before it."""

@@ -11,7 +11,7 @@ from octavo.inspect.verdicts import of_fp8
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_findings import healthy, put  # noqa: E402
-from tests.inspect.test_training import AT, LAYER, RECORDS  # noqa: E402
+from tests.inspect.test_training import AT, LASTING, LAYER, RECORDS, weights  # noqa: E402
 
 
 def with_twin(record: Record, cosine: float = 0.995, of_loss: float = 1.001) -> Record:
@@ -76,6 +76,37 @@ def test_the_twin_clears_casts_and_what_the_loss_has_in_fp8_alone() -> None:
     assert "batch" not in {finding.kind for finding in diagnose(record)}
     record.scalars["twin_loss"] = record.steps, record.scalar("loss").tolist()
     assert "batch" in {finding.kind for finding in diagnose(record)}
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("gradients", None), ("frozen", 1)])
+def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str, layer: int | None) -> None:
+    record = with_twin(healthy(4, RECORDS))
+    record.weights["twin_norm"] = np.full_like(record.weights["twin_cosine"], 0.1)
+    if layer is None:
+        weights("gradient", 1e-3, 1e-5, records=LASTING)(record)
+    else:
+        weights("gradient", 1e-3, 0.0, layer, records=LASTING)(record)
+    first = diagnose(record)[0]
+    assert (first.kind, first.level) == (kind, "warning")  # something else stops them: the twin has as few
+    assert of_fp8(record, first).startswith("FP8 is not the cause: ")
+    record.weights["twin_cosine"][AT:] = 0.0  # the twin has as many as before
+    assert diagnose(record) == []
+    assert of_fp8(record).startswith("FP8 changes gradients, though not the loss so far: ")
+    record.weights["twin_norm"][AT:] = 1e-12  # the twin has fewer, and FP8 flushes these
+    first = diagnose(record)[0]
+    assert first.kind == kind and of_fp8(record, first).startswith("FP8 takes part, though not first: ")
+
+
+def test_what_layers_do_after_fp8_raised_the_loss_is_its_effect() -> None:
+    record = with_twin(healthy(4, RECORDS))
+    weights("gradient", 1e-3, 8e-3)(record)
+    assert "gradients" in {finding.kind for finding in diagnose(record)}
+    steps, losses = record.scalars["loss"]
+    record.scalars["loss"] = (
+        steps,
+        [1.2 * x if s >= record.steps[AT] else x for s, x in zip(steps, losses, strict=True)],
+    )
+    assert diagnose(record) == []
 
 
 def test_a_loss_that_is_multiplied_is_not_apart_from_its_twins() -> None:
