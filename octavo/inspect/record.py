@@ -397,9 +397,8 @@ def of_weights(moved: Any) -> dict[str, Any]:
 def of_twin(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    ``products`` are twin.py's, [..., layers, 3].
-
-    One factor for all layers is left out of the error, as clipping and a loss scale are of the step's gradients alone.
+    ``products`` are twin.py's, [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
+    loss scale are of the step's gradients alone.
     """
     between, of_step, twins = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
