@@ -19,7 +19,7 @@ from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import called
-from octavo.inspect.twin import CONTROL, LEFT
+from octavo.inspect.twin import CONTROL, LEFT, SAME
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
@@ -522,9 +522,10 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
 
 
 def changed(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield the first step that was computed once more and has other gradients then."""
+    """Yield the first step that was computed once more and has other gradients then, at once and not by and by."""
     steps, cosines = run.scalar(CONTROL)
-    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit]
+    before = [1.0, *cosines]
+    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > SAME]
     if low and left not in run.fired:
         yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
 

@@ -236,6 +236,8 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
         record.scalars[name] = record.steps, values
     assert diagnose(record) == []
     record.scalars["lr"] = (record.steps, [abs(math.cos(at / 2)) + 0.01 for at in range(RECORDS)])  # warm restarts
+    # a distillation whose teacher is read inside of the model: its part of the gradients grows by and by
+    record.scalars["twin_control"] = (record.steps, [1 - 0.05 * at for at in range(RECORDS)])
     assert diagnose(record) == []
 
 

@@ -200,10 +200,13 @@ def test_gradients_of_an_earlier_step_are_no_error_of_fp8(clears: bool, tmp_path
     assert (np.isfinite(record.weights["twin_cosine"][2:]) == clears).all()
 
 
-def train_two_layers(folder: Path, twin: bool, late: bool = False, scale: float = 1.0) -> list[Any]:
+def train_two_layers(
+    folder: Path, twin: bool, late: bool = False, scale: float = 1.0, inside: float = 0.0
+) -> list[Any]:
     """Train six steps whose batches use other features each; return weights and delayed states.
 
     From the fourth step on it steps with the gradients of the step before (``late``), or multiplies a delayed scale.
+    The loss has ``inside`` times the first layer's output, of which the recorded model's output says nothing.
     """
     torch.manual_seed(0)
     model: Any = octavo.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.delayed(), lambda *_: True)
@@ -215,12 +218,14 @@ def train_two_layers(folder: Path, twin: bool, late: bool = False, scale: float 
             p.grad.copy_(grad)
 
     optimizer.register_step_pre_hook(change)
+    hidden: dict[str, Tensor] = {}
+    model[0].register_forward_hook(lambda _, __, output: hidden.update(output=output))
     with octavo.inspect.record(model, folder, every=1, optimizer=optimizer, twin=twin) as recorder:
         for step in range(6):
             if step > 2:
                 model[0].delayed_scale[2] *= scale
             loss = (model(torch.randn(16, 8) @ features[step]) - features[step].sum(0)).square().mean()
-            loss.backward()
+            (loss + inside * hidden["output"].mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss=loss)
@@ -236,6 +241,13 @@ def test_gradients_that_are_changed_after_backward_are_no_error_of_fp8(tmp_path:
     assert [(finding.kind, finding.begins) for finding in findings if finding.level != "note"] == [("gradients", 4)]
     cosines = record.weights["twin_cosine"]
     assert (cosines[3] < 0.9).any() and (np.delete(cosines, 3, axis=0) > 0.99).all()  # from the next recorded step on
+
+
+def test_where_gradients_come_by_another_way_too_no_step_is_said_to_have_others(tmp_path: Path) -> None:
+    train_two_layers(tmp_path, True, scale=2.0**12, inside=0.2)
+    record = octavo.inspect.load(tmp_path)
+    assert min(record.scalars["twin_control"][1]) > 0.9999 and record.events == []
+    assert "gradients" not in {finding.kind for finding in octavo.inspect.diagnose(record) if finding.level != "note"}
 
 
 def test_a_step_that_runs_once_more_in_fp8_has_the_scales_of_the_step(tmp_path: Path) -> None:
