@@ -38,10 +38,10 @@ from octavo.scaling.recipe import (
     Stochastic,
 )
 
-__all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp"]
-__all__ += ["blockwise", "mx", "nvfp4", "batch_invariant", "high_precision"]
-NAMED = tuple(__all__)
-__all__ += ["last_blocks", "as_recipe", "load", "to_json"]
+__all__ = ["dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
+__all__ += ["nvfp4", "batch_invariant", "high_precision"]
+NAMED = tuple(__all__)  # each recipe once: default() is another's name
+__all__ += ["default", "last_blocks", "as_recipe", "load", "to_json"]
 AnyRecipe = Recipe | RecipeMap | str | Path  # as_recipe's argument: a str is the name of a recipe or a file
 
 
@@ -396,8 +396,8 @@ def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
 def _rule(content: Any) -> RecipeRule:
     """Return the rule that a value in a file stands for."""
     if isinstance(content, str):
-        if content not in NAMED:
-            raise ValueError(f"{content!r} is no recipe: choose {', '.join(NAMED)}, or a file that ends in .json")
+        if content not in (names := ("default", *NAMED)):
+            raise ValueError(f"{content!r} is no recipe: choose {', '.join(names)}, or a file that ends in .json")
         recipe: Recipe = globals()[content]()
         return recipe
     if content is None:

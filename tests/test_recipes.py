@@ -18,7 +18,7 @@ from tests.support.damage import damaged_json
 from tests.support.seams.features import FEATURES
 from tests.support.triton_kernels import in_place_of_reference
 
-ALL = {name: getattr(recipes, name) for name in recipes.NAMED if name != "default"}
+ALL = {name: getattr(recipes, name) for name in recipes.NAMED}
 
 
 def test_tables_and_pages_name_every_recipe():

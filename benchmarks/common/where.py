@@ -10,7 +10,7 @@ from octavo.nn.where import ARCHITECTURES, described
 def where_table() -> str:
     """Return the table of docs/guides/which-recipe.md: architectures with the same products share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    in_fp8 = [name for name in recipes.NAMED if name not in ("default", "high_precision")]  # default is another of them
+    in_fp8 = [name for name in recipes.NAMED if name != "high_precision"]
     for name in in_fp8:
         for architecture, capability in ARCHITECTURES.items():
             description = described(getattr(recipes, name)(), capability)

@@ -397,18 +397,22 @@ def truth(fault: Fault, model: str, seed: int) -> tuple[str, bool]:
     return f"{worse:.1%} worse, {high:.1%} in high precision: {measured}", is_right
 
 
-def main(kinds: list[str]) -> int:
+def main(
+    kinds: list[str],
+    draw: str = "fifth draw",
+    faults: Mapping[str, Fault] = FIFTH_DRAW,
+    healthy: Mapping[str, Fault] = FIFTH_HEALTHY,
+) -> int:
+    """Print the truth of these kinds of a draw, or of all, and losses of its healthy runs; return 1 if one is wrong."""
     torch.set_num_threads(1)
     wrong = 0
-    for place, (kind, fault) in enumerate(FIFTH_DRAW.items()):
+    for place, (kind, fault) in enumerate(faults.items()):
         for turn, model in enumerate(MODELS):
-            for seed in (
-                seeds("fifth draw", place + turn) if model in fault.models and kind in (kinds or [kind]) else ()
-            ):
+            for seed in seeds(draw, place + turn) if model in fault.models and kind in (kinds or [kind]) else ():
                 measured, is_right = truth(fault, model, seed)
                 wrong += not is_right
                 print(f"{kind}, {model}, {seed}: {measured}{'' if is_right else '  <- wrong'}", flush=True)
-    for kind, fault in FIFTH_HEALTHY.items():
+    for kind, fault in healthy.items():
         if kind in (kinds or [kind]):
             print(kind, " ".join(f"{loss:.2f}" for loss in losses(fault, fault.models[0], 0)), flush=True)
     return wrong > 0

@@ -18,7 +18,7 @@ from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
-from octavo.granularity import ALL, MX, PADDING
+from octavo.granularity import ALL, MX
 from octavo.kernels.arguments import Castable, CastSource, NormSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
@@ -99,12 +99,14 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
         has_scale = cast.is_delayed or parts is not None
         scale = scale_for(source, cast, state, role, parts) if has_scale else None
         return _cast(read, cast, scale, request, (first is not None, second is not None), offsets)
-    scale, scale2 = scale_for(source, first, state, role, parts), scale_for(source, second, state, role, parts)
+    scale = scale_for(source, first, state, role, parts)
+    of_one_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
+    scale2 = scale if of_one_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
     has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
     is_norm, (x, activation, named) = isinstance(source, NormSource), read
     if not has_scales and offsets is None and x.ndim != 3:
         writes_transposed = second.is_packed or needs_transposed_codes(x.device)
-        pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
+        pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
         options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
             x, None, role, *options, **named, **first.named, **second.as_second
@@ -173,7 +175,7 @@ def _cast(
     """
     (x, activation, named), (as_is, transposed) = read, layouts
     role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
-    pad = PADDING if request.recipe.packs else contraction_multiple(x.device, request.recipe.pads)
+    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))

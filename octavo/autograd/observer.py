@@ -16,7 +16,7 @@ from octavo import kernels
 from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
-from octavo.granularity import ALL, PADDING, Tile
+from octavo.granularity import ALL, NV, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.nvfp4 import rotated
@@ -74,7 +74,7 @@ class LayerCounts(NamedTuple):
             elif cast.is_packed:
                 x, tile = x_RC.t() if is_transposed != swaps else x_RC, cast.tile
                 scale = delayed_scale if cast.is_delayed else None
-                q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, PADDING, **cast.named)
+                q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, NV[1], **cast.named)
                 codes = q, scale_inv
             else:
                 scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None

@@ -362,7 +362,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     help = "predict as octavo.convert(..., fuse=True) converts"
     parser.add_argument("--fuse", action="store_true", help=help)
     help = "recipe of the layer that computes logits, high_precision for bf16 (default: each recipe's own)"
-    parser.add_argument("--head", choices=NAMED[1:], metavar="RECIPE", help=help)
+    parser.add_argument("--head", choices=NAMED, metavar="RECIPE", help=help)
     help = "whose attention, by published rates of Hopper (default: flash, FlashAttention-2, which torch takes)"
     parser.add_argument("--attention", choices=("flash", "cudnn"), help=help)
     help = "chunked: logits are computed in chunks with their loss, as octavo.nn.linear_cross_entropy does"

@@ -31,7 +31,7 @@ HIGH_PRECISION = "bf16"
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
 # of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row
 PRODUCTS = (HIGH_PRECISION, "tensor", "row", "block", "vector", "mx")
-KEPT = "rates.json"
+RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
 ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
@@ -220,7 +220,7 @@ def device_label(device: torch.device) -> str:
 
 def keep(rates: Rates) -> Path:
     """Write measured rates to the user's cache folder, beside those of other devices and versions."""
-    path = cache_folder(make=True) / KEPT
+    path = cache_folder(make=True) / RATES_FILE
     rates_by_device = _read(path) | {rates.device: dataclasses.asdict(rates)}
     with replacing(path) as file:
         file.write(json.dumps(rates_by_device, indent=1).encode())
@@ -284,7 +284,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     label = device_label(device)
     # no rates were stored, or by another octavo, or the file is damaged
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-        rates = _of_file(_read(cache_folder() / KEPT)[label])
+        rates = _of_file(_read(cache_folder() / RATES_FILE)[label])
         memory = rates.memory or memory_of(device)
         return _with_published(dataclasses.replace(rates, memory=memory, attention={}, host={}))
     for published, rates in PUBLISHED.items():

@@ -53,7 +53,7 @@ from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
-from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
+from octavo.scaling.delayed import NAMES, delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain
@@ -63,13 +63,13 @@ __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_
 
 FORMAT = 1
 CONTENT = "octavo.pt"
-KEPT = "what was saved before is kept"
+REASSURANCE = "what was saved before is kept"
 REMEDY = "remove its folder to load the checkpoint before"
 METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
 # for each tensor of a checkpoint a dict and the name there; several where splits are separate here, and joined there
 Places = dict[str, list[tuple[Any, str]]]
 SplitRows = dict[str, dict[str, int]]  # for each parameter of such a Linear: the splits' parameters, and their rows
-SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
+SCALE, HISTORY = NAMES
 
 
 def save_checkpoint(
@@ -153,7 +153,7 @@ def _begin(
 ) -> tuple[dict[str, Any], Writer]:
     """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
     model = PlainModel(model).module
-    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
+    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", REASSURANCE, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with _begun(optimizer):  # likewise
             of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
@@ -169,7 +169,7 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
     """Write and publish a checkpoint; if that fails anywhere, remove what was written."""
     folder = Path(writer.path)
     try:
-        with _as_checkpoint_errors(f"cannot write a checkpoint to {folder.parent}", KEPT, ranks):
+        with _as_checkpoint_errors(f"cannot write a checkpoint to {folder.parent}", REASSURANCE, ranks):
             dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointError:
         if ranks.rank == 0:

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
+from octavo.granularity import BLOCK
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import key_of, random_bits
@@ -40,7 +41,7 @@ from octavo.tensor.collectives import all_gather, check_ranks_agree, pack, unpac
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
 _ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
-_TILE = (1, 128)  # elements of a row that share a scale
+_TILE = (1, BLOCK)  # elements of a row that share a scale
 
 
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:

@@ -186,7 +186,7 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
             raise ExportError(f"{key} is a {type(tensor).__name__}, not a plain tensor; take extra state out")
         if tensor.is_meta:
             raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
-        if key not in weights and f"{key}_scale_inv" in state:
+        if key not in weights and f"{key}{SCALE_INV}" in state:
             raise ExportError(
                 f"{key} is stored in FP8, but its layer's recipe has no FP8 output product: octavo.set_recipe(model, "
                 f"octavo.recipes.{LAYOUTS[layout].recipe}()) before, or octavo.restore(model)"

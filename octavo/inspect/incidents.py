@@ -24,7 +24,7 @@ LEVELS = {
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
 PLACES = {level: place for place, level in enumerate(LEVELS)}
-MOST_SEVERE = 10.0
+MOST_SEVERE, OF_WARNING = 10.0, 3.0
 LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
 SOON = 2  # a cast's finding explains findings that begin within so many records
 LATER = 10  # a finding of WHOLE explains findings that begin within so many records
@@ -70,12 +70,13 @@ KINDS = {
     "learning rate": Kind(BETWEEN, EVENT | TOO_MUCH),
     "warm-up": Kind(BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
     "dead rows": Kind(BETWEEN, OUTSIDE | TOO_MUCH),
-    "decay": Kind(BETWEEN, OUTSIDE),
+    "decay": Kind(BETWEEN, OUTSIDE | WHOLE),
     "repeats": Kind(DATA, OUTSIDE | WHOLE),
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
-    **dict.fromkeys(("labels", "jump"), Kind(LOSS, ONCE | WHOLE | SYMPTOM)),
+    "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
+    "drift": Kind(LOSS, WHOLE | SYMPTOM),
     "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
     **dict.fromkeys(("dead units", "idle expert"), Kind()),
@@ -162,14 +163,15 @@ def severity_of(kind: str, times: float) -> float:
 
 def level_of(severity: float, lost: float = 0.0) -> str:
     """Return the level of a severity, if a share ``lost`` of the numbers is lost."""
-    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= 3 else "note"
+    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= OF_WARNING else "note"
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
     """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())
-    while begins > 0 and over[begins - 1] and values[begins - 1] * LEAPS > values[begins]:
-        begins -= 1
+    leaps = np.append(False, over[:-1] & (values[1:] >= values[:-1] * LEAPS))
+    while begins > 0 and over[begins - 1] and not (leaps[begins] and not leaps[begins - 1]):
+        begins -= 1  # what leaps again and again grows
     return begins, worst
 
 
@@ -179,7 +181,8 @@ class _CauseAndEffect:
     def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
         traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
         is_note, is_severe = cause.level == "note", cause.severity == MOST_SEVERE
-        is_of_its_step = OF_A_STEP in traits and records == 0  # casts of such data, or of such gradients
+        # casts of such data, or of such gradients
+        is_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
         self.is_from_outside = OUTSIDE in effect_traits and not is_severe
         self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
         self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
@@ -228,13 +231,32 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         pair = _CauseAndEffect(cause, effect, records, begins == 0)
         return records <= next(within for applies, within in EXPLAINS if applies(pair))
 
+    def is_last(one: Finding) -> bool:
+        """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""
+        return bool(one.products) and (one.level != "note" or one.severity < OF_WARNING)
+
+    events = [at(each) for each in findings if EVENT in KINDS[each.kind].traits and each.level != "note"]
+
+    def beside_events(finding: Finding) -> Finding:
+        """Return a lasting change as of an event soon after it: noise hides where a loss begins to rise."""
+        if KINDS[finding.kind].part not in (DATA, LOSS) or finding.worst == finding.begins:
+            return finding
+        begins = min((event for event in events if 0 <= event - at(finding) <= SOON), default=at(finding))
+        return replace(finding, begins=record.steps[begins]) if begins != at(finding) else finding
+
+    def is_headed(group: Sequence[Finding], finding: Finding) -> bool:
+        """Return whether the first of a group may be the cause of a finding: no milder cast of an earlier record."""
+        pair = _CauseAndEffect(group[0], finding, at(finding) - at(group[0]), False)
+        return not (pair.is_milder_cast and at(finding) > at(group[0]))
+
     groups: list[list[Finding]] = []
-    for finding in sorted(findings, key=order):
-        group = next((group for group in groups if any(explains(cause, finding) for cause in group)), None)
+    for finding in sorted(map(beside_events, findings), key=order):
+        of_cause = (group for group in groups if any(explains(cause, finding) for cause in group))
+        group = next((group for group in of_cause if is_headed(group, finding)), None)
         groups.append([finding]) if group is None else group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
         level = min((finding.level for finding in group), key=PLACES.__getitem__)
         severity = max(finding.severity for finding in group)
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
-    return sorted(joined, key=lambda one: (PLACES[one.level], bool(one.products), -one.severity, order(one)))
+    return sorted(joined, key=lambda one: (PLACES[one.level], is_last(one), -one.severity, order(one)))

@@ -395,9 +395,10 @@ def of_weights(moved: Any) -> dict[str, Any]:
 
 
 def of_twin(products: Any) -> dict[str, Any]:
-    """Return how far weights' gradients are from the twin's, [..., layers], from twin.py's products [..., layers, 3].
+    """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    One factor for all layers is left out of the error, as clipping and a loss scale are of the step's gradients alone.
+    ``products`` are twin.py's, [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
+    loss scale are of the step's gradients alone.
     """
     between, of_step, twins = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -407,6 +408,7 @@ def of_twin(products: Any) -> dict[str, Any]:
             # 0 where FP8 leaves no gradient
             "twin_cosine": np.where(twins > 0, np.where(of_step == 0, 0.0, between / np.sqrt(of_step * twins)), np.nan),
             "twin_error": np.where(twins > 0, np.sqrt(apart / twins) / np.abs(factor), np.nan),
+            "twin_norm": np.where(twins > 0, np.sqrt(twins), np.nan),
         }
 
 

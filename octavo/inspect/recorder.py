@@ -20,14 +20,24 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import CONTROL, COSINE, LEFT, LOSS, NO_HOOKS, OTHER_GRADIENTS, OTHERS, Comparison, Twin
+from octavo.inspect.twin import (
+    CONTROL,
+    COSINE,
+    LEFT,
+    LOSS,
+    NO_HOOKS,
+    NO_TWIN,
+    OTHER_GRADIENTS,
+    OTHERS,
+    Comparison,
+    Twin,
+)
 from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
-NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
@@ -109,7 +119,7 @@ class Recorder:
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
         self._tied, self._updates = tied_of(model), Updates(optimizer)
-        self._twin = Twin(model, optimizer, self._ranks) if twin else None
+        self._twin, self._is_controlled = Twin(model, optimizer, self._ranks) if twin else None, False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
         self._scalars: list[tuple[int, str, Scalar]] = []
@@ -267,7 +277,8 @@ class Recorder:
         with self._or_ends():
             for step, name, value in reading.scalars:
                 value = next(arrived) if isinstance(value, Tensor) else value
-                if name == CONTROL:
+                if name == CONTROL and not self._is_controlled:
+                    self._is_controlled = True
                     if value < COSINE:
                         text = OTHER_GRADIENTS.format(value)
                         self._writer.add_lines({"step": step, "event": NO_TWIN, "text": text})

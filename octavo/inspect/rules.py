@@ -14,6 +14,7 @@ from octavo.inspect import training as tests
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import Rule, Training
+from octavo.inspect.twin import COSINE
 
 # parts of sentences and remedies of several rows
 SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
@@ -22,7 +23,8 @@ LOAD = (
     "moments go on as they were",
     "load it",
 )
-LOOK = "look at the data of that step, and leave out what is not as the rest"
+LOOK = "look at that step's data and labels, and at what the forward computes otherwise: code, mode, checkpoint"
+WORSE = "updates make it worse: look at the rate, at the gradients' sign and what changes them, and at the optimizer"
 RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
 SKIP = "leave out such steps"
@@ -36,7 +38,7 @@ MEAN = "divide the loss once by the batches that it is summed over"
 CLEAR = "call optimizer.zero_grad() before each step's backward"
 ZERO = f"{CLEAR}, and {MEAN}"
 FALL = "the gradients are {share} of those before"
-TRAINS = "requires_grad, a group of the optimizer, and no detach() or no_grad() behind it: a weight that trains has all"
+TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
 
 RULES: Sequence[Rule] = (
@@ -72,6 +74,14 @@ RULES: Sequence[Rule] = (
         "the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}",
         *LOAD,
     ),
+    # times as much as before at such a rate
+    Rule(
+        *("state", 3.0, tests.updates),
+        "a step changes most weights {times:.3g} times as much as before, by gradients and options as before",
+        'optimizer.load_state_dict(checkpoint["optimizer"])',
+        "moments go on as they were",
+        "look at what wrote its moments, or changes its options within a step",
+    ),
     Rule(
         *("decay", 0.0, tests.decayed_vectors, "weight decay pulls {count:.0f} biases and norms' weights to 0"),
         "give parameters of one dimension a group of their own with weight_decay=0",
@@ -98,20 +108,10 @@ RULES: Sequence[Rule] = (
         "look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    Rule("labels", 0.05, tests.losses, "the loss rose and stays up: from {was:.3g} to {now:.3g}", LOOK),
-    # the same, where a layer's input becomes so many times as large, or the last gradient of an output twice that
-    Rule(
-        *("jump", tests.JUMP, tests.losses),
-        "the loss rose and stays up, from {was:.3g} to {now:.3g}, and {name} is {times:.3g} times as large",
-        "look at what changed the forward pass at that step: the model's code, configuration or weights",
-    ),
-    # a loss beyond earlier ones, over the usual difference of two steps
-    Rule(
-        *("labels", 4.0, tests.losses),
-        "the loss fell at once, from {was:.3g} to {now:.3g}: batches are other, or easier",
-        LOOK,
-    ),
-    Rule("batch", 4.0, tests.losses, "the loss rose for a step: from {was:.3g} to {now:.3g}", LOOK),
+    Rule("batch", 0.05, tests.losses, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", LOOK),
+    Rule("drift", 0.05, tests.losses, "the loss climbs step by step, from {was:.3g} to {now:.3g}", WORSE),
+    # a loss above earlier ones, over the usual difference of two steps
+    Rule("batch", 4.0, tests.losses, "the loss rose for a step, from {was:.3g} to {now:.3g}", LOOK),
     # the curvature of the loss over that of earlier steps
     Rule(
         *("repeats", 0.25, tests.repeats),
@@ -166,8 +166,8 @@ RULES: Sequence[Rule] = (
         "take a loss scale that is higher: they underflow",
     ),
     Rule(
-        *("labels", 0.3, tests.underflow, "{share} of the last layer's gradients are 0, as if labels were left out"),
-        "look at the labels from that step on, and which of them the loss ignores; in float16 these may underflow",
+        *("labels", 0.3, tests.underflow, "{share} of the last layer's gradients are 0"),
+        "look at the labels that the loss ignores, and at what changes its gradient; in float16 these may underflow",
     ),
     Rule(
         *("untied", 0.0, tests.untied, "no longer shares its weight: {names} were one"),
@@ -195,6 +195,12 @@ RULES: Sequence[Rule] = (
         FIND,
     ),
     Rule("gradients", 0.0, tests.left, "gradients of the step before are left when backward begins", CLEAR),
+    # their cosine with those of the same step, computed once more
+    Rule(
+        *("gradients", COSINE, tests.changed),
+        "the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
+        "look at what changes gradients after backward: hooks, what ranks send, an average with other steps' gradients",
+    ),
     # the gradients that the optimizer gets over the median of earlier ones, and half as much over the largest
     Rule("gradients", tests.GRADIENTS, tests.leaps, f"the gradients are {LARGER}", *CLIPPED),
     Rule(

@@ -19,7 +19,7 @@ from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import called
-from octavo.inspect.twin import LEFT
+from octavo.inspect.twin import CONTROL, LEFT
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
@@ -147,17 +147,15 @@ class Training:
         """The steps whose loss is inf or NaN."""
         return [step for step, value in zip(*self.loss, strict=True) if not math.isfinite(value)]
 
-    def largest_rise(self, at: int) -> dict[str, Any]:
-        """Return which layer's input, or last gradient of an output, is the most times as large from a record on."""
+    def largest_rise(self, at: int) -> str:
+        """Return which layer's input, or last gradient of an output, is many times as large from a record on."""
         names = {(layer, "input"): f"the input of {layer}" for layer in self.layers}
         names[self.layers[-1], "grad_output"] = f"the gradient of {self.layers[-1]}'s output"
         sizes = np.stack([self.measure("rms", *where) for where in names], 1)
-        times = np.nan_to_num(
-            np.nanmedian(sizes[at : at + FEW], axis=0) / np.nanmedian(sizes[max(0, at - BEFORE) : at], axis=0)
-        )
-        least = [*[JUMP] * len(self.layers), 2 * JUMP]  # other data raise gradients too
-        place = int((times / least).argmax())
-        return {"name": [*names.values()][place], "times": float(times[place]), "beyond": times[place] > least[place]}
+        before, since = sizes[max(0, at - BEFORE) : at], sizes[at : at + FEW]
+        times = np.nan_to_num(np.nanmedian(since, axis=0) / np.nanmedian(before, axis=0))
+        place = int(times.argmax())
+        return f", and {[*names.values()][place]} is {times[place]:.3g} times as large" * bool(times[place] > JUMP)
 
     def is_rare(self, at: int, layer: str) -> bool:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
@@ -212,7 +210,7 @@ class Training:
             values[over] = np.nan
         for values in (risen, highest, norms, outputs):
             values[:FEW] = np.nan  # too few earlier records to compare with
-        return Leaps(jumps, risen, highest[:, :count], norms[:, 0], np.nanmedian(outputs, axis=1), written)
+        return Leaps(jumps, risen, highest[:, :count], norms[:, 0], outputs, written)
 
 
 class Leaps(NamedTuple):
@@ -220,7 +218,7 @@ class Leaps(NamedTuple):
 
     ``updates``, ``gradients`` as the optimizer gets them, [steps, names]; ``highest``, [steps, layers]: such gradients
     over the largest of those records, not their median. ``norms``, [steps]: of all gradients, before they are clipped;
-    ``outputs``, [steps]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes here.
+    ``outputs``, [steps, layers]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes.
     ``written``, [steps, names]: the change by something but the optimizer, over the weight's root mean square.
     """
 
@@ -230,6 +228,16 @@ class Leaps(NamedTuple):
     norms: Any
     outputs: Any
     written: Any
+
+    def begins_inside(self, at: int, layers: Any = slice(None)) -> bool:
+        """Return whether gradients of these layers' outputs changed as their weights' did, and the last one's did not.
+
+        Then the model's forward or backward changed them, and neither the loss nor what is done to gradients later.
+        """
+        weights = self.gradients[at, : self.outputs.shape[1]][layers]
+        of = weights, self.outputs[at, layers], self.outputs[at, -1]
+        weights, outputs, last = (abs(np.log(np.nanmedian(times))) for times in of)
+        return bool(outputs > weights / 2 and last < outputs / 2)
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
@@ -317,6 +325,16 @@ def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
             yield Hit(written, run.steps[at + 1], 8)
 
 
+def updates(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield a step that changes weights more than its gradients and the recorded options explain."""
+    times, risen = (np.nanmedian(values, axis=1) for values in (run.leaps.updates, run.leaps.gradients))
+    usual = earlier(np.nan_to_num(risen, nan=1.0), np.nanmax)
+    over = (times > rule.limit) & (np.fmax(risen, usual) < rule.limit / 2) & (run.gaps[:, 0] == 1)
+    if over.any() and not run.fired & {rates, options, state}:
+        at = int(over.argmax())
+        yield Hit(rule, run.steps[at], times[at], {"times": times[at]})
+
+
 def decayed_vectors(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield a weight decay that also pulls biases and norms' weights."""
     for step, count in [*zip(*run.scalar("decayed_vectors"), strict=True)][:1]:
@@ -350,17 +368,14 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
-def losses(run: Training, stays: Rule, jump: Rule, fell: Rule, rose: Rule) -> Iterator[Hit]:
-    """Yield losses that fall at once, rise for a step, or rise and stay up."""
+def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit]:
+    """Yield losses that rise for a step, rise and stay up, or go on to rise."""
     steps, loss = run.loss
     at = 6
     while at < len(loss):
         earlier_loss, changes = np.median(loss[at - 6 : at]), np.abs(np.diff(loss[max(0, at - 16) : at]))
         limit = rose.limit * max(1.5 * float(np.median(changes)), 0.05 * abs(earlier_loss))
-        rise, below, end = loss[at] - earlier_loss, min(loss[:at]) - loss[at], at + 1
-        if below > limit:
-            yield Hit(fell, steps[at], below / limit, {"was": loss[at - 1], "now": loss[at]})
-            break
+        rise, end = loss[at] - earlier_loss, at + 1
         if math.isfinite(rise) and rise > limit > 0:
             end = next((i for i in range(end, len(loss)) if loss[i] < earlier_loss + rise / 2), len(loss))
             if end - at < FEW:
@@ -375,9 +390,12 @@ def losses(run: Training, stays: Rule, jump: Rule, fell: Rule, rose: Rule) -> It
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
         at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
-        texts = {"was": level, "now": now} | run.largest_rise(bisect_left(run.steps, steps[at]))
-        rule = jump if texts["beyond"] else stays
-        yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts)
+        soon, later = loss[at : at + FEW], loss[at + FEW : at + 2 * FEW]
+        goes_on = len(later) == 0 or np.mean(later) - np.mean(soon) > (np.mean(soon) - level) / 3
+        texts = {"was": level, "now": now, "more": run.largest_rise(bisect_left(run.steps, steps[at]))}
+        is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
+        rule = climbs._replace(level="" if is_beyond else "note") if goes_on else stays
+        yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -503,11 +521,20 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
+def changed(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield the first step that was computed once more and has other gradients then."""
+    steps, cosines = run.scalar(CONTROL)
+    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit]
+    if low and left not in run.fired:
+        yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
+
+
 def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rule) -> Iterator[Hit]:
     """Yield gradients that leap or fall, of all layers; or that leap in one layer and those before it."""
-    (_, risen, alone, norms, outputs, _), (fall, scaled_fall, norm) = run.leaps, others
+    (_, risen, alone, norms, _, _), (fall, scaled_fall, norm) = run.leaps, others
     # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
     typical, at_most = np.nanmedian(risen, axis=1), np.nanmedian(alone, axis=1)
+    outputs = np.nanmedian(run.leaps.outputs, axis=1)
     fallen = np.fmin(typical, np.maximum(norms, outputs))  # clipping makes up for a fall, before the optimizer gets it
     # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
@@ -519,6 +546,7 @@ def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rul
         at = int(falls.argmax())
         share = float(fallen[at])
         rule = scaled_fall if norms[at] > rise.limit else fall  # gradients are clipped
+        rule = rule._replace(level="note" * run.leaps.begins_inside(at))
         times = 1 / max(share, 1e-9) / rise.limit
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=run.steps[at + FEW])
     elif (over := (alone > of_layer.limit).any(axis=1)).any():
@@ -543,7 +571,9 @@ def _leap(run: Training, rules: tuple[Rule, ...], over: Any, times_of: Any, wher
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
     of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / GRADIENTS
-    return Hit(rules[-1 if lasts else 0], run.steps[begins], severe, texts, where, *of_worst)
+    layers = run.layers.index(where[0]) if where[0] else slice(None)
+    rule = rules[-1 if lasts else 0]._replace(level="note" * run.leaps.begins_inside(begins, layers))
+    return Hit(rule, run.steps[begins], severe, texts, where, *of_worst)
 
 
 def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:

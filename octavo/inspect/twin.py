@@ -43,8 +43,9 @@ from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
+NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 LEFT = "left_gradient"  # the same: Comparison.left
-CONTROL = "twin_control"  # a number that arrives from the device, and is recorded as an event
+CONTROL = "twin_control"  # the same: Comparison.control
 COSINE = 0.8  # the first step's gradients are not those of its run once more in FP8 if theirs is less
 # With less, a layer's gradient differs from its twin's, and later steps run once more in FP8, by the delayed scales
 # that they had: the same bits, if nothing changed it. In 35 of 36 healthy runs the third least of five is 0.983
@@ -81,7 +82,8 @@ class Comparison(NamedTuple):
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
         control: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
-            COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer.
+            COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer. In later steps
+            that run once more in FP8 the lowest one of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
     """
@@ -297,14 +299,18 @@ class Twin:
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
         is_left = torch.cat([squares, torch.zeros_like(squares[:1])]).unsqueeze(1) != 0
+        lowest = None
         if self._ranks.any(is_first or self.runs_in_fp8):
             with _not_counted(layers):
                 control = self._run(calls, [*weights, *others], own_recipes(self._model))
             if control is None:
                 return
-            if is_first:
-                of_control = self._products(control.pairs, len(layers))
-                self._control = _cosines(torch.cat([of_control, of_control.sum(0, keepdim=True)]))
+            of_control = self._products(control.pairs, len(layers))
+            cosines = _cosines(torch.cat([of_control, of_control.sum(0, keepdim=True)]))
+            if self._control is None:
+                self._control, lowest = cosines, cosines[-1]
+            else:
+                lowest = cosines.masked_fill(self._control < COSINE, 1.0).min()
             each = zip(control.pairs, twin.pairs, strict=True)
             runs = [(None if g is None else again, t) for (g, again), (_, t) in each]
             products = self._products(runs, len(layers), are_runs=True)
@@ -313,8 +319,7 @@ class Twin:
         is_float16 = any(call.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        control_of_all = self._control[-1] if is_first and self._control is not None else None
-        self._comparison = Comparison(*both, change, loss, is_float16, control_of_all, share)
+        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share)
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""

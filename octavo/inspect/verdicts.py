@@ -7,15 +7,18 @@ with its earlier values, whatever it is.
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from octavo.inspect.departures import LEAST, departures
+from octavo.inspect.departures import LEAST, Departure, departures
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
-from octavo.inspect.recorder import NO_TWIN
-from octavo.inspect.twin import LOSS, NO_OPTIMIZER, OTHERS
+from octavo.inspect.training import earlier
+from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
 
 # FP8 differs where so many of so many compared steps in turn are beyond a limit: the loss is so far above the twin's,
 # or below it, or a layer's gradient has so low a cosine. In 245 runs of the first four draws without a fault of FP8 the
@@ -27,7 +30,10 @@ APART, COSINE = 0.006, 0.95
 OTHERWISE = 2.0  # times these limits, where something else than a cast is found: it disturbs scales
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
-OF_LOSS = ("batch", "labels", "jump")  # kinds of findings that read the loss
+OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
+# kinds that read what layers compute: where FP8 is the cause of a loss before, it is of these
+EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
+BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
 OTHER_WEIGHTS = "all weights that are no layer's"
 SAID = 3  # departures that the sentence names
@@ -54,6 +60,21 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
     """
     worst = next((finding for finding in findings if finding.level != "note"), None)
     return f"{of_fp8(record, worst)}. {of_run(record) if worst is None else worst.sentence}"
+
+
+def measured(record: Record, findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings as far as the twin agrees with them.
+
+    A cast's is a note where FP8 changes neither loss nor gradients, or suffers from something earlier. What high
+    precision does not have is left out as an effect of FP8: a rise of the loss, another size of gradients that differ
+    from then on, and what layers do after FP8 became the cause of a loss.
+    """
+    twins = _Twins(record)
+    return [
+        replace(finding, level="note") if finding.products and twins.clear(finding) else finding
+        for finding in findings
+        if not (finding.kind in EFFECTS and twins.has_alone(finding))
+    ]
 
 
 def of_fp8(record: Record, worst: Finding | None = None) -> str:
@@ -94,7 +115,33 @@ class _Twins:
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
-        self.apart = self.losses / self.of_twins - 1
+        norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
+        self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
+        # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
+        self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
+
+    def clear(self, finding: Finding) -> bool:
+        """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
+        if not self.steps or finding.kind == "nonfinite":
+            return False
+        first = self.first_apart(finding) or self.at_the_cast(finding)
+        return first is None or self.cause(finding, first[0], first[1] is not None) not in BLAMES
+
+    def has_alone(self, finding: Finding) -> bool:
+        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
+        at, first = bisect_left(self.steps, finding.begins), self.first_apart(None)
+        if first is not None and first[0] <= at:
+            if first[1] is None and self.part(first[0]) > 0:
+                return True
+            if finding.kind in OF_GRADIENTS and first[1] is not None:
+                return 0.5 < _median(self.norms[at : at + OVER]) / _median(self.norms[: first[0]]) < 2
+        parts = [(self.losses[soon], self.of_twins[soon]) for soon in (slice(at, at + OVER), slice(at, None))]
+        rises = [(_median(loss - twin), _median(loss) - _median(self.losses[:at])) for loss, twin in parts]
+        return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
+
+    @cached_property
+    def departures(self) -> list[Departure]:
+        return departures(self.record)
 
     def first_apart(self, worst: Finding | None) -> tuple[int, int | None] | None:
         """Return where FP8 differs first: the place of the step, and of the layer or None for the loss."""
@@ -119,16 +166,22 @@ class _Twins:
                 return at, None if columns[0] < 2 else int(columns[0]) - 2
         return None
 
+    def part(self, at: int) -> float:
+        """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
+        soon = slice(at, at + AMONG)
+        of_twin = _median(self.of_twins[soon]) - _median(self.of_twins[:at])
+        return _median(self.losses[soon] - self.of_twins[soon]) - max(of_twin, 0.0)
+
     def cause(self, worst: Finding | None, at: int, is_gradient: bool) -> str:
         """Return what FP8 is, if it differs from a place on, by its part of what the loss has more than before it."""
         soon, before = slice(at, at + AMONG), self.of_twins[:at]
-        part = _median(self.losses[soon] - self.of_twins[soon])
-        if not is_gradient and part > max(_median(self.of_twins[soon]) - _median(before), 0.0):
+        if not is_gradient and self.part(at) > 0:
             return "FP8 is the cause"
         is_raised = at >= LEAST and _median(self.of_twins[at:]) > np.max(before[np.isfinite(before)], initial=-math.inf)
-        has_departed = is_raised and any(each.step < self.steps[at] for each in departures(self.record)[:1])
+        has_departed = is_raised and any(each.step < self.steps[at] for each in self.departures[:1])
         if has_departed or (worst is not None and not worst.products and worst.begins <= self.steps[at]):
-            is_part = worst is not None and not has_departed and self.is_over(worst)
+            has_none = is_gradient and _median(np.nan_to_num(self.cosines[soon], nan=1.0)) == 0  # all is flushed
+            is_part = has_none or (worst is not None and not has_departed and self.is_over(worst))
             return "FP8 takes part, though not first" if is_part else "FP8 is not the cause, though it suffers"
         return ONLY_GRADIENTS if worst is None and is_gradient and not is_raised else "FP8 is the cause"
 
@@ -161,6 +214,17 @@ class _Twins:
         if math.isfinite(loss) and abs(loss - twin) > FAR * abs(loss):
             return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
         return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
+
+
+def _factor(record: Record) -> Any:
+    """Return how many times as large as the least earlier ones the last layer's gradients are by record: at least 1."""
+    of_last = [
+        place for place, row in enumerate(record.rows) if (row.layer, row.role) == (record.layers[-1], "grad_output")
+    ]
+    sizes = record.measures["rms"][:, of_last[:1]] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)[:, None]
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
+        return np.fmax(1.0, (sizes / np.fmin.accumulate(earlier(sizes))).max(axis=1, initial=1.0))
 
 
 def _median(values: Any) -> float:

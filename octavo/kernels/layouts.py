@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import E2M1
-from octavo.granularity import ALL, BLOCK, MX, PADDING, tiles_along
+from octavo.granularity import ALL, BLOCK, MX, NV, PADDING, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
 
@@ -37,13 +37,13 @@ def needs_transposed_codes(device: torch.device) -> bool:
 _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
 
 
-def contraction_multiple(device: torch.device, pads: bool = True) -> int:
+def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = False) -> int:
     """Return the number to whose multiple casts pad the dimension that a product contracts, with zero codes.
 
     It is PADDING where torch's product takes no other sizes; 1 where operands are strided views, or where a recipe does
-    not pad: ``pads`` is the recipe's.
+    not pad. ``pads`` and ``packs`` are the recipe's: codes of E2M1 are padded to whole blocks everywhere.
     """
-    return PADDING if pads and needs_transposed_codes(device) else 1
+    return NV[1] if packs else PADDING if pads and needs_transposed_codes(device) else 1
 
 
 def pack(codes: Tensor) -> Tensor:

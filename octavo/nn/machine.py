@@ -25,7 +25,7 @@ def described_on(devices: Sequence[torch.device]) -> list[str]:
 def recipes_on(device: torch.device) -> list[str]:
     """Return lines that say what casts on a CPU; whose kernels multiply for each recipe, and what slows it most."""
     words_by_name = {"casts": library.describe()} if device.type == "cpu" else {}
-    for name in recipes.NAMED[1:]:
+    for name in recipes.NAMED:
         words_by_name[name] = "; lost: ".join(described(getattr(recipes, name)(), compute_capability(device)))
     width = max(map(len, words_by_name))
     return ["", f"recipes on {device}", *(f"  {name:<{width}}  {words}" for name, words in words_by_name.items())]

@@ -48,7 +48,7 @@ class MasterForm:
                 raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
             return OF_FP8_WEIGHTS[wanted]
         if master not in NAMED and master not in _OF_BF16:
-            raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
+            raise ValueError(f"master={master!r}: use {', '.join(map(repr, dict.fromkeys((*_OF_BF16, *NAMED))))}")
         if param.dtype not in HIGH_PRECISION:
             raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
         if param.dtype == torch.bfloat16:
@@ -133,4 +133,4 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
 # saved states hold indices of it
 MASTER_KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]
 # "split32" is the same master as "fp32": the weight is half of its bits
-_OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
+_OF_BF16 = {"auto": "split32", "split16": "split24", "fp16_scaled": "split32", "fp32": "split32"}

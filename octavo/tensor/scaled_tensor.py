@@ -18,7 +18,6 @@ from octavo.formats import HIGH_PRECISION, Format, format_of
 from octavo.granularity import (
     ALL,
     NV,
-    PADDING,
     Granularity,
     PerBlock,
     PerRow,
@@ -236,7 +235,7 @@ class _Quantize(torch.autograd.Function):
             codes_shape = (x.shape[0], x.shape[1] // 2) if format.is_packed else x.shape
             return ScaledTensor(x.new_empty(codes_shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
-        padding = {"pad": PADDING} if format.is_packed else {}
+        padding = {"pad": NV[1]} if format.is_packed else {}
         for matrix in matrices_of(x, tile):
             q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin, **padding)
             codes.append(q)

@@ -55,7 +55,7 @@ BASELINE = "baseline"  # the model as it is built; such a run is named after its
 DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
-RECIPES = (*UNCONVERTED, *(name for name in NAMED if name != "default"))
+RECIPES = (*UNCONVERTED, *NAMED)
 OUTSTANDING = r"(?:(\d+)(KB|MB|GB)?)?"  # bytes of gradients, or nothing
 SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it

@@ -22,11 +22,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.granularity import PerBlock, PerTensor
+from octavo import private
+from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_params,
-    local_shape_and_offset,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
@@ -153,7 +153,7 @@ class GatheredWeight(ForProducts):
 
     def pair(self) -> ScaledTensor:
         """Return the pair as it lies, where its codes are a stored weight's: per tensor or in blocks of 128 x 128."""
-        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
+        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(BLOCK, BLOCK)
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -226,7 +226,7 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
     """Return this rank's slices of a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
     sizes, begins = shape, [0] * len(shape)
     if hasattr(param, "placements"):
-        sizes, begins = local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        sizes, begins = private.local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 

@@ -671,5 +671,5 @@ class ShardCast:
         if len(pairs) == 1:
             return operands_of(*pairs[0], pads)._replace(amax=next(shared, None))
         (q, scale_inv), (q2, scale_inv2) = pairs
-        pad = contraction_multiple(q.device) if pads else 1
+        pad = contraction_multiple(q.device, pads)
         return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, pads))

@@ -182,7 +182,7 @@ def _kept(layer: Any) -> KeptOperands | None:
     ):
         return None
     rows, cols = weight.shape
-    pad = contraction_multiple(weight.device) if recipe.pads else 1
+    pad = contraction_multiple(weight.device, recipe.pads)
     shape, lays = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
     new = weight.detach().new_zeros
     qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=cast.scale_inv_dtype)

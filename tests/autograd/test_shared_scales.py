@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from octavo import E4M3, PerRow, PerTensor
+import octavo
+from octavo import E4M3, PerRow, PerTensor, recipes
 from octavo.autograd import shared_scales
-from octavo.autograd.rows import Parts
+from octavo.autograd.casts import CastRequest, cast_role
+from octavo.autograd.rows import Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
 from octavo.kernels.arguments import CastSource
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast
@@ -66,3 +68,19 @@ def test_delayed_scales_are_agreed_on_where_there_are_none(pool, backend):
     """Ranks agree on delayed scales that do not exist: of up's weight and output, and of down's weight and input."""
     first = [WEIGHT, WEIGHT, INPUT, GRAD_OUTPUT, None]
     assert pool.run(agreements, (2,), backend, seconds=300) == [[*first, None, WEIGHT, GRAD_OUTPUT, None]] * 2
+
+
+@pytest.mark.parametrize("role", [INPUT, WEIGHT, GRAD_OUTPUT])
+@pytest.mark.parametrize("history_length", [None, 2])
+def test_both_casts_to_four_bits_read_one_amax_of_all_ranks(role, history_length, monkeypatch):
+    amaxes = []
+    monkeypatch.setattr(shared_scales, "maximum_over_ranks", lambda amax, group: amaxes.append(amax) or amax)
+    recipe, parts = recipes.nvfp4(history_length), Parts("no group of this name", (True, True, True), begins=True)
+    layer = octavo.nn.Linear(32, 48, recipe=recipe)
+    x = torch.randn(48, 32)
+    shared = cast_role(x, CastRequest(recipe, role, True, True), layer.fp8.state, Rows(parts=parts))
+    assert len(amaxes) == 1
+    alone = cast_role(x, CastRequest(recipe, role, True, True), None)
+    for (codes, scale_inv), expected in zip(shared[:2], alone[:2], strict=True):
+        assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(scale_inv, expected[1])

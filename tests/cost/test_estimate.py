@@ -18,14 +18,7 @@ from octavo.cost.parts import BF16_KERNELS, PARTS
 from octavo.cost.rates import PUBLISHED, HostTime, PlanError
 from octavo.cost.work import LinearWork, head_of, on_meta, work_of
 from octavo.scaling.recipe import GRAD_OUTPUT, RecipeMap
-from octavo.train import GPT, ModelConfig
-
-H200 = PUBLISHED["H200"]
-TOKENS = torch.zeros(4, 16, dtype=torch.int64)
-
-
-def gpt(width: int = 64) -> nn.Module:
-    return GPT(ModelConfig(width=width, layers=1, heads=2, context=16)).to(torch.bfloat16)
+from tests.cost.test_work import H200, TOKENS, gpt
 
 
 def test_layers_that_read_one_tensor_cast_it_once() -> None:

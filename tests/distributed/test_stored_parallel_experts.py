@@ -13,11 +13,10 @@ from octavo.distributed.ranks import Ranks
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.stored import local_stored
-from tests.distributed.test_experts import SIZES, parts
+from tests.distributed.test_experts import KINDS, SIZES, parts
 from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
 
 E = 8
-KINDS = ["octavo", "octavo bias", "stored", "stored transposed"]
 OPTIONS: dict[str, Any] = {
     "few bytes": {"moments": "fp8", "master": "split16"},
     "no master": {"moments": "bf16", "master": None},

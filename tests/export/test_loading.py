@@ -15,6 +15,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
+from octavo.export.layouts import LAYOUTS
 from octavo.export.loading import load_fp8, split_stored
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.damage import damaged_json
@@ -137,6 +138,13 @@ def test_scales_of_rows_become_one(tmp_path):
         expected = StoredWeight.cast(codes.float() * scale)
         assert torch.equal(stored.qdata.float(), expected.qdata.float())
         assert torch.equal(stored.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.config is not None])
+def test_each_layout_of_files_is_read(tmp_path, layout):
+    recipe = getattr(recipes, LAYOUTS[layout].recipe)()
+    model = written(tmp_path / "out", recipe, layout)
+    assert_same_codes(load_fp8(on_meta(recipe=recipe), tmp_path / "out"), model, layout)
 
 
 @pytest.mark.parametrize(

@@ -187,14 +187,15 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "an optimizer of other parameters": ("frozen", "", of_copies),
     "a loss without labels": ("batch", "", both(loss(math.nan, 0), measure("zeros", 0.9, 11))),
     "smaller batches": ("batch", "", measure("elements", 64.0, INPUT - 3)),
-    "an easier batch": ("labels", "", loss(-3.5)),
     "a NaN in an activation": ("nonfinite", LAYER, activation),
     "a rate of 0": ("learning rate", "", scalar("learning_rate", 1e-3, 0.0)),
     "a lost state": ("state", "", scalar("state_age", 100, 1)),
     "decayed norms": ("decay", "", scalar("decayed_vectors", 3, 3)),
     "no warm-up": ("warm-up", "", early),
     "a bad batch": ("batch", "", loss(5, 0)),
-    "shifted labels": ("labels", "", loss(5)),
+    "shifted labels": ("batch", "", loss(5)),
+    "an ascent": ("drift", "", loss(*(1.5 * at for at in range(1, RECORDS)))),
+    "gradients that something changed": ("gradients", "", scalar("twin_control", 1.0, 0.3)),
     "a loader that repeats": ("repeats", "", repeats),
     "a NaN in a batch": ("batch", "", nonfinite(AT, 0, 3, 6, 9, 11)),
     "a NaN in a weight": ("nonfinite", LAYER, nonfinite(AT, 6, 9, 11, 8, 5)),
@@ -203,7 +204,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "a loss scale too high": ("loss scale", "", both(scalar("loss_scale", 2.0, 1e9), nonfinite(AT, 11, 8, 5, 2))),
     "a loss scale too low": ("loss scale", "", both(scalar("loss_scale", 1.0, 1e-9), measure("zeros", 0.9, 11))),
     "labels that the loss ignores": ("labels", "", measure("zeros", 0.9, 11)),
-    "a norm that is left out": ("jump", "", both(loss(5), measure("rms", 40.0, INPUT))),
+    "a norm that is left out": ("batch", "", both(loss(5), measure("rms", 40.0, INPUT))),
     "an untied weight": ("untied", LAYER, untied),
     "a weight that something wrote between records": ("overwritten", LAYER, between),
     "mixed-up ranks": ("ranks", "", swapped),
@@ -305,7 +306,7 @@ def test_a_leap_begins_where_most_of_it_happens() -> None:
     record.weights["gradient"][AT - 2 : AT] = 1.3e-3
     record.scalars["loss"][1][AT:] = [loss * 2 for loss in record.scalars["loss"][1][AT:]]
     (first,) = diagnose(record)
-    assert (first.kind, first.begins) == ("labels", 50 * AT)
+    assert (first.kind, first.begins) == ("batch", 50 * AT)
     assert [(effect.kind, effect.begins) for effect in first.consequences] == [("gradients", 50 * AT)]
 
 
@@ -314,7 +315,34 @@ def test_a_loss_begins_to_rise_where_most_of_it_happens() -> None:
     record = healthy(4, RECORDS)
     record.scalars["loss"] = record.steps, [2.2, 2.3, 2.2, 2.3, 2.9, 2.4, 2.4, 2.5, *[3.9, 4.0] * 4]
     first = diagnose(record)[0]
-    assert (first.kind, first.begins) == ("labels", 50 * AT)
+    assert (first.kind, first.begins) == ("batch", 50 * AT)
+
+
+def test_a_step_that_no_gradient_and_no_option_explains_is_of_the_moments() -> None:
+    """Of records in turn: between two others a gradient may have been large."""
+    record = healthy(4, RECORDS)
+    weights("gradient", 1e-3, 1e-3)(record), update(20)(record)
+    assert diagnose(record) == []
+    (first,) = diagnose(replace(record, steps=[*range(RECORDS)], scalars={}))
+    assert (first.kind, first.begins, first.level) == ("state", AT, "warning")
+
+
+def test_a_loss_that_rises_before_a_write_by_chance_is_its_effect() -> None:
+    record = healthy(4, RECORDS)
+    loss(5)(record)
+    weights("outside", 0.0, 0.1, 1, records=slice(AT + 1, AT + 2))(record)
+    (first,) = diagnose(record)
+    assert first.kind == "overwritten" and [effect.kind for effect in first.consequences] == ["batch"]
+
+
+def test_gradients_of_a_part_of_the_model_are_no_verdict() -> None:
+    """Where the loss's own gradient is as before, the model made them: its forward, its backward or the batch."""
+    for layers, level in (([], "warning"), ([2, 5, 8], "note")):
+        record = healthy(4, RECORDS)
+        weights("gradient", 1e-3, 3e-2)(record)
+        record.measures["rms"][AT, layers] *= 30
+        (first,) = diagnose(record)
+        assert (first.kind, first.level) == ("gradients", level)
 
 
 def test_gradients_that_fell_are_not_called_larger() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.inspect.record import Record
-from octavo.inspect.recorder import NO_TWIN
+from octavo.inspect.twin import NO_TWIN
 from octavo.weights.fsdp2 import on_this_rank
 
 np = pytest.importorskip("numpy")
@@ -230,7 +230,11 @@ def train_two_layers(folder: Path, twin: bool, late: bool = False, scale: float 
 def test_gradients_that_are_changed_after_backward_are_no_error_of_fp8(tmp_path: Path) -> None:
     with_twins, without = (train_two_layers(tmp_path / str(twin), twin, late=True) for twin in (True, False))
     assert with_twins == without
-    cosines = octavo.inspect.load(tmp_path / "True").weights["twin_cosine"]
+    record = octavo.inspect.load(tmp_path / "True")
+    (steps, lowest), findings = record.scalars["twin_control"], octavo.inspect.diagnose(record)
+    assert steps == [4, 5] and max(lowest) < 0.8
+    assert [(finding.kind, finding.begins) for finding in findings if finding.level != "note"] == [("gradients", 4)]
+    cosines = record.weights["twin_cosine"]
     assert (cosines[3] < 0.9).any() and (np.delete(cosines, 3, axis=0) > 0.99).all()  # from the next recorded step on
 
 
@@ -238,7 +242,9 @@ def test_a_step_that_runs_once_more_in_fp8_has_the_scales_of_the_step(tmp_path: 
     """So an error that a scale makes in one backward is in that run too, whose amax is in the history by then."""
     with_twins, without = (train_two_layers(tmp_path / str(twin), twin, scale=2.0**12) for twin in (True, False))
     assert with_twins == without
-    cosines = octavo.inspect.load(tmp_path / "True").weights["twin_cosine"]
+    record = octavo.inspect.load(tmp_path / "True")
+    assert min(record.scalars["twin_control"][1]) > 0.9999
+    cosines = record.weights["twin_cosine"]
     assert (cosines[:3] > 0.99).all() and (cosines[3:, 0] < 0.95).all() and (cosines[3:, 1] > 0.99).all()
 
 

@@ -11,7 +11,7 @@ from octavo.inspect.verdicts import of_fp8
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_findings import healthy, put  # noqa: E402
-from tests.inspect.test_training import AT, LAYER, RECORDS  # noqa: E402
+from tests.inspect.test_training import AT, LASTING, LAYER, RECORDS, weights  # noqa: E402
 
 
 def with_twin(record: Record, cosine: float = 0.995, of_loss: float = 1.001) -> Record:
@@ -63,6 +63,59 @@ def test_the_twin_answers_whether_fp8_is_the_cause() -> None:
     at = apart.scalars["loss"][0].index(steps[AT - 1])
     apart.scalars["loss"][1][at] = np.nan
     assert of_fp8(apart).startswith(f"FP8 is the cause: at step {steps[AT - 1]} the loss is nan, and ")
+
+
+def test_the_twin_clears_casts_and_what_the_loss_has_in_fp8_alone() -> None:
+    record = with_twin(put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.53))
+    assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("stale", "note")]
+    record.weights["twin_cosine"][AT:] = 0.5
+    assert diagnose(record)[0].level == "critical"
+    steps, losses = record.scalars["loss"]
+    begins = steps.index(record.steps[AT])
+    record.scalars["loss"] = steps, [*losses[:begins], *(3 * loss for loss in losses[begins:])]
+    assert "batch" not in {finding.kind for finding in diagnose(record)}
+    record.scalars["twin_loss"] = record.steps, record.scalar("loss").tolist()
+    assert "batch" in {finding.kind for finding in diagnose(record)}
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("gradients", None), ("frozen", 1)])
+def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str, layer: int | None) -> None:
+    record = with_twin(healthy(4, RECORDS))
+    record.weights["twin_norm"] = np.full_like(record.weights["twin_cosine"], 0.1)
+    if layer is None:
+        weights("gradient", 1e-3, 1e-5, records=LASTING)(record)
+    else:
+        weights("gradient", 1e-3, 0.0, layer, records=LASTING)(record)
+    first = diagnose(record)[0]
+    assert (first.kind, first.level) == (kind, "warning")  # something else stops them: the twin has as few
+    assert of_fp8(record, first).startswith("FP8 is not the cause: ")
+    record.weights["twin_cosine"][AT:] = 0.0  # the twin has as many as before
+    assert diagnose(record) == []
+    assert of_fp8(record).startswith("FP8 changes gradients, though not the loss so far: ")
+    record.weights["twin_norm"][AT:] = 1e-12  # the twin has fewer, and FP8 flushes these
+    first = diagnose(record)[0]
+    assert first.kind == kind and of_fp8(record, first).startswith("FP8 takes part, though not first: ")
+
+
+def test_what_layers_do_after_fp8_raised_the_loss_is_its_effect() -> None:
+    record = with_twin(healthy(4, RECORDS))
+    weights("gradient", 1e-3, 8e-3)(record)
+    assert "gradients" in {finding.kind for finding in diagnose(record)}
+    steps, losses = record.scalars["loss"]
+    record.scalars["loss"] = (
+        steps,
+        [1.2 * x if s >= record.steps[AT] else x for s, x in zip(steps, losses, strict=True)],
+    )
+    assert diagnose(record) == []
+
+
+def test_a_loss_that_is_multiplied_is_not_apart_from_its_twins() -> None:
+    """Its change is known by the gradients of the outputs, which have that factor too."""
+    record = with_twin(healthy(4, RECORDS), of_loss=1.001)
+    record.scalars["twin_loss"][1][AT:] = [1.02 * loss for loss in record.scalars["twin_loss"][1][AT:]]
+    assert of_fp8(record).startswith("FP8 is the cause")
+    record.measures["rms"][AT:, 11] *= 30
+    assert of_fp8(record).startswith("FP8 changes little")
 
 
 def test_fp8_takes_part_in_what_another_fault_began() -> None:

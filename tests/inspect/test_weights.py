@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import recipes
-from octavo.inspect.recorder import NO_TWIN
 from octavo.inspect.report import table
 from octavo.inspect.rows import Table
+from octavo.inspect.twin import NO_TWIN
 from octavo.inspect.weights import Updates
 from octavo.optim.state import for_kernel
 

@@ -19,7 +19,7 @@ from tests.support.helpers import FP8_RECIPES, sqnr
 from tests.support.triton_kernels import in_place_of_reference
 
 pytestmark = pytest.mark.gpu
-AS_ON_CPU: Any = {"needs_transposed_codes": lambda device: False, "contraction_multiple": lambda device, pads: 1}
+AS_ON_CPU: Any = {"needs_transposed_codes": lambda device: False, "contraction_multiple": lambda device, *recipe: 1}
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octavo.granularity import MX, PADDING
+from octavo.granularity import MX, NV, PADDING
 from octavo.kernels import layouts
 from octavo.kernels.layouts import (
     contraction_multiple,
@@ -29,6 +29,7 @@ def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch:
     assert len(asked) == 1, "the driver is asked once"
     for device in map(torch.device, ("cpu", "meta")):
         assert not needs_transposed_codes(device) and contraction_multiple(device) == 1
+        assert contraction_multiple(device, pads=False, packs=True) == NV[1]
 
 
 def test_padded() -> None:

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import change
-from octavo.optim.masters import MasterForm
+from octavo.optim.masters import OF_FP8_WEIGHTS, MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
-from tests.support.trained import master_values, moments_of
+from tests.support.trained import MASTERS, master_values, moments_of
 
 SHAPE = (130, 300)
-PLAIN = [("plain", master) for master in ("split32", "split24", None)]
-CODES = [(kind, m) for kind in ("tensor", "blocks") for m in ("split16", "split24", "fp16_scaled", "fp32", None)]
+PLAIN = [("plain", master) for master in MASTERS]
+CODES = [(kind, master) for kind in ("tensor", "blocks") for master in OF_FP8_WEIGHTS]
 STORAGES = {"plain": None, "tensor": PerTensor(), "blocks": PerBlock(128, 128)}
 # which kinds hold every value of which: significant bits, and whether they reach as far down as float32
 BITS = {"split16": 12, "split24": 20, "fp16_scaled": 11, "fp32": 24, None: 4}

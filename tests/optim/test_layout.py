@@ -17,6 +17,7 @@ from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, place_of
+from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.state import largest, local
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
@@ -336,8 +337,7 @@ def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[s
     return differences(*runs, mesh["shard"])
 
 
-MASTERS = ["split16", "split24", "fp16_scaled", "fp32", None]
-CELLS: list[Any] = [((2,), three_steps, "dynamic", master) for master in MASTERS]
+CELLS: list[Any] = [((2,), three_steps, "dynamic", master) for master in OF_FP8_WEIGHTS]
 CELLS += [((2,), three_steps, "blockwise", master) for master in ("split16", None)]
 CELLS += [
     ((2,), three_steps, "delayed", "auto", "fp32"),
@@ -348,10 +348,10 @@ CELLS += [
     ((2,), loaded_by_another_master, "dynamic"),
 ]
 ONLY_IN_FULL: list[Any] = [
-    ((2,), three_steps, "blockwise", master) for master in MASTERS[1:-1]
+    ((2,), three_steps, "blockwise", master) for master in [*OF_FP8_WEIGHTS][1:-1]
 ]  # no ranks share its scales
 # of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
-ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in MASTERS]
+ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in OF_FP8_WEIGHTS]
 ONLY_IN_FULL += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
 
 

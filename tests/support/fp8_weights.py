@@ -8,14 +8,10 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
+from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS
 
-RESTS = {
-    "fp8_split16": torch.int8,
-    "fp8_split24": torch.int16,
-    "fp8_fp16": torch.float16,
-    "fp8_fp32": torch.float32,
-    "fp8_stochastic": None,
-}
+RESTS = {form.kind: form.low_bits_dtype for form in OF_FP8_WEIGHTS.values()}
+PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in NAMED.values()}
 
 
 def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
@@ -61,10 +57,8 @@ def read(stored: Master | MomentTensors) -> Tensor:
 
 def master_of(kind: str, weight: Tensor) -> MasterWeight:
     """Return a master of a weight that is no code."""
-    remainder_dtype = {"split32": torch.int16, "split24": torch.int8}.get(kind)
-    return MasterWeight(
-        weight, kind, None if remainder_dtype is None else torch.zeros(weight.shape, dtype=remainder_dtype)
-    )
+    dtype = PLAIN_RESTS[kind]
+    return MasterWeight(weight, kind, None if dtype is None else torch.zeros(weight.shape, dtype=dtype))
 
 
 def codes_of(

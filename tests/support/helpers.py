@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.granularity import PADDING
+from octavo.granularity import NV, PADDING
 from octavo.scaling.delayed import State
 
 FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -43,9 +43,9 @@ def observers(model: nn.Module) -> list[Any]:
     return [module.fp8.observer for module in model.modules() if hasattr(module, "fp8") and module.fp8.observer]
 
 
-def padded_as_on_gpu(device: torch.device, pads: bool = True) -> int:
+def padded_as_on_gpu(device: torch.device, pads: bool = True, packs: bool = False) -> int:
     """Stand in for contraction_multiple where a test on a CPU lays codes as a GPU's products read them."""
-    return PADDING if pads else 1
+    return NV[1] if packs else PADDING if pads else 1
 
 
 def sqnr(result: Tensor, truth: Tensor) -> float:

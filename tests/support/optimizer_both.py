@@ -18,8 +18,8 @@ from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.step_numbers import root_of
 from octavo.optim.moment import NAMED, Moment
 from tests.support.combinations import dealt
+from tests.support.fp8_weights import PLAIN_RESTS, store, values_of, weight
 from tests.support.fp8_weights import RESTS as FP8_RESTS
-from tests.support.fp8_weights import store, values_of, weight
 from tests.support.rounded_once import rounded_once
 from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
@@ -39,8 +39,7 @@ SCHEMES = {
     "hybrid bf16": (Moment("bf16", **HYBRID), Moment(E5M2, root=True, **PREVIOUS, **HYBRID)),
     "a root in two stages": (Moment("fp32"), Moment(E4M4, root=True, **ONE, **STOCHASTIC)),
 }
-MASTERS = ["weight", "split32", "split24", "stochastic"]
-RESTS = {"split32": (torch.int16, -30000, 30000), "split24": (torch.int8, -128, 127)}
+MASTERS = [*PLAIN_RESTS]
 SHAPES = [(1, 1), (1, 31), (3, 31), (5, 128), (0, 5), (2, 300), (9, 256), (5, 0), (7, 16), (1, 1030)]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ADAM = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True)
@@ -50,7 +49,6 @@ SGD = SgdGroup(0.1, 0.9, 0.0, 0.01, False, False)
 
 IN_FP8 = [*itertools.product(FP8_RESTS, [False, True])]  # kinds of masters, and whether scales are of blocks
 BY_TURNS = [(kind, bool(number % 2)) for number, kind in enumerate(FP8_RESTS)]
-LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256, 129)]
 # the element that rows begin at or pass: here, in a larger tensor, past int32 and where random bits take 64
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9), (0.0, 0.0), (0.9, 0.0), (0.5, 0.25), (0.9, 0.5), (0.99, 1 - 1e-7)]
 FAULTS = [math.nan, math.inf, -math.inf, 1e30, 1e-40, -0.0]
@@ -68,8 +66,8 @@ def update_of(
 ) -> WeightUpdate:
     """Return a weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
     weight = torch.randn(shape).to(torch.float32 if master == "weight" else torch.bfloat16)
-    dtype, *span = RESTS.get(master, [None])
-    remainder = None if dtype is None else torch.randint(*span, shape).to(dtype)
+    span = None if (dtype := PLAIN_RESTS[master]) is None else torch.iinfo(dtype)
+    remainder = None if span is None else torch.randint(span.min, span.max, shape).to(dtype)
     size, cpu = torch.Size(shape), torch.device("cpu")
     stored = [m.for_kernel(name, m.new_state(name, size, cpu)) for name, m in zip("01", moments, strict=False)]
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)

@@ -2,11 +2,13 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import octavo
 from octavo import recipes
+from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS
 from octavo.train import (
     GPT,
     RECIPES,
@@ -113,8 +115,10 @@ def test_what_needs_a_folder_says_so():
         RunConfig(resume="now")
 
 
-def test_each_recipe_exists():
+def test_each_recipe_and_each_master_exists():
     assert all(callable(getattr(recipes, name)) for name in RECIPES if name not in UNCONVERTED)
+    masters = {str(name).lower() for name in (*NAMED, *OF_FP8_WEIGHTS)}
+    assert {*get_args(get_type_hints(StateConfig)["master"])} == masters | {"auto"}
 
 
 @pytest.mark.parametrize(

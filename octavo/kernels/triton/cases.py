@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo import formats
-from octavo.granularity import ALL, PADDING, PerBlock, Tile
+from octavo.granularity import ALL, BLOCK, MX, PADDING, Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference import KERNELS as REFERENCE
@@ -36,8 +36,7 @@ from octavo.kernels.triton.matmul import triton_matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
-VECTOR, TALL, SQUARE = (1, 128), (128, 1), (128, 128)
-MX = PerBlock(1, 32).tile
+VECTOR, TALL, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 MX_TALL = MX[::-1]
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates

@@ -282,7 +282,7 @@ def experts(
     count: int, shape: tuple[int, int], kind: str, blocks: bool, moments: Sequence[Moment], number: int
 ) -> WeightUpdate:
     """Matrices of so many experts one below the other, each with scales of its own."""
-    apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
+    apart = [fp8_update(shape, kind, blocks, moments, number=3 * number) for _ in range(count)]
     masters = [one.master for one in apart]
     whole = torch.Size((count, *shape))
     low_bits = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
@@ -322,7 +322,7 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(1)
     (plan,) = both.plans.values()
-    assert [of.even for of in plan.steps[0].tensors] == [True] * 5 + [False]
+    assert [of.even for of in plan.steps[0].tensors] == [True] * len(BY_TURNS) + [False]
 
 
 # --- gradients in codes -----------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
         return ""
     if isinstance(verdict, Refused):
         return f"it shall raise {verdict.error.__name__}"
-    if isinstance(verdict, Sound):
+    has_vectors = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    if isinstance(verdict, Sound) and not (verdict.exact_with_vectors and has_vectors):
         return noise(trace, run(feature, situation, "float64", mesh), verdict)
     said = differences(trace, run(feature, situation, "twin", mesh))
     if said or not feature.has_history:

@@ -428,7 +428,7 @@ LAYER: Any = {"part": DecoderPart, "last": "layer.mlp.down_proj", "fuse": True}
 BASE: Any = {"select": lambda module, name: name.endswith("linear"), "weight_storage": "fp8"}
 COMPACT: Any = {"part": WITHOUT_BIAS, "adamw": {"moments": "fp8", "master": "split24"}, "dtype": torch.bfloat16}
 HEADINGS = {"dynamic_with_output_hp": "output_hp", "rowwise_with_gw_hp": "gw_hp", "batch_invariant": "invariant"}
-NAMED = [name for name in recipes.NAMED if name not in ("default", "high_precision")]
+NAMED = [name for name in recipes.NAMED if name != "high_precision"]
 OF_RECIPES = {name: DELAYED if name == "delayed" else getattr(recipes, name)() for name in NAMED}
 FEATURES: dict[str, Feature] = {
     feature.name: feature

@@ -18,10 +18,14 @@ class Exact(NamedTuple):
 
 
 class Sound(NamedTuple):
-    """Outputs and inputs' gradients within ``db`` of float64's, and why not exact."""
+    """Outputs and inputs' gradients within ``db`` of float64's, and why not exact.
+
+    ``exact_with_vectors``: it is exact where torch's kernels use vector instructions.
+    """
 
     db: float
     why: str
+    exact_with_vectors: bool = False
 
     @property
     def word(self) -> str:
