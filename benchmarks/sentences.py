@@ -284,7 +284,7 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         "Two bf16 runs of one seed, which differ in last bits, end {} % apart": lambda: rounded(
             [math.sqrt(statistics.fmean(each**2 for each in repeats_of_bf16()))], 2
         ),
-        "with 5 times the parameters FP8 costs {} ± {} %": lambda: gap("dynamic", "2.5M"),
+        "`dynamic` ends {} ± {} % above bf16 after 20 bytes a parameter": lambda: parity_of("dynamic"),
         "a parameter takes [{} bytes](docs/weights.md)": bytes_a_parameter,
         "A Llama converted with `fuse=True` saves [{}](docs/modules.md#models-as-they-come) of the bytes": lambda: (
             rounded([saved("fused") / saved("bf16")], 2)
