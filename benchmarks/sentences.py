@@ -189,7 +189,7 @@ def gap(experiment: str, size: str = "0.5M", beside: Sequence[str] = BASELINES) 
 
 
 def parity_of(*arms: str, growth: bool = False) -> list[str]:
-    """Return arms' mean gaps at parity's longest training, or what a doubling adds to them, and half their intervals."""
+    """Return arms' mean gaps after the longest training, or what a doubling adds to them, and half their intervals."""
     losses = parity.Losses(read("quality"))
     changes = [losses.growth(arm) if growth else losses.gap(arm) for arm in arms]
     return [f"{x:.2f}".replace("-", "\N{MINUS SIGN}") for change in changes for x in (change.mean, change.half)]
