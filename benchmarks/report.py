@@ -27,6 +27,7 @@ from benchmarks.training import (
     cpu_step,
     llama_convergence,
     llama_step,
+    parity,
     planned_step,
     quality_study,
     saved_bytes,
@@ -54,7 +55,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/plan.md": communication_model.PLAN_TABLES | planned_step.TABLES,
     "docs/study/mixture-of-experts.md": grouped_accuracy.TABLES | predicted.MIXTURES,
     "docs/study/optimizer-state.md": optimizer_state.TABLES | optimizer_convergence.TABLES,
-    "docs/study/training-quality.md": quality_study.TABLES,
+    "docs/study/training-quality.md": quality_study.TABLES | parity.TABLES,
 }
 
 PICTURES: Mapping[str, Callable[[], str]] = {

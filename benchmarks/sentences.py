@@ -14,6 +14,7 @@ from itertools import combinations
 
 from benchmarks.common.pages import Row, read, signed
 from benchmarks.kernels import kernels
+from benchmarks.training import parity
 from benchmarks.training.memory_kinds import KINDS
 from benchmarks.training.quality_study import BASELINES, OWN, Runs
 
@@ -187,6 +188,13 @@ def gap(experiment: str, size: str = "0.5M", beside: Sequence[str] = BASELINES) 
     return [f"{difference.mean:.2f}".replace("-", "\N{MINUS SIGN}"), f"{difference.error:.2f}"]
 
 
+def parity_of(*arms: str, growth: bool = False) -> list[str]:
+    """Return arms' mean gaps after the longest training, or what a doubling adds to them, and half their intervals."""
+    losses = parity.Losses(read("quality"))
+    changes = [losses.growth(arm) if growth else losses.gap(arm) for arm in arms]
+    return [f"{x:.2f}".replace("-", "\N{MINUS SIGN}") for change in changes for x in (change.mean, change.half)]
+
+
 def repeats_of_bf16() -> list[float]:
     """Return percents between the losses of runs in bf16 of one seed, of the smallest size."""
     losses = Runs(read("quality")).by_seed(BASELINES, "0.5M", OWN).values()
@@ -276,7 +284,7 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         "Two bf16 runs of one seed, which differ in last bits, end {} % apart": lambda: rounded(
             [math.sqrt(statistics.fmean(each**2 for each in repeats_of_bf16()))], 2
         ),
-        "with 5 times the parameters FP8 costs {} ± {} %": lambda: gap("dynamic", "2.5M"),
+        "`dynamic` ends {} ± {} % above bf16 after 20 bytes a parameter": lambda: parity_of("dynamic"),
         "a parameter takes [{} bytes](docs/weights.md)": bytes_a_parameter,
         "A Llama converted with `fuse=True` saves [{}](docs/modules.md#models-as-they-come) of the bytes": lambda: (
             rounded([saved("fused") / saved("bf16")], 2)
@@ -429,6 +437,14 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         ),
         "another matter**: {} % on 2 ranks, {} % on 64": lambda: reduced(
             1, ("E4M3, one scale a tensor, FP8 sums", 2), ("E4M3, one scale a tensor, FP8 sums", 64)
+        ),
+    },
+    "docs/study/training-quality.md": {
+        "`dynamic` ends {} ± {} % and `blockwise` {} ± {} % above bf16 after 20 bytes a parameter": lambda: parity_of(
+            "dynamic", "blockwise"
+        ),
+        "a doubling of the training adds {} ± {} % and {} ± {} %": lambda: parity_of(
+            "dynamic", "blockwise", growth=True
         ),
     },
     "docs/study/optimizer-state.md": {

@@ -41,6 +41,8 @@ from benchmarks.common.measure import RESULTS, ROOT, UNCOMMITTED, device_name, p
 from benchmarks.common.pages import read
 from benchmarks.training.quality_experiments import (
     EXPERIMENTS,
+    MODELS,
+    PARITY,
     SIZES,
     STEPS,
     TOY,
@@ -233,7 +235,7 @@ def show(tasks: list[Task], path: Path) -> None:
 
     def minutes_of(task: Task) -> float:
         """Return minutes by the pace of the experiment's other runs, or of all; of another size, by a rule of thumb."""
-        for size in sorted(SIZES, key=lambda size: size != task.size):
+        for size in sorted(MODELS, key=lambda size: size != task.size):
             for name in (task.experiment, ""):
                 if pace := paces.get((size, name)):
                     larger = config_of(task).model.parameters / config_of(task._replace(size=size)).model.parameters
@@ -252,7 +254,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--for", dest="minutes", type=float, default=math.inf, help="stop after so many minutes")
     parser.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS), choices=EXPERIMENTS)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES, PARITY], choices=[*SIZES, PARITY])
     parser.add_argument("--seeds", type=int, nargs="+", help="these alone")
     parser.add_argument("--list", action="store_true", help="print the queue and train nothing")
     parser.add_argument("--state", type=Path, default=STATE, help="folder of unfinished runs (default: runs/quality)")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo import E4M3, Cast, Dynamic, PerTensor, Recipe, RecipeMap, recipes
+from octavo import E4M3, E5M2, Cast, Dynamic, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
 from octavo.train import (
     BASELINE,
@@ -28,6 +29,8 @@ SIZES = {
 BATCH, WINDOWS = 8, 2048  # sequences a step, and of the final validation
 TOY = "toy"
 TOY_SIZE, TOY_STEPS, TOY_WINDOWS = ModelConfig(width=32, layers=1, heads=2, context=16), 20, 64
+PARITY, PARITY_BATCH = "0.06M", 32  # the experiment of loss parity, which parity.py evaluates
+MODELS = SIZES | {PARITY: ModelConfig(width=40, layers=2, heads=2, context=64), TOY: TOY_SIZE}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Experiment:
 _tensor = Cast(E4M3, PerTensor(), Dynamic())
 _dynamic = recipes.dynamic()
 _e4m3 = Recipe((_tensor, _tensor), (_tensor, _tensor), (_tensor, _tensor), name="dynamic, E4M3 gradients")
+_e5m2 = Cast(E5M2, PerTensor(), Dynamic())
+_e5m2_weights = Recipe((_tensor, _e5m2), (_tensor, _e5m2), (_tensor, _tensor), name="dynamic, E5M2 weights")
 _PARTS = {product: Recipe(**{product: getattr(_dynamic, product)}, name=f"{product} alone") for product in PRODUCTS}
 _HEADS = {"dynamic": _dynamic, "E4M3 gradients": _e4m3, "rowwise": recipes.rowwise(), **_PARTS}
 _KEPT = {
@@ -88,6 +93,7 @@ EXPERIMENTS = {
     **{name: Experiment(name) for name in RECIPES},
     "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
     "dynamic, E4M3 gradients": Experiment(_e4m3),
+    "dynamic, E5M2 weights": Experiment(_e5m2_weights),
     **{f"dynamic, {product} alone": Experiment(recipe) for product, recipe in _PARTS.items()},
     **{name: Experiment(recipe) for name, recipe in (_KEPT | _NVFP4).items()},
     _LATE: Experiment("nvfp4", state=StateConfig(schedule="fp8-then-bf16@0.8")),
@@ -131,6 +137,14 @@ STAGES: tuple[Stage, ...] = (
     ((*_NVFP4, _LATE), "0.5M", range(5)),
 )
 
+PARITY_ARMS = {  # experiments by bytes of training a parameter
+    20: ("bf16", "bf16 in 2 parts", "dynamic", "blockwise", "dynamic, E5M2 weights"),
+    10: ("bf16", "dynamic", "blockwise"),
+    5: ("bf16", "dynamic", "blockwise"),
+}
+PARITY_SEEDS = 12
+PARITY_STAGES = tuple((length, range(seeds)) for seeds in (PARITY_SEEDS // 2, PARITY_SEEDS) for length in PARITY_ARMS)
+
 
 class Task(NamedTuple):
     """One run."""
@@ -147,17 +161,27 @@ class Task(NamedTuple):
 
 
 def queue(steps: int = STEPS) -> Iterator[Task]:
-    """Yield all runs, the most wanted first."""
+    """Yield all runs, the most wanted first; those of loss parity have their own steps."""
     for experiments, size, seeds in STAGES:
         yield from (Task(name, size, seed, steps) for seed in seeds for name in experiments)
+    for length, seeds in PARITY_STAGES:
+        yield from (Task(name, PARITY, seed, parity_steps(length)) for seed in seeds for name in PARITY_ARMS[length])
+
+
+def parity_steps(length: int) -> int:
+    """Return the steps that read so many bytes a parameter of the parity experiment's model."""
+    model = MODELS[PARITY]
+    return math.ceil(length * model.parameters / (PARITY_BATCH * model.context))
 
 
 def config_of(task: Task) -> TrainConfig:
     """Return all options of a run, but for the folder."""
-    experiment, toy = EXPERIMENTS[task.experiment], task.size == TOY
+    experiment = EXPERIMENTS[task.experiment]
+    batch = PARITY_BATCH if task.size == PARITY else BATCH
+    windows = TOY_WINDOWS if task.size == TOY else WINDOWS // 4
     return TrainConfig(
-        model=TOY_SIZE if toy else SIZES[task.size],
-        data=DataConfig(batch=BATCH, micro_batches=experiment.parts, eval_windows=TOY_WINDOWS if toy else WINDOWS // 4),
+        model=MODELS[task.size],
+        data=DataConfig(batch=batch, micro_batches=experiment.parts, eval_windows=windows),
         optimizer=OptimizerConfig(steps=task.steps),
         run=RunConfig(seed=task.seed, device="cpu", dtype=experiment.dtype, checkpoint_every=250, eval_every=500),
         state=experiment.state,
