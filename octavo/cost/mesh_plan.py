@@ -82,7 +82,7 @@ class MeshPlan(NamedTuple):
     def _what_to_change(self) -> Iterator[str]:
         """Yield a line for each change, and one for a mesh on which the step fits, if it doesn't on this one."""
         for words, step in self.changes:
-            gain = f"{step.step.tflops / self.best.step.tflops:.2f} of the speed, {step.size / GIB:,.0f} GiB"
+            gain = f"{step.step.tflops / self.best.step.tflops:.2f} times the speed, {step.size / GIB:,.0f} GiB"
             yield f"change first: {words}: {gain}{'' if step.fits else ', still too much'}"
         if self.other is not None:
             yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB"
@@ -98,7 +98,8 @@ def limit(stage: Stage) -> str:
     share = f"{times[longest] / step.seconds:.0%} of the step is {longest}"
     if (waits := wait.exposed / step.seconds) < 0.01:
         return f"{share}; no link limits"
-    return f"{share}; the link that limits is {link_name}, on which ranks wait for {kind} {waits:.0%} of the step"
+    waiting = f"ranks wait for {kind}'s collectives in {waits:.0%} of the step"
+    return f"{share}; the link that limits is {link_name}, on which {waiting}"
 
 
 def flags(stage: Stage) -> str:

@@ -36,7 +36,13 @@ def step_in(
     if head is not None and head_of(work) is None:
         raise PlanError(f"--head {head}: no layer of this model computes logits")
     rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
-    step = estimate(model, inputs, RecipeMap(RECIPES[name](), rules), rates, work=work, **options)
+    try:
+        step = estimate(model, inputs, RecipeMap(RECIPES[name](), rules), rates, work=work, **options)
+    except ValueError as error:
+        if head is None or options.get("weight_storage") is None or isinstance(error, PlanError):
+            raise
+        way = "plan without --head, or with --head high_precision"
+        raise PlanError(f"under --head {head} that layer's weight can't be stored in FP8: {way}") from error
     return replace(step, name=name)
 
 

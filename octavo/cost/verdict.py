@@ -4,8 +4,8 @@
 
 | sentence | is there | function |
 |---|---|---|
-| "A step in ... fits the 80 GiB" | where the device's memory is known | ``_whether_steps_fit`` |
-| "None fits", "Don't: ...", "... is the fastest" | one of them at most | ``_what_to_choose`` |
+| "All of these fit", "Too large: ...", "None of these fits" | where the memory is known | ``_whether_steps_fit`` |
+| "Don't: ...", "... is the fastest" | one of them at most, if any fits | ``_what_to_choose`` |
 | "... of bf16's time with the same fusions" | with ``--fuse`` | ``_beside_fused_bf16`` |
 | "leave out", "no layer is faster than in bf16" | by ``Estimate.slower`` | ``_layers_to_leave_out`` |
 | "The smallest change that fits" | if none fits | ``change_that_fits`` |
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime
 from octavo.cost.from_flags import optimizer_of, tokens_of
 from octavo.cost.pays import WORTH, describe_attention
-from octavo.cost.rates import Rates
+from octavo.cost.rates import PlanError, Rates
 from octavo.cost.steps import step_in
 from octavo.cost.text import GIB, folded
 from octavo.cost.work import work_of
@@ -54,17 +54,23 @@ def _whether_steps_fit(estimates: Sequence[Estimate], rates: Rates) -> Iterator[
     """Yield the sentence that names the steps too large for the device, if its memory is known."""
     too_large = [step.name for step in estimates if not fits([step], rates)]
     if rates.memory:
-        verdict = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
-        yield f"A {verdict} the {rates.memory / GIB:.0f} GiB of {rates.device}."
+        room = f"the {rates.memory / GIB:.0f} GiB of {rates.device}"
+        if not too_large:
+            yield f"All of these steps fit {room}."
+        elif len(too_large) < len(estimates):
+            yield f"Too large for {room}: {'; '.join(too_large)}."
+        else:
+            least = min(step.peak for step in estimates) / GIB
+            yield f"None of these steps fits {room}: the smallest needs {least:,.0f} GiB."
 
 
 def _what_to_choose(estimates: Sequence[Estimate], best: Estimate, rates: Rates, recipe_fits: bool) -> Iterator[str]:
-    """Yield that no step fits, that FP8 gains too little and why, or how fast the best recipe is."""
+    """Yield that FP8 gains too little and why, or how fast the best recipe is; nothing if no step fits."""
     bf16 = estimates[0]
     eager, compiled = best.total / bf16.total, best.compiled / bf16.compiled
     if not fits(estimates, rates):
-        yield f"None fits one device: it needs {min(step.peak for step in estimates) / GIB:,.0f} GiB at least."
-    elif min(eager, compiled) >= WORTH:
+        return
+    if min(eager, compiled) >= WORTH:
         yield f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why_not(bf16, best)}."
     elif recipe_fits:
         yield f"{best.name} is the fastest: {eager:.2f} of bf16's time in eager, {compiled:.2f} compiled."
@@ -109,7 +115,7 @@ def tables(estimates: Sequence[Estimate]) -> str:
     """Return tables of the predicted steps, of which the first is without FP8: times, memory, activations."""
     waits = ", ".join(f"{1e3 * step.waits:.2f} in {step.name}" for step in estimates if step.waits >= 5e-6)
     lines = [folded(_times(estimates))]
-    lines += [f"Of other in eager the device waits for the host: {waits}."] * bool(waits)
+    lines += [f"In eager the column other includes waits for the host, in ms: {waits}."] * bool(waits)
     return "\n".join([*lines, "", folded(_memory(estimates)), "", folded(_activations(estimates))])
 
 
@@ -127,8 +133,8 @@ def _times(estimates: Sequence[Estimate]) -> list[list[str]]:
 
 
 def _memory(estimates: Sequence[Estimate]) -> list[list[str]]:
-    """Return the rows of GiB by kind, and the most at a time."""
-    rows = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
+    """Return the rows of GiB by kind, and the peak."""
+    rows = [["GiB", "weights", "masters", "moments", "gradients", "activations", "peak", "of bf16"]]
     for step in estimates:
         memory = step.memory
         kinds = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, step.peak
@@ -156,21 +162,27 @@ class SmallerStep(NamedTuple):
     settings: Mapping[str, Any]
 
 
-def changes(tokens: int, context: int) -> list[SmallerStep]:
+def changes(tokens: int, context: int, head: str | None = None) -> list[SmallerStep]:
     """Return the changes to try for a step of so many tokens, first those that change least.
 
     They are fused operations, fewer sequences at a time, then moments, masters, weights and updates in FP8.
+
+    Args:
+        head: the recipe of ``--head``, which is left out last: with some recipes a weight can't be stored in FP8.
     """
     fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
     fused, stored = {"fuse": True}, {"weight_storage": "fp8"}
     in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
     flags_in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    smallest = f"{flags_in_fp8} --fuse --tokens {context}"
+    without_head = SmallerStep(f"{smallest}, without --head {head}", context, in_fp8, fused | stored | {"head": None})
     return [
         SmallerStep("--fuse", tokens, {}, fused),
         *(SmallerStep(f"--tokens {n}, with as many more micro-batches", n, {}, {}) for n in reversed(fewer)),
         SmallerStep("--moments fp8 --master split24", tokens, {"moments": "fp8", "master": "split24"}, {}),
         SmallerStep(flags_in_fp8, tokens, in_fp8, stored),
-        SmallerStep(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8, fused | stored),
+        SmallerStep(smallest, context, in_fp8, fused | stored),
+        *([without_head] if head else []),
     ]
 
 
@@ -185,13 +197,13 @@ def change_that_fits(
     """
     name, context = "delayed", inputs[0].shape[1]
     work = functools.cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
-    for change in changes(inputs[0].numel(), context):
+    for change in changes(inputs[0].numel(), context, settings.get("head")):
         options = {**settings, **change.settings}
         if change.state:
             options["optimizer"] = optimizer_of(model, **{**state, **change.state})
         try:
             step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
-        except ValueError:  # the other flags leave no such step: a head whose output is not in FP8 can't be stored so
+        except PlanError:  # a head whose output is not in FP8 can't be stored so
             continue
         flags, size = change.flags, f"{step.peak / GIB:,.0f} GiB"
         if fits([step], rates):

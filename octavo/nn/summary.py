@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +127,11 @@ class Summary:
         in_fp8 = [m for m in self.converted if not (m.recipe.is_high_precision or m.reason)]  # type: ignore[union-attr]
         total = sum(math.prod(m.shape) for m in self.modules) or 1
         share = 100 * sum(math.prod(m.shape) for m in in_fp8) / total
-        lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
+        codes = _codes_of([m.recipe for m in in_fp8])  # type: ignore[misc]
+        lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in {codes} ({share:.1f} % of their elements)"]
         if self.flops is not None:
             part = 100 * self.flops[0] / max(self.flops[1], 1)
-            lines.append(f"{part:.1f} % of the forward pass's {self.flops[1]:.3g} FLOPs in FP8")
+            lines.append(f"{part:.1f} % of the forward pass's {self.flops[1]:.3g} FLOPs in {codes}")
         if self.saved is not None:
             lines.append(str(self.saved))
         if self.fused:
@@ -151,6 +152,12 @@ class Summary:
         return "\n".join([*lines, *map(str, recipes)])
 
     __repr__ = __str__
+
+
+def _codes_of(recipes: Sequence[Recipe]) -> str:
+    """Return what to call the codes that these recipes multiply: "FP8", "4 bits", or both."""
+    packed = {recipe.packs for recipe in recipes}
+    return "FP8 and 4 bits" if len(packed) == 2 else "4 bits" if packed == {True} else "FP8"
 
 
 def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:

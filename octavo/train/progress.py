@@ -96,13 +96,14 @@ class Progress:
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
     def update(self, row: StepRow, seconds_left: float) -> None:
-        """Show a step that is done, if it is time to; ``seconds_left``: of all runs."""
+        """Show a step that is done, if it is time to; ``seconds_left``: of all runs, 0 after the last step."""
         validated = not math.isnan(row.val_loss)
         if not validated and row.step < self._steps and time.monotonic() - self._last < self.interval:
             return
         self._last = time.monotonic()
         facts = f"loss {row.loss:.4f}{f'  validation {row.val_loss:.4f}' * validated}  {row.tokens_per_s:,.0f} tokens/s"
-        self.message(f"{self._name}  step {row.step}/{self._steps}  {facts}  {in_words(seconds_left)} left")
+        left = f"  {in_words(seconds_left)} left" if seconds_left else ""
+        self.message(f"{self._name}  step {row.step}/{self._steps}  {facts}{left}")
 
     def message(self, text: str) -> None:
         """Show a line of text."""

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo import recipes
 from octavo.cost import steps
 from octavo.cost.estimate import Estimate, estimate
+from octavo.cost.from_flags import tokens_of
 from octavo.cost.rates import PUBLISHED, PlanError
+from octavo.cost.work import work_of
 from octavo.train import GPT, ModelConfig
+from tests.support.helpers import every_layer
 
 H200 = PUBLISHED["H200"]
 
@@ -41,3 +45,12 @@ def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.name for each in stored[1:]] == ["dynamic", "delayed", "blockwise"]
     with pytest.raises(PlanError, match="--head dynamic: no layer of this model computes logits"):
         steps.estimates(nn.Linear(8, 8), (torch.ones(2, 8),), H200, head="dynamic")
+
+
+def test_a_head_whose_weight_cannot_be_stored_is_an_error() -> None:
+    model = GPT(ModelConfig(width=64, layers=1, heads=2, context=16)).bfloat16()
+    x = tokens_of(64, 16)
+    how = {"weight_storage": "fp8", "optimizer": octavo.optim.AdamW, "work": work_of(model, x), "select": every_layer}
+    assert steps.step_in("dynamic", model, x, H200, head="high_precision", **how).name == "dynamic"
+    with pytest.raises(PlanError, match="under --head dynamic_with_output_hp that layer's weight can't be stored"):
+        steps.step_in("dynamic", model, x, H200, head="dynamic_with_output_hp", **how)

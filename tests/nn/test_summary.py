@@ -96,6 +96,15 @@ def test_rows_of_a_converted_model():
     assert "  up    Linear [64, 32]  recipe mx\n" in text
 
 
+def test_matrices_in_four_bits_are_not_said_to_be_in_fp8():
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    octavo.convert(net, octavo.RecipeMap(recipes.nvfp4(), {"2": None}), lambda module, name: True)
+    assert str(octavo.summary(net)).startswith("2 of 3 matrices in 4 bits (66.7 % of their elements)\n")
+    assert "FLOPs in 4 bits" in str(octavo.summary(net, torch.randn(16, 32)))
+    net[0].recipe = recipes.dynamic()
+    assert str(octavo.summary(net)).startswith("2 of 3 matrices in FP8 and 4 bits (66.7 %")
+
+
 def test_the_default_select_is_named():
     big, small = nn.Linear(512, 512, device="meta"), nn.Linear(512, 4, device="meta")
     summary = octavo.summary(nn.ModuleDict({"big": big, "small": small}))

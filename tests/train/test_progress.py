@@ -57,10 +57,11 @@ def test_lines_come_now_and_then_and_for_each_validation():
     lines = Progress(stream, interval=1e9)
     lines.begin("dynamic", 0, 10)
     for step in range(1, 11):
-        lines.update(StepRow(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan")), seconds_left=75)
+        row = StepRow(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan"))
+        lines.update(row, seconds_left=75 if step < 10 else 0)
     assert stream.getvalue().splitlines() == [
         "dynamic  step 4/10  loss 2.5000  validation 3.2500  12,346 tokens/s  1 min left",
-        "dynamic  step 10/10  loss 2.5000  12,346 tokens/s  1 min left",
+        "dynamic  step 10/10  loss 2.5000  12,346 tokens/s",
     ]
     eager = Progress(stream, interval=0)
     eager.begin("dynamic", 0, 10)
