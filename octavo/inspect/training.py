@@ -137,6 +137,13 @@ class Training:
         steps, values = self.scalar(*names)
         return np.array([values[max(0, bisect_right(steps, s) - 1)] if steps else math.nan for s in self.steps])
 
+    @property
+    def rates_between(self) -> Any:
+        """The sum of the learning rates of the steps between each record and the one before, [steps, 1]."""
+        steps, rates = self.scalar(*RATES)
+        sums, before = np.cumsum([0.0, *rates]), [self.steps[0], *self.steps[:-1]]
+        return (sums[np.searchsorted(steps, self.steps)] - sums[np.searchsorted(steps, before, "right")])[:, None]
+
     def loss_scale(self, at: int) -> str:
         """Return the loss scale of a record in words, nothing where none is recorded."""
         scale = self.by_record("loss_scale")[at]
@@ -196,7 +203,9 @@ class Training:
         risen, norms, outputs = (values / earlier(values) for values in (gradients, norms, outputs))
         highest = gradients / earlier(gradients, np.nanmax)
         # between two records the optimizer may have moved each number by an update a step, all in one direction at most
-        expected = np.fmax(np.nan_to_num(usual), updates) * 3 * (self.gaps - 1)
+        of_rate = np.fmax(updates, np.nan_to_num(usual)) / rates
+        of_rate[1:] = np.fmax(of_rate[1:], updates[:-1] / rates[:-1])
+        expected = 3 * of_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
         outside = measures["outside"] - earlier(measures["outside"]) * 3
         written = np.fmax(measures["between"] - expected, outside) / last_size
         # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers

@@ -241,6 +241,19 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
     assert diagnose(record) == []
 
 
+def test_steps_between_two_records_may_have_had_higher_rates() -> None:
+    """As in a short training, of which the second record is at its end."""
+    record = healthy(4, RECORDS)
+    weights("update", 1e-4, 1e-4)(record)
+    weights("between", 1e-4, 0.5)(record)
+    rates = dict.fromkeys(range(record.steps[-1] + 1), 1e-4)
+    record.scalars["lr"] = [*rates], [*rates.values()]
+    assert "overwritten" in {finding.kind for finding in diagnose(record)}
+    rates |= dict.fromkeys(range(record.steps[AT - 1] + 1, record.steps[AT]), 4e-3)
+    record.scalars["lr"] = [*rates], [*rates.values()]
+    assert "overwritten" not in {finding.kind for finding in diagnose(record)}
+
+
 def test_an_expert_without_tokens_is_named() -> None:
     record = healthy(2, RECORDS)
     tokens = np.full((RECORDS, 4), 30.0)
