@@ -98,9 +98,9 @@ RULES: Sequence[Rule] = (
     Rule(
         *("learning rate", 0.05, tests.step_sizes),
         "the learning rate is too high: a step changes most weights by {share} of their size",
-        'for group in optimizer.param_groups: group["lr"] /= {times:.2g}',
+        'for group in optimizer.param_groups: group["lr"] /= {times:.3g}',
         "steps of about 1 %",
-        "divide it by {times:.2g}",
+        "divide it by {times:.3g}",
     ),
     # the numbers of a batch, over those of all earlier batches, where it lasts
     Rule(
