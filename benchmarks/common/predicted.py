@@ -38,7 +38,7 @@ def gain(recipe: Recipe, rates: Rates, size: tuple[int, int], tokens: int, weigh
     work = LinearWork("", tokens * EXPERTS, *size, True, True, EXPERTS)
     products, casts = work.seconds(recipe, rates)
     if weight_kept:
-        casts -= work.cast_seconds(recipe, rates)[1]
+        casts -= work.cast_seconds(recipe, rates)["weight"]
     return sum(work.seconds(recipes.high_precision(), rates)) / (products + casts)
 
 
@@ -83,10 +83,10 @@ def casts_table() -> str:
         products = sum(work.seconds(recipe, rates)[0] for work in works)
         casts = [work.cast_seconds(recipe, rates) for work in works]
         inputs = (
-            [seconds[0] for seconds in casts],
-            {work.reads: seconds[0] for work, seconds in zip(works, casts, strict=True)}.values(),
+            [seconds["input"] for seconds in casts],
+            {work.reads: seconds["input"] for work, seconds in zip(works, casts, strict=True)}.values(),
         )
-        others = sum(sum(seconds[1:]) for seconds in casts)
+        others = sum(seconds["weight"] + seconds["grad_output"] for seconds in casts)
         separate, shared = (sum(each) for each in inputs)
         numbers = [separate, shared, separate + others, shared + others, products]
         lines.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
@@ -100,7 +100,7 @@ def kept_table() -> str:
     for micro_batches in (1, 4, 16):
         cells = []
         for recipe in (recipes.dynamic(), recipes.delayed(), recipes.blockwise()):
-            weight, whole = work.cast_seconds(recipe, rates)[1], sum(work.seconds(recipe, rates))
+            weight, whole = work.cast_seconds(recipe, rates)["weight"], sum(work.seconds(recipe, rates))
             kept_seconds = micro_batches * (whole - weight) + weight
             cells.append(f"{100 * (micro_batches * whole / kept_seconds - 1):.1f}")
         rows.append([str(micro_batches), *cells])

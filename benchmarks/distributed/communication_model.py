@@ -1,6 +1,6 @@
 """Formulas: what FP8 products, gathers, reduction and pairs each bring on 8 to 16,384 H100.
 
-Nothing is measured: octavo/cost/mesh.py has the formulas and names its assumptions. Step times that others have
+Nothing is measured: octavo/cost/mesh has the formulas and names its assumptions. Step times that others have
 published of the same models on the same layouts are printed beside the formulas', and nothing was fitted to them.
 """
 
@@ -19,26 +19,26 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
-from octavo.cost.layout import MeshLayout, Precision
-from octavo.cost.mesh import Stage, Step
-from octavo.cost.mesh_plan import plan
+from octavo.cost.mesh.plan import plan
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout, Precision
+from octavo.cost.mesh.shapes import Shapes
+from octavo.cost.mesh.step import Stage, Step
 from octavo.cost.rates import rates_of
-from octavo.cost.servers import Hardware
-from octavo.cost.shapes import Shapes
 
 TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
-    "octavo/cost/compute.py",
-    "octavo/cost/layout.py",
-    "octavo/cost/mesh.py",
-    "octavo/cost/mesh_plan.py",
-    "octavo/cost/messages.py",
-    "octavo/cost/rank.py",
+    "octavo/cost/mesh/compute.py",
+    "octavo/cost/mesh/settings.py",
+    "octavo/cost/mesh/step.py",
+    "octavo/cost/mesh/plan.py",
+    "octavo/cost/mesh/messages.py",
+    "octavo/cost/mesh/rank.py",
     "octavo/cost/rates.py",
-    "octavo/cost/servers.py",
-    "octavo/cost/shapes.py",
+    "octavo/cost/mesh/servers.py",
+    "octavo/cost/mesh/shapes.py",
 )
 
 LLAMA_8B, LLAMA_70B, LLAMA_405B = LLAMA
@@ -57,7 +57,7 @@ MEGATRON_BF16 = replace(BF16, elsewhere=True)
 GPUS = (8, 64, 256, 1024, 4096, 16384)
 SHOWN = (8, 64, 1024, 16384)  # in the page
 SEQUENCES = 2048  # of 8,192 tokens: Llama 3 405B's batch
-ORIGIN = "formulas of octavo/cost/mesh.py, not measured"
+ORIGIN = "formulas of octavo/cost/mesh, not measured"
 
 
 class Published(NamedTuple):

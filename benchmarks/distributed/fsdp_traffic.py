@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cost.messages import gather_bytes
-from octavo.cost.shapes import Shapes, Weight
+from octavo.cost.mesh.messages import gather_bytes
+from octavo.cost.mesh.shapes import Shapes, Weight
 
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
 

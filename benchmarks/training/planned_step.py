@@ -22,7 +22,7 @@ from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, markdown, read
 from octavo.cost import PUBLISHED, Estimate, Rates, estimate
 from octavo.cost.parts import PARTS, Moved
-from octavo.cost.rates import HIGH_PRECISION, HostTime, with_attention
+from octavo.cost.rates import IN_BF16, HostTime, with_attention
 from octavo.cost.work import work_of
 
 TAKES = "half a minute"
@@ -107,7 +107,7 @@ def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTi
 
     unit = 1e-6 * slower
     linear = us["nn.Linear, forward"]
-    times = {HIGH_PRECISION: HostTime(unit * linear, unit * backward("nn.Linear"))}
+    times = {IN_BF16: HostTime(unit * linear, unit * backward("nn.Linear"))}
     for form, (recipe, cast, weight_is_kept) in FORMS.items():
         name = f"Linear {recipe}"
         forward = us[f"{name}, forward"] + us[cast] * weight_is_kept

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.scaling.delayed import State
-from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, ROLES, Recipe
 
 
 class TimedCalls(NamedTuple):
@@ -18,10 +18,10 @@ class TimedCalls(NamedTuple):
 
     recipe: Recipe
 
-    def product(self, x: Tensor, weight: Tensor, role: int) -> Callable[[], Any]:
-        """Return a call of a product of two operands, which are cast before: as an input, and as ``role``."""
+    def product(self, x: Tensor, weight: Tensor, role: str) -> Callable[[], Any]:
+        """Return a call of a product of two operands, which are cast before: as an input, and as this role."""
         operands: list[Any] = []
-        for tensor, which in ((x, INPUT), (weight, role)):
+        for tensor, which in ((x, INPUT), (weight, ROLES.index(role))):
             pair: Any = cast_role(tensor, CastRequest(self.recipe, which, True, False), None).as_is
             operands += [*pair, self.recipe.casts[which].as_is.tile]  # type: ignore[union-attr]
         return lambda: kernels.matmul(*operands, None, x.dtype, True)

@@ -394,8 +394,9 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print how long a training step would take, in how much memory, and whether FP8 pays."""
-    from octavo.cost import mesh_plan, rates_of
+    from octavo.cost import rates_of
     from octavo.cost.from_flags import context_of, from_hugging_face, tokens_of
+    from octavo.cost.mesh.plan import plan as plan_on_mesh
     from octavo.cost.rates import PlanError, with_attention
 
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
@@ -431,7 +432,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
     settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
     settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-    print(f"{head}\n{mesh_plan.plan(model, rates, **settings).text()}")
+    print(f"{head}\n{plan_on_mesh(model, rates, **settings).text()}")
     return 0
 
 
@@ -521,8 +522,8 @@ def info(options: argparse.Namespace, arguments: list[str]) -> int:
     print(describe_machine())
     if options.measure:
         from octavo.cost import measure
-        from octavo.cost.pays import describe_rates
         from octavo.cost.rates import keep
+        from octavo.cost.verdict import describe_rates
 
         print("\nmeasuring ...", flush=True)
         rates = measure()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import BF16_KERNELS, CHUNKED_LOSS, COUNTED, FUSED_LOSS, LOSS, OF_CHUNK, PARTS, Moved, fused_parts
-from octavo.cost.rates import GRAD_OUTPUT, HIGH_PRECISION, INPUT, WEIGHT, HostTime, PlanError, Rates, form_of, host_kind
+from octavo.cost.rates import IN_BF16, HostTime, PlanError, Rates, form_of, host_kind
 from octavo.cost.work import (
     LinearWork,
     Traffic,
@@ -115,7 +115,7 @@ def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> flo
     """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
     *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
     large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
-    return steps * (2 * rates.product_seconds(HIGH_PRECISION, large) + rates.product_seconds(HIGH_PRECISION, small))
+    return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
 
 
 class _Times:
@@ -128,7 +128,7 @@ class _Times:
         self.work, self.rates = work, rates
         others = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
-        attention += rates.product_seconds(HIGH_PRECISION, others) if others > 0 else 0.0
+        attention += rates.product_seconds(IN_BF16, others) if others > 0 else 0.0
         self.fused = work.other.fused / rates.copy + attention
         forward = Traffic(0, 0, 0) if work.blocks is None else work.blocks.forward
         moved = [[*forward[:2]], [*work.other.less(forward)[:2]]]
@@ -152,16 +152,16 @@ class _Times:
         """Return 0 for a module of the blocks, whose forward is the first span of ``Estimate.device``; else 1."""
         return 0 if self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.") else 1
 
-    def add(self, linear: LinearWork, recipe: Recipe, spared: Container[int]) -> LayerTime:
+    def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
-        multiplied, cast = linear.product_seconds(recipe, self.rates), [*linear.cast_seconds(recipe, self.rates)]
-        layer = LayerTime(linear, linear.seconds(high_precision(), self.rates)[0], sum(multiplied) + sum(cast))
+        multiplied, cast = linear.product_seconds(recipe, self.rates), linear.cast_seconds(recipe, self.rates)
+        layer = LayerTime(linear, linear.seconds(high_precision(), self.rates)[0], sum(multiplied) + sum(cast.values()))
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
-        cast = [0.0 if role in spared else seconds for role, seconds in enumerate(cast)]
-        self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast)
-        span, launched = self.span(linear.name), times.forward - times.cast * sum(r in spared for r in (INPUT, WEIGHT))
-        self.device[span] += multiplied[0] + cast[INPUT] + cast[WEIGHT]
-        self.device[1] += sum(multiplied[1:]) + cast[GRAD_OUTPUT]
+        cast |= dict.fromkeys(spared, 0.0)
+        self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
+        span, launched = self.span(linear.name), times.forward - times.cast * len(spared & {"input", "weight"})
+        self.device[span] += multiplied[0] + cast["input"] + cast["weight"]
+        self.device[1] += sum(multiplied[1:]) + cast["grad_output"]
         self.host[span] += launched
         self.host[1] += times.backward
         return layer
@@ -277,10 +277,10 @@ def estimate(
         module = modules.get(linear.name)  # None for experts that are not converted
         followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
         key = linear.reads, linear.grad_weight, followed.input_casts
-        spared = {INPUT} if key in cast_inputs else set()
+        spared = {"input"} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        spared |= {WEIGHT} if weight_storage else set()
-        spared |= {GRAD_OUTPUT} if linear is head and writes_codes else set()
+        spared |= {"weight"} if weight_storage else set()
+        spared |= {"grad_output"} if linear is head and writes_codes else set()
         layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
@@ -295,7 +295,7 @@ def estimate(
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
     memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
-    name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else HIGH_PRECISION
+    name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16
     seconds = times.products, times.casts, times.other
     spans = tuple(times.device), tuple(times.host)
     return Estimate(name, *seconds, update, memory, tuple(layers), times.fused, *spans, loss)

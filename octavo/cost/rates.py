@@ -24,13 +24,12 @@ from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
 from octavo.kernels.capability import runs_natively
 from octavo.reading import read_json
-from octavo.scaling.recipe import ROLES, Cast, Delayed, Recipe
+from octavo.scaling.recipe import Cast, Delayed, Recipe
 
-INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
-HIGH_PRECISION = "bf16"
+IN_BF16 = "bf16"  # the name of what is without FP8: a step, a product, a launch of the host, a mesh's recipe
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
 # of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row
-PRODUCTS = (HIGH_PRECISION, "tensor", "row", "block", "vector", "mx")
+PRODUCT_KINDS = (IN_BF16, "tensor", "row", "block", "vector", "mx")
 RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
@@ -62,7 +61,7 @@ class Rates:
         source: who measured, or where it is published.
         copy: bytes a second, read and written together.
         launch: seconds that an op takes besides its arithmetic.
-        products: FLOP a second by kind, one of PRODUCTS: points (FLOP of a product, rate), smallest first.
+        products: FLOP a second by kind, one of PRODUCT_KINDS: points (FLOP of a product, rate), smallest first.
         casts: seconds an element for codes in both layouts, by form, or "delayed" for a scale that exists before; if
             empty, ``copy`` and the bytes that casts move give their time.
         memory: bytes that the device has; 0: unknown.
@@ -104,7 +103,7 @@ class Rates:
     def attention_seconds(self, flop: Mapping[int, float], causal: bool) -> float:
         """Return seconds of attention's ``flop`` by size of a head, half of them hidden if it is causal."""
         if not self.attention:
-            return sum(self.product_seconds(HIGH_PRECISION, each) for each in flop.values())
+            return sum(self.product_seconds(IN_BF16, each) for each in flop.values())
         nearest = {
             size: min((abs(head_size - size), rate) for head_size, rate in self.attention.items())[1] for size in flop
         }
@@ -130,30 +129,30 @@ def form_of(cast: Cast) -> str:
     return "row" if isinstance(granularity, PerRow) else "tensor"
 
 
-def product_form(casts: tuple[Cast, Cast] | None) -> str:
-    """Return the kind of a product with such casts, one of PRODUCTS."""
+def product_kind(casts: tuple[Cast, Cast] | None) -> str:
+    """Return the kind of a product with such casts, one of PRODUCT_KINDS."""
     if casts is None:
-        return HIGH_PRECISION
+        return IN_BF16
     form = max(map(form_of, casts), key=FORMS.index)
     return "vector" if form == "block" and all(1 in cast.tile for cast in casts) else form
 
 
-def forms_of(recipe: Recipe) -> list[str]:
+def product_kinds(recipe: Recipe) -> list[str]:
     """Return the kinds of a recipe's three products: output, grad_input, grad_weight."""
-    return [product_form(casts) for casts in (recipe.output, recipe.grad_input, recipe.grad_weight)]
+    return [product_kind(casts) for casts in (recipe.output, recipe.grad_input, recipe.grad_weight)]
 
 
 def host_kind(recipe: Recipe) -> str:
     """Return the kind of a layer in ``Rates.host``."""
-    forms = [form for form in forms_of(recipe) if form != HIGH_PRECISION]
-    if not forms or recipe.delayed is not None:
-        return "delayed" if forms else HIGH_PRECISION
-    return min(forms, key=PRODUCTS.index)
+    kinds = [kind for kind in product_kinds(recipe) if kind != IN_BF16]
+    if not kinds or recipe.delayed is not None:
+        return "delayed" if kinds else IN_BF16
+    return min(kinds, key=PRODUCT_KINDS.index)
 
 
 def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
-    """Return ``products`` with one rate for all sizes of each of PRODUCTS, from rates in TFLOP/s."""
-    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(PRODUCTS, rates, strict=True)}
+    """Return ``products`` with one rate for all sizes of each of PRODUCT_KINDS, from rates in TFLOP/s."""
+    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(PRODUCT_KINDS, rates, strict=True)}
 
 
 # An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
@@ -164,7 +163,7 @@ def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
 # memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
 ATTENTION = {"flash": {64: 228e12, 128: 254e12}, "cudnn": {64: 334e12, 128: 392e12}}
 ATTENTION_SOURCE = "arXiv 2407.08608"
-_HOST_US = {HIGH_PRECISION: (27, 49), "delayed": (203, 304, 18), "tensor": (172, 255, 19), "row": (241, 229, 25),
+_HOST_US = {IN_BF16: (27, 49), "delayed": (203, 304, 18), "tensor": (172, 255, 19), "row": (241, 229, 25),
             "block": (218, 260, 25), "mx": (214, 212, 25), "operation": (7, 7)}  # fmt: skip
 _HOST = {kind: HostTime(*(1e-6 * us for us in times)) for kind, times in _HOST_US.items()}
 PUBLISHED = {
@@ -243,7 +242,10 @@ def _of_file(fields: Any) -> Rates:
             raise ValueError(f"{value!r} is no rate or time")
         return float(value)
 
-    products = {kind: tuple((number(flop), number(rate)) for flop, rate in rates.products[kind]) for kind in PRODUCTS}
+    points_of_kind = {kind: rates.products[kind] for kind in PRODUCT_KINDS}
+    products = {
+        kind: tuple((number(flop), number(rate)) for flop, rate in points) for kind, points in points_of_kind.items()
+    }
     if not all(products.values()):
         raise ValueError("products without a rate")
     casts = {form: number(seconds) for form, seconds in dict(rates.casts).items()}
@@ -340,18 +342,18 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     copy = 2 * source.numel() / time(functools.partial(target.copy_, source))
     del source, target
     recipe_of = {
-        product_form(each.output): each
+        product_kind(each.output): each
         for each in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())
     }
-    products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCTS}
+    products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCT_KINDS}
     for rows, cols, terms in ON_GPU if on_gpu else ON_CPU:
         flop = 2.0 * rows * cols * terms
         x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
-            recipe, role = recipe_of.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
+            recipe = recipe_of.get("block" if kind == "vector" else kind)
             plain = functools.partial(torch.nn.functional.linear, x, weight)
-            call = TimedCalls(recipe).product(x, weight, role) if recipe else plain
+            call = TimedCalls(recipe).product(x, weight, "input" if kind == "vector" else "weight") if recipe else plain
             points.append((flop, flop / time(call)))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
+from octavo.cost.rates import IN_BF16, Rates, product_kinds
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.counting import OperationCounter
@@ -24,7 +24,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import fakes_of
 from octavo.private import pytree
 from octavo.recipes import high_precision
-from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.scaling.recipe import ROLES, Recipe, RecipeMap
 from octavo.weights.plain import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
@@ -68,27 +68,27 @@ class LinearWork(NamedTuple):
 
     def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
         """Return (seconds of products, seconds of casts) of a step under a recipe."""
-        return sum(self.product_seconds(recipe, rates)), sum(self.cast_seconds(recipe, rates))
+        return sum(self.product_seconds(recipe, rates)), sum(self.cast_seconds(recipe, rates).values())
 
     def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
         """Return seconds of output, grad_input and grad_weight in a step under a recipe."""
         wanted, sizes, products = self.products, self.sizes, []
         # output is as large as grad_output, and grad_input as input
-        for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
-            width = 2 if form == HIGH_PRECISION else 1
+        for kind, result, computed in zip(product_kinds(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
+            width = 2 if kind == IN_BF16 else 1
             moved = width * (sum(sizes) - result) + 2 * result
-            products.append(rates.product_seconds(form, self.flop, moved) if computed else 0.0)
+            products.append(rates.product_seconds(kind, self.flop, moved) if computed else 0.0)
         return tuple(products)
 
-    def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Return seconds of the casts of input, weight and grad_output in a step under a recipe."""
-        wanted, casts = self.products, []
+    def cast_seconds(self, recipe: Recipe, rates: Rates) -> dict[str, float]:
+        """Return {role: seconds of its casts} in a step under a recipe."""
+        wanted, seconds = self.products, []
         readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
         for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
             layouts = (role.as_is, as_is), (role.transposed, transposed)
             needed_casts = [cast for cast, needed in layouts if cast and needed]
-            casts.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
-        return tuple(casts)
+            seconds.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
+        return dict(zip(ROLES, seconds, strict=True))
 
 
 class Traffic(NamedTuple):

@@ -17,7 +17,7 @@ from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.parts import BF16_KERNELS, PARTS
 from octavo.cost.rates import PUBLISHED, HostTime, PlanError
 from octavo.cost.work import LinearWork, head_of, on_meta, work_of
-from octavo.scaling.recipe import GRAD_OUTPUT, RecipeMap
+from octavo.scaling.recipe import RecipeMap
 from tests.cost.test_work import H200, TOKENS, gpt
 
 
@@ -36,7 +36,7 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
     alone, apart = (
         estimate(Gated(), (x,), each, H200).casts for each in (recipe, octavo.RecipeMap(recipe, {"up": None}))
     )
-    of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200)
+    of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200).values()
     assert alone == pytest.approx(2 * of_input + 3 * (of_weight + of_grad))
     assert apart == pytest.approx(2 * (of_input + of_weight + of_grad))  # the first that is converted casts it
 
@@ -155,7 +155,7 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     assert head is not None and head.name == "lm_head"
     recipe = RecipeMap(recipes.delayed(), {"lm_head": recipes.dynamic_with_output_hp()})
     whole, chunked = (estimated(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
-    spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)[GRAD_OUTPUT]
+    spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)["grad_output"]
     assert whole.casts - chunked.casts == pytest.approx(spared) and spared > 0
     assert chunked.other == pytest.approx(whole.other)  # 6 bytes a logit as well
     # all are one chunk; the gradient of the head's input is there too

@@ -15,16 +15,16 @@ from octavo import recipes
 from octavo.cost import rates
 from octavo.cost.rates import (
     FORMS,
-    HIGH_PRECISION,
-    PRODUCTS,
+    IN_BF16,
+    PRODUCT_KINDS,
     PUBLISHED,
     PlanError,
     Rates,
     device_label,
-    forms_of,
     host_kind,
     keep,
     memory_of,
+    product_kinds,
     rates_of,
 )
 from octavo.granularity import PerBlock
@@ -33,7 +33,7 @@ from tests.support.damage import damaged_json
 
 CPU = torch.device("cpu")
 POINTS = ((1e6, 1e9), (4e6, 3e9))
-RATES = Rates("a device", "measured", 1e12, 0.0, dict.fromkeys(PRODUCTS, POINTS))
+RATES = Rates("a device", "measured", 1e12, 0.0, dict.fromkeys(PRODUCT_KINDS, POINTS))
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +50,18 @@ def test_a_rate_lies_between_its_points(flop: float, rate: float) -> None:
 
 
 def test_kinds_of_products() -> None:
-    kinds = {name: forms_of(getattr(recipes, name)()) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
+    names = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+    kinds = {name: product_kinds(getattr(recipes, name)()) for name in names}
     assert [kind[0] for kind in kinds.values()] == ["tensor", "tensor", "row", "block", "mx"]
     assert kinds["blockwise"] == ["block", "block", "vector"]  # a weight has whole blocks, a gradient and an input rows
-    assert forms_of(recipes.rowwise_with_gw_hp()) == ["row", "row", "bf16"]
-    assert forms_of(recipes.high_precision()) == ["bf16"] * 3
+    assert product_kinds(recipes.rowwise_with_gw_hp()) == ["row", "row", "bf16"]
+    assert product_kinds(recipes.high_precision()) == ["bf16"] * 3
 
 
 def test_what_launches_a_layer() -> None:
     named = ("dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision", "rowwise_with_gw_hp")
     kinds = [host_kind(getattr(recipes, name)()) for name in named]
-    assert kinds == ["tensor", "delayed", "row", "block", "mx", HIGH_PRECISION, "row"]
+    assert kinds == ["tensor", "delayed", "row", "block", "mx", IN_BF16, "row"]
     assert {*kinds, "operation"} == PUBLISHED["H100"].host.keys()
 
 
@@ -68,7 +69,7 @@ def test_attention_by_the_size_of_a_head() -> None:
     known = dataclasses.replace(RATES, attention={64: 2e12, 128: 4e12})
     assert known.attention_seconds({64: 2e12, 80: 2e12, 256: 4e12}, causal=False) == 1 + 1 + 1
     assert known.attention_seconds({64: 2e12}, causal=True) == 0.5
-    assert RATES.attention_seconds({64: 3e9}, causal=True) == RATES.product_seconds(HIGH_PRECISION, 3e9)
+    assert RATES.attention_seconds({64: 3e9}, causal=True) == RATES.product_seconds(IN_BF16, 3e9)
 
 
 def test_what_a_cast_moves() -> None:
@@ -121,8 +122,8 @@ def test_measured_rates_have_what_is_known_of_such_a_device(monkeypatch: pytest.
 def test_published_rates() -> None:
     assert rates_of("h200") is PUBLISHED["H200"]
     for each in PUBLISHED.values():
-        assert set(each.products) == {*PRODUCTS} and each.source
-        assert each.product_seconds("tensor", 1e12) < each.product_seconds(HIGH_PRECISION, 1e12)
+        assert set(each.products) == {*PRODUCT_KINDS} and each.source
+        assert each.product_seconds("tensor", 1e12) < each.product_seconds(IN_BF16, 1e12)
     with pytest.raises(ValueError, match=r"nothing is published of 'A1' here; known: H100, H200, B200"):
         rates_of("A1")
 
@@ -138,7 +139,7 @@ def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_CAST", {False: (64, 64)})
     measured = rates.measure(torch.device("cpu"), seconds=0.001)
     assert measured.source == "measured" and measured.copy > 0 and measured.launch > 0
-    assert set(measured.products) == {*PRODUCTS}
+    assert set(measured.products) == {*PRODUCT_KINDS}
     for points in measured.products.values():
         assert [flop for flop, _ in points] == [2 * 16**3, 2 * 64 * 32 * 48]
         assert all(rate > 0 for _, rate in points)

@@ -18,7 +18,7 @@ from octavo.cost import steps, verdict
 from octavo.cost.estimate import FUSED_BF16, Estimate, estimate
 from octavo.cost.from_flags import tokens_of
 from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
-from octavo.cost.verdict import change_that_fits, describe_plan, tables
+from octavo.cost.verdict import TOKENS, change_that_fits, describe_plan, describe_rates, pays, tables
 from octavo.cost.work import work_of
 
 H200 = PUBLISHED["H200"]
@@ -116,6 +116,15 @@ def test_the_smallest_change_that_fits_is_named(monkeypatch: pytest.MonkeyPatch)
     without_head = f"{in_fp8} --fuse --tokens 256, without --head gw_hp"
     assert change(400, "gw_hp") == f"The smallest change that fits: {without_head}. delayed takes 0 GiB then."
     assert change(100, "gw_hp").startswith(f"Not even {without_head} is enough")
+
+
+def test_where_fp8_pays_grows_with_the_tokens() -> None:
+    sizes_of_tokens = pays(recipes.delayed(), H200)
+    sizes = [sizes_of_tokens[tokens] for tokens in TOKENS]
+    assert sizes == sorted(sizes, reverse=True)  # type: ignore[type-var]
+    assert set(pays(recipes.mx(), H200).values()) == {None}
+    text = describe_rates(H200)
+    assert "at 16384 tokens from 1024 features on" in text and "copy 4.3 TB/s" in text
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 
-from octavo.cost.layout import MeshLayout
-from octavo.cost.mesh import Stage, Step
-from octavo.cost.servers import Hardware
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout
+from octavo.cost.mesh.step import Stage, Step
 
 model, sent = (
     importlib.import_module(f"benchmarks.distributed.{name}") for name in ("communication_model", "fsdp_traffic")

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from octavo.cost.rates import HIGH_PRECISION, PRODUCTS, PUBLISHED
+from octavo.cost.rates import IN_BF16, PRODUCT_KINDS, PUBLISHED
 
 pytest.importorskip("transformers")
 step, pages = (importlib.import_module(f"benchmarks.{name}") for name in ("training.planned_step", "common.pages"))
@@ -33,7 +33,7 @@ def test_the_plan_holds_against_an_h100(full: bool) -> None:
 
 
 def test_products_are_those_of_layers() -> None:
-    rate = {kind: H100.products[kind][0][1] for kind in PRODUCTS}
+    rate = {kind: H100.products[kind][0][1] for kind in PRODUCT_KINDS}
     rows = {row["variant"]: float(row["ms"]) for row in pages.read("layer") if row["shape"] == "4 layers"}
     shapes = {row["shape"] for row in pages.read("layer")} - {"4 layers"}
     tokens, *_ = (int(size) for size in next(iter(shapes)).split("x"))
@@ -48,7 +48,7 @@ def test_products_are_those_of_layers() -> None:
     assert rate["vector"] / rate["block"] == pytest.approx(by_product, rel=0.01)
     assert rate["mx"] == pytest.approx(2e6 * 8192**3 / alone["1x32 . 1x32, Triton, fast"], rel=0.01)
     bf16 = [2e6 * 8192**3 / float(row["inductor_us"]) for row in kernels.values()]
-    assert rate[HIGH_PRECISION] == pytest.approx(statistics.median(bf16), rel=0.01)
+    assert rate[IN_BF16] == pytest.approx(statistics.median(bf16), rel=0.01)
 
 
 def test_casts_are_those_of_kernels_and_the_hosts_times_gpu_hosts() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.cost.layout import MeshLayout, Precision
-from octavo.cost.mesh import Stage
-from octavo.cost.servers import Hardware
-from octavo.cost.shapes import Shapes, Weight
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout, Precision
+from octavo.cost.mesh.shapes import Shapes, Weight
+from octavo.cost.mesh.step import Stage
 
 BLOCK = (Weight(3 * 1024, 1024, True, "out"), Weight(1024, 1024, True, "in"), Weight(4096, 1024, True, "experts", 8, 2))
 SHAPES = Shapes("", 1024, 4, BLOCK, (Weight(512, 1024), Weight(512, 1024)), 1024, 20480, heads=(8, 4))

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from octavo.cost import shapes
 from octavo.cost.from_flags import tokens_of
+from octavo.cost.mesh import shapes
+from octavo.cost.mesh.shapes import Weight
 from octavo.cost.rates import PlanError
-from octavo.cost.shapes import Weight
 from octavo.cost.work import work_of
 from octavo.train import GPT, ModelConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates, rates_of
+from octavo.cost.rates import IN_BF16, PlanError, Rates, rates_of
 
 # of a product's rate on a lone GPU, measured for seconds, the share that is published of others: 600 of 718 TFLOP/s in
 # bf16, 1,125 of 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784)
@@ -47,7 +47,7 @@ class Hardware:
         if "CPU" in rates.device:
             raise PlanError("--gpus: a mesh is planned of GPUs: add --device H100, H200 or B200")
         here, rates = cls(), sustained(rates)
-        speed = rates.products[HIGH_PRECISION][-1][1] / here.rates.products[HIGH_PRECISION][-1][1]
+        speed = rates.products[IN_BF16][-1][1] / here.rates.products[IN_BF16][-1][1]
         forward, backward = here.attention_forward * speed, here.attention_backward * speed
         return cls(rates, forward, backward, here.nvlink * (1 + ("B200" in rates.device)), memory=rates.memory)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from octavo.cost.mesh.shapes import BF16, CODE
 from octavo.cost.rates import PlanError
-from octavo.cost.shapes import BF16, CODE
 
 RANKS = ("fsdp", "replicate", "tensor", "pipeline", "context", "expert")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cost.layout import Precision
+from octavo.cost.mesh.settings import Precision
 from octavo.cost.rates import PlanError
 from tests.support.meshes import SHAPES, stage
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.cost.mesh import Stage
-from octavo.cost.servers import Hardware
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.step import Stage
 from tests.support.meshes import BF16, LAYOUT, SHAPES, stage
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import cli
-from octavo.cost import mesh_plan
+from octavo.cost.mesh import plan
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"num_hidden_layers": 1, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
@@ -17,7 +17,7 @@ LLAMA |= {"num_hidden_layers": 1, "vocab_size": 96, "max_position_embeddings": 6
 def test_the_command_for_a_mesh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh_plan, "RECIPES", {"dynamic": mesh_plan.RECIPES["dynamic"]})
+    monkeypatch.setattr(plan, "RECIPES", {"dynamic": plan.RECIPES["dynamic"]})
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | LLAMA
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]

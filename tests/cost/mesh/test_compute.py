@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.cost.mesh import Stage
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.step import Stage
 from octavo.cost.rates import PlanError
-from octavo.cost.servers import Hardware
 from tests.support.meshes import BF16, BLOCK, LAYOUT, SHAPES, stage
 
 

@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from octavo.cost.rank import Rank
-from octavo.cost.rates import HIGH_PRECISION
-from octavo.cost.shapes import BF16, CODE, Weight
+from octavo.cost.mesh.rank import Rank
+from octavo.cost.mesh.shapes import BF16, CODE, Weight
+from octavo.cost.rates import IN_BF16
 
 SENT_PAIR = 1 + 1 / 128  # bytes of a code and its share of the exponent that is 128's scale
 BLOCK = 128  # elements that share a scale by the recipe "blockwise"
@@ -39,7 +39,7 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     for weight in weights:
         rows_of_rank, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
         elements, pairs = matrices * rows_of_rank * ranks * weight.cols, 0.0
-        if not weight.converted or recipe == HIGH_PRECISION:
+        if not weight.converted or recipe == IN_BF16:
             total += elements * param_bytes
             continue
         for rows, cols, scale_bytes in tiles.get(recipe, [(0, 0, 4)]):  # of a scale's rows and columns, 0: all
@@ -68,15 +68,15 @@ def fsdp(rank: Rank) -> Iterator[ShardMessages]:
     at the end. Replicas add their shards of gradients by an all-reduce.
     """
     layout, hardware = rank.layout, rank.hardware
-    recipe, levels = rank.precision.recipe if rank.precision.gathers else HIGH_PRECISION, rank.precision.reduction
+    recipe, levels = rank.precision.recipe if rank.precision.gathers else IN_BF16, rank.precision.reduction
     apart = layout.tensor * layout.sharded
     for shapes, ranks, stride in rank.shards:
         if ranks * layout.replicate == 1:
             continue
         gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
-        root, _ = gather_bytes(shapes.root, HIGH_PRECISION, ranks)
+        root, _ = gather_bytes(shapes.root, IN_BF16, ranks)
         block, amaxes = gather_bytes(shapes.block, recipe, ranks)
-        gradients, _ = gather_bytes(shapes.block, HIGH_PRECISION, ranks)
+        gradients, _ = gather_bytes(shapes.block, IN_BF16, ranks)
         scatter_of_root, scatter = (
             hardware.exchange(size * SENT_PAIR / BF16, ranks, stride, levels) if levels else gather(size)
             for size in (root, shapes.layers * gradients + root)

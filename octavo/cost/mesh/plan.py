@@ -1,7 +1,6 @@
 """``octavo plan --gpus``: a step in each recipe on a mesh, as text: times, memory, what limits it, what to change.
 
-``plan`` makes the steps of the flags and ``MeshPlan.text`` writes them; their formulas are ``mesh.py``'s, the changes
-and the fastest mesh ``mesh_search.py``'s.
+``plan`` makes the steps of the flags, and ``MeshPlan.text`` writes them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import nn
 
 from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
-from octavo.cost.layout import RANKS, MeshLayout, Precision, mesh_of
-from octavo.cost.mesh import Stage
-from octavo.cost.mesh_search import better, in_pairs, order, searched
-from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates
-from octavo.cost.servers import Hardware
-from octavo.cost.shapes import BF16, shapes_of, shortened
+from octavo.cost.mesh.search import better, in_pairs, order, searched
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
+from octavo.cost.mesh.shapes import BF16, shapes_of, shortened
+from octavo.cost.mesh.step import Stage
+from octavo.cost.rates import IN_BF16, PlanError, Rates
 from octavo.cost.steps import RECIPES
 from octavo.cost.text import GIB, folded
 from octavo.cost.work import work_of
@@ -121,7 +120,7 @@ def plan(model: nn.Module, rates: Rates, **options: Any) -> MeshPlan:
     work = work_of(short, inputs)
 
     def stage(name: str, compiled: bool) -> Stage:
-        recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
+        recipe, saved = None if name == IN_BF16 else RECIPES[name](), None
         if not compiled:
             fuse = recipe is not None and options["fuse"]
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
@@ -136,7 +135,7 @@ def plan(model: nn.Module, rates: Rates, **options: Any) -> MeshPlan:
         )
         return Stage(shapes, layout, precision, hardware)
 
-    compiled, other = [stage(name, True) for name in (HIGH_PRECISION, *RECIPES)], None
+    compiled, other = [stage(name, True) for name in (IN_BF16, *RECIPES)], None
     if not has_mesh or not any(each.fits for each in compiled):
         other = max(map(searched, compiled), key=order)
     if not has_mesh and other is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cost.layout import mesh_of
+from octavo.cost.mesh.settings import mesh_of
 from octavo.cost.rates import PlanError
 
 

@@ -1,17 +1,4 @@
-"""A training step of a transformer on a mesh of GPUs: what each rank computes, what it waits for, and what overlaps.
-
-The formulas, none of which is measured or fitted, are one file a question:
-
-| question | file |
-|---|---|
-| which matrices has a block, and what does a rank get of them? | ``shapes.py`` |
-| which settings has a step? | ``layout.py`` |
-| how much does a rank hold, in which memory? | ``rank.py`` |
-| how long does a rank compute? | ``compute.py`` |
-| what travels between ranks, and when? | ``messages.py`` |
-| how fast are links, and who says so? | ``servers.py`` |
-| what hides behind compute, and what does the step take? | here |
-"""
+"""A step on a mesh: what a rank computes, what it waits for, and what of that hides behind compute."""
 
 from __future__ import annotations
 
@@ -20,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.cost import messages
-from octavo.cost.compute import forward_and_backward, update
-from octavo.cost.rank import Rank
+from octavo.cost.mesh import messages
+from octavo.cost.mesh.compute import forward_and_backward, update
+from octavo.cost.mesh.rank import Rank
 
 
 class Wait(NamedTuple):

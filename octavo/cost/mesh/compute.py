@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from octavo import recipes
 from octavo.cost.estimate import orthogonalising
-from octavo.cost.rank import STATE_BYTES, Rank
-from octavo.cost.rates import HIGH_PRECISION, forms_of
-from octavo.cost.shapes import BF16, FLOAT, Weight
+from octavo.cost.mesh.rank import STATE_BYTES, Rank
+from octavo.cost.mesh.shapes import BF16, FLOAT, Weight
+from octavo.cost.rates import IN_BF16, product_kinds
 from octavo.cost.work import LinearWork
 from octavo.scaling.recipe import Recipe
 
@@ -24,7 +24,7 @@ def forward_and_backward(rank: Rank) -> dict[str, float]:
     attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
     passes = rank.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
     logits = rank.tokens * whole.root[-1].rows / (layout.tensor * layout.pipeline)
-    head = 3 * rates.product_seconds(HIGH_PRECISION, 2 * logits * whole.root[-1].cols)
+    head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.root[-1].cols)
     return {
         "products": passes * sum(products for products, _ in layers) + head,
         "casts": passes * sum(casts for _, casts in layers),
@@ -36,11 +36,11 @@ def forward_and_backward(rank: Rank) -> dict[str, float]:
 def linear(rank: Rank, weight: Weight) -> tuple[float, float]:
     """Return seconds of a converted weight's products and casts, forward and backward."""
     rates, name = rank.hardware.rates, rank.precision.recipe
-    recipe: Recipe = getattr(recipes, "high_precision" if name == HIGH_PRECISION else name)()
+    recipe: Recipe = getattr(recipes, "high_precision" if name == IN_BF16 else name)()
     # under tensor parallelism a split layer reads all tokens, another this rank's part of them
     rows = rank.tokens * weight.used / (1 if weight.split in ("in", "out") else rank.layout.tensor)
     work = LinearWork("", round(rows), weight.cols, weight.rows, True, True)
-    products, casts = sum(rates.product_seconds(form, work.flop) for form in forms_of(recipe)), 0.0
+    products, casts = sum(rates.product_seconds(kind, work.flop) for kind in product_kinds(recipe)), 0.0
     if not recipe.is_high_precision:
         for role, elements in zip(recipe.casts, cast_elements(rank, weight, work.tokens), strict=True):
             if (cast := role.as_is or role.transposed) is not None:

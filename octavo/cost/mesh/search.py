@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.cost.layout import RANKS
-from octavo.cost.mesh import Stage
+from octavo.cost.mesh.settings import RANKS
+from octavo.cost.mesh.step import Stage
 from octavo.cost.rates import PlanError
 from octavo.cost.steps import STORED
 

@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from octavo.cost.layout import MeshLayout, Precision
-from octavo.cost.rates import HIGH_PRECISION, PlanError
-from octavo.cost.servers import Hardware
-from octavo.cost.shapes import BF16, CODE, FLOAT, Shapes, Weight
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout, Precision
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Shapes, Weight
+from octavo.cost.rates import IN_BF16, PlanError
 
 PAIR = 1 + 4 / 128  # bytes of a code and its share of 128's scale
 # bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
@@ -170,7 +170,7 @@ class Rank:
     def _saved_by_layer(self) -> float:
         """Return bytes that a layer saves for a micro-batch: ``Shapes.saved``, or operands and what follows them."""
         layout, precision = self.layout, self.precision
-        operand = BF16 if precision.recipe == HIGH_PRECISION else CODE
+        operand = BF16 if precision.recipe == IN_BF16 else CODE
         operands, of_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
         for w in self.whole.block:
             is_gathered = w.split == "out" and not precision.elsewhere

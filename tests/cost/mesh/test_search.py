@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from octavo import checkpoint_in_fp8
-from octavo.cost.layout import MeshLayout, Precision
-from octavo.cost.mesh import Stage
-from octavo.cost.mesh_plan import limit
-from octavo.cost.mesh_search import better, in_pairs, order, searched
-from octavo.cost.servers import Hardware
-from octavo.cost.shapes import Shapes, Weight
+from octavo.cost.mesh.plan import limit
+from octavo.cost.mesh.search import better, in_pairs, order, searched
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout, Precision
+from octavo.cost.mesh.shapes import Shapes, Weight
+from octavo.cost.mesh.step import Stage
 from octavo.nn.checkpointing import watched
 
 

@@ -1,0 +1,14 @@
+"""A training step of a transformer on a mesh of GPUs, by formulas of which none is measured or fitted.
+
+| question | file |
+|---|---|
+| which matrices has a block, and what does a rank get of them? | ``shapes.py`` |
+| how many ranks of each kind divide the step, and what is in FP8? | ``settings.py`` |
+| how much does a rank hold, in which memory? | ``rank.py`` |
+| how long does a rank compute? | ``compute.py`` |
+| what travels between ranks, and when? | ``messages.py`` |
+| how fast are links, and who says so? | ``servers.py`` |
+| what hides behind compute, and how long does the step take? | ``step.py`` |
+| which meshes are tried, and which change makes one better? | ``search.py`` |
+| what does ``octavo plan --gpus`` say? | ``plan.py`` |
+"""
