@@ -6,9 +6,12 @@ It lies beside the package, since whatever imports a part of the package imports
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 FAULT = 2
@@ -72,6 +75,17 @@ def interrupted() -> int:
     """Say that the command was interrupted, and return the exit code for it."""
     print("octavo: interrupted", file=sys.stderr)
     return INTERRUPTED
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
+    """Set a handler for these signals within the block, and the previous handlers after it."""
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 def parser(version: str = "") -> tuple[Parser, argparse._SubParsersAction[Parser]]:

@@ -26,6 +26,7 @@ NO_MIRROR = {
         f"octavo/compat/torchao/{name}.py": "test_config.py compares their names with torchao's"
         for name in ("float8_linear", "fsdp_utils", "types")
     },
+    "octavo/cli/tune.py": "tests/tune/test_command.py runs the command",
     "octavo/kernels/triton/cast_kernels.py": "test_cast.py casts by each of their tiles",
     "octavo/weights/reader.py": "a Protocol, which mypy holds modules against",
     **{f"octavo/kernels/triton/{name}.py": "test_optimizer_step.py compares whole steps" for name in OF_STEPS},

@@ -30,7 +30,6 @@ TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
-    "octavo/cost/mesh/compute.py",
     "octavo/cost/mesh/settings.py",
     "octavo/cost/mesh/step.py",
     "octavo/cost/mesh/plan.py",

@@ -35,9 +35,8 @@ def from_hugging_face(path: Path) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError) as error:
-        raise PlanError(
-            f"{path} is no configuration of a causal language model: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise PlanError(f"{path} is no configuration of a causal language model: {reason}") from error
     model.config.use_cache = False
     return model
 

@@ -104,9 +104,7 @@ class Rates:
         """Return seconds of attention's ``flop`` by size of a head, half of them hidden if it is causal."""
         if not self.attention:
             return sum(self.product_seconds(IN_BF16, each) for each in flop.values())
-        nearest = {
-            size: min((abs(head_size - size), rate) for head_size, rate in self.attention.items())[1] for size in flop
-        }
+        nearest = {size: min((abs(known - size), rate) for known, rate in self.attention.items())[1] for size in flop}
         return sum(each / (1 + causal) / nearest[size] for size, each in flop.items())
 
     def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
@@ -242,10 +240,7 @@ def _of_file(fields: Any) -> Rates:
             raise ValueError(f"{value!r} is no rate or time")
         return float(value)
 
-    points_of_kind = {kind: rates.products[kind] for kind in PRODUCT_KINDS}
-    products = {
-        kind: tuple((number(flop), number(rate)) for flop, rate in points) for kind, points in points_of_kind.items()
-    }
+    products = {kind: tuple((number(x), number(y)) for x, y in rates.products[kind]) for kind in PRODUCT_KINDS}
     if not all(products.values()):
         raise ValueError("products without a rate")
     casts = {form: number(seconds) for form, seconds in dict(rates.casts).items()}
@@ -310,10 +305,8 @@ def _no_fp8_hardware(name: str) -> PlanError:
 
 def _with_published(rates: Rates) -> Rates:
     """Return measured rates with the published attention and host times of such a device, which are not measured."""
-    published = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), None)
-    return (
-        rates if published is None else dataclasses.replace(rates, attention=published.attention, host=published.host)
-    )
+    published = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), rates)
+    return dataclasses.replace(rates, attention=published.attention, host=published.host)
 
 
 def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
@@ -341,10 +334,8 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     source, target = (torch.ones(1 << (30 if on_gpu else 26), dtype=torch.uint8, device=device) for _ in range(2))
     copy = 2 * source.numel() / time(functools.partial(target.copy_, source))
     del source, target
-    recipe_of = {
-        product_kind(each.output): each
-        for each in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())
-    }
+    in_fp8 = recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx()
+    recipe_of = {product_kind(each.output): each for each in in_fp8}
     products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCT_KINDS}
     for rows, cols, terms in ON_GPU if on_gpu else ON_CPU:
         flop = 2.0 * rows * cols * terms

@@ -283,9 +283,8 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
         for each, step in zip(second, steps, strict=True)
     ]
     begin = short.linears.index(second[0])
-    after = [
-        each._replace(reads=each.reads + more * max(steps)) for each in short.linears[begin + len(second + last) :]
-    ]
+    end = begin + len(second + last)
+    after = [each._replace(reads=each.reads + more * max(steps)) for each in short.linears[end:]]
     inputs = dict(short.inputs)
     second_block = f"{prefix}{TRACED - 2}"
     of_second = {name: size for name, size in inputs.items() if f"{name}.".startswith(f"{second_block}.")}

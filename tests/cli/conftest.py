@@ -1,5 +1,6 @@
 import pytest
 
+from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, run
 from tests.support.command_line import TEXT
 
 
@@ -14,3 +15,15 @@ def folder(tmp_path, monkeypatch):
 def no_plot(monkeypatch):
     """Training draws nothing, which takes longer than the training here."""
     monkeypatch.setattr("octavo.train.report.plot", lambda results, path: None)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with text.py and a finished run of delayed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.py").write_text(TEXT)
+    sizes = ModelConfig(width=16, layers=1, heads=2, context=32)
+    options = RunConfig(out=folder / "runs", device="cpu", eval_every=0)
+    data = DataConfig(folder / "text.py", batch=2, eval_windows=2)
+    run(TrainConfig(sizes, data, OptimizerConfig(steps=6), options), "delayed")
+    return folder

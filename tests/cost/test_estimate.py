@@ -33,9 +33,8 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
     recipe, x = recipes.delayed(), torch.ones(8192, 512, requires_grad=True)
     works = work_of(on_meta(Gated()), (x,)).linears
     assert [work.reads for work in works] == [1, 1, 2]
-    alone, apart = (
-        estimate(Gated(), (x,), each, H200).casts for each in (recipe, octavo.RecipeMap(recipe, {"up": None}))
-    )
+    both = recipe, octavo.RecipeMap(recipe, {"up": None})
+    alone, apart = (estimate(Gated(), (x,), each, H200).casts for each in both)
     of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200).values()
     assert alone == pytest.approx(2 * of_input + 3 * (of_weight + of_grad))
     assert apart == pytest.approx(2 * (of_input + of_weight + of_grad))  # the first that is converted casts it
@@ -207,7 +206,6 @@ def test_the_optimizer_counts() -> None:
 
     model = gpt()
     work = work_of(on_meta(model), (TOKENS,))
-    plain, small = (
-        estimate(model, (TOKENS,), None, H200, optimizer=make, work=work) for make in (torch.optim.AdamW, compact)
-    )
+    optimizers = torch.optim.AdamW, compact
+    plain, small = (estimate(model, (TOKENS,), None, H200, optimizer=make, work=work) for make in optimizers)
     assert small.memory.moments < 0.6 * plain.memory.moments and small.optimizer < plain.optimizer

@@ -51,9 +51,8 @@ def test_tokens_are_whole_sequences() -> None:
     for tokens in (16, 100):
         with pytest.raises(PlanError, match="must be a multiple of the context, 32"):
             tokens_of(tokens, 32)
-    assert [tokens_of(None, context)[0].shape for context in (128, 3000, 131072)] == [
-        (128, 128), (5, 3000), (1, 131072)
-    ]  # fmt: skip
+    shapes = [tokens_of(None, context)[0].shape for context in (128, 3000, 131072)]
+    assert shapes == [(128, 128), (5, 3000), (1, 131072)]
 
 
 def sizes_of(optimizer: Any) -> Counter[str]:

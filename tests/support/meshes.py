@@ -1,4 +1,4 @@
-"""A small transformer on 64 GPUs, whose layout and precision a test changes."""
+"""A small transformer on 64 GPUs, whose layout and precision a test changes; sizes of another, for transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ BLOCK = (Weight(3 * 1024, 1024, True, "out"), Weight(1024, 1024, True, "in"), We
 SHAPES = Shapes("", 1024, 4, BLOCK, (Weight(512, 1024), Weight(512, 1024)), 1024, 20480, heads=(8, 4))
 BF16, FP8 = Precision("bf16", "bf16"), Precision("dynamic", gathers=True, pairs=True)
 LAYOUT = MeshLayout(64, 128, 1024)
+LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
 
 
 def stage(precision: Precision = BF16, **layout: int | float) -> Stage:

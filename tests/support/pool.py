@@ -35,7 +35,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "octavo.train",
-    "octavo.cli.command",
+    "octavo.cli.train",
     "octavo.distributed.checkpoint",
 ]
 

@@ -5,10 +5,8 @@
 | which matrices has a block, and what does a rank get of them? | ``shapes.py`` |
 | how many ranks of each kind divide the step, and what is in FP8? | ``settings.py`` |
 | how much does a rank hold, in which memory? | ``rank.py`` |
-| how long does a rank compute? | ``compute.py`` |
 | what travels between ranks, and when? | ``messages.py`` |
 | how fast are links, and who says so? | ``servers.py`` |
-| what hides behind compute, and how long does the step take? | ``step.py`` |
-| which meshes are tried, and which change makes one better? | ``search.py`` |
-| what does ``octavo plan --gpus`` say? | ``plan.py`` |
+| how long does a rank compute, what hides behind that, and how long is the step? | ``step.py`` |
+| which meshes are tried, which change makes one better, and what does the plan say? | ``plan.py`` |
 """

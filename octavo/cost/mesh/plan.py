@@ -1,10 +1,12 @@
 """``octavo plan --gpus``: a step in each recipe on a mesh, as text: times, memory, what limits it, what to change.
 
-``plan`` makes the steps of the flags, and ``MeshPlan.text`` writes them.
+``plan`` makes the steps of the flags, ``searched`` and ``better`` look for better meshes, ``MeshPlan.text`` writes all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,15 +15,16 @@ from torch import nn
 
 from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
-from octavo.cost.mesh.search import better, in_pairs, order, searched
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
 from octavo.cost.mesh.shapes import BF16, shapes_of, shortened
 from octavo.cost.mesh.step import Stage
 from octavo.cost.rates import IN_BF16, PlanError, Rates
-from octavo.cost.steps import RECIPES
+from octavo.cost.steps import RECIPES, STORED
 from octavo.cost.text import GIB, folded
 from octavo.cost.work import work_of
+
+WORTH_NAMING = 1.02  # of the speed, from which on a change is worth naming
 
 
 class MeshPlan(NamedTuple):
@@ -161,7 +164,65 @@ def _hardware_and_layout(rates: Rates, options: Mapping[str, Any]) -> tuple[Hard
     if (count := options["micro_batches"]) is not None:
         layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
         if layout.micro_batches != count:
-            raise PlanError(
-                f"--micro-batches {count} does not divide the {sequences // layout.data} sequences of a rank"
-            )
+            of_rank = sequences // layout.data
+            raise PlanError(f"--micro-batches {count} does not divide the {of_rank} sequences of a rank")
     return hardware, layout
+
+
+def order(stage: Stage) -> tuple[bool, float]:
+    """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
+    return stage.fits, stage.step.tflops if stage.fits else -stage.size
+
+
+def in_pairs(width: int) -> float:
+    """Return the bytes an element that octavo.checkpoint_in_fp8 keeps: a code, and its share of a row's scale."""
+    return 1 + 4 / width
+
+
+def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
+    """Yield the step with these changes, if the model divides so."""
+    with contextlib.suppress(PlanError, ZeroDivisionError):
+        other = replace(stage.precision, **precision or {})
+        yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
+
+
+def searched(stage: Stage) -> Stage:
+    """Return the best step on all meshes of powers of two, with and without recomputation."""
+    powers, stages = [1 << power for power in range(7)], [stage]
+    experts = powers if any(weight.split == "experts" for weight in stage.whole.block) else [1]
+    choices: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
+    choices |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
+    for values in itertools.product(*choices.values()):
+        layout = dict(zip(choices, values, strict=True))
+        for replicate in {1, max(1, stage.layout.gpus // (layout["pipeline"] * stage.hardware.server))}:
+            stages += changed(stage, replicate=replicate, context=1, **layout)
+    return max(stages, key=order)
+
+
+def better(stage: Stage) -> list[tuple[str, Stage]]:
+    """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
+    candidates = [(words, step) for words, steps in _neighbours(stage) for step in steps if order(step) > order(stage)]
+    if stage.fits:
+        speed = WORTH_NAMING * stage.step.tflops
+        candidates = [(words, step) for words, step in candidates if step.step.tflops > speed]
+    return sorted(candidates, key=lambda candidate: order(candidate[1]), reverse=True)[:3]
+
+
+def _neighbours(stage: Stage) -> Iterator[tuple[str, Iterator[Stage]]]:
+    """Yield changes, each with the step that has it, if there is one: an option, or ranks of one kind for another's."""
+    layout, ranks = stage.layout, stage.layout.ranks
+    yield "checkpoint activations (--recompute 1)", changed(stage, recomputed=1.0)
+    yield "keep activations (--recompute 0)", changed(stage, recomputed=0.0)
+    regions = {"regions": in_pairs(stage.whole.width)}
+    yield "octavo.checkpoint_in_fp8 in the place of torch's", changed(stage, regions)
+    yield f"micro-batches of {2 * layout.batch} sequences", changed(stage, batch=2 * layout.batch)
+    yield f"micro-batches of {layout.batch // 2} sequences", changed(stage, batch=layout.batch // 2)
+    yield "twice as many tokens a step", changed(stage, sequences=2 * layout.sequences)
+    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", changed(stage, {"reduction": 2})
+    if stage.precision.recipe in STORED:
+        yield "weights, masters and moments in FP8", changed(stage, {"state": "FP8"})
+    for more, fewer in itertools.permutations(RANKS[:-1], 2):
+        if ranks[fewer] % 2 == 0:
+            kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
+            words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
+            yield words, changed(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})

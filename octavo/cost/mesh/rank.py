@@ -7,8 +7,10 @@ leaves a remainder.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,48 +43,41 @@ class Rank:
 
     def __post_init__(self) -> None:
         """Raise PlanError for a layout by which the model does not divide, with one that does."""
-        self._check_features_and_experts()
+        for fault in itertools.chain(self._undivided_features_and_experts(), self._undivided_ranks()):
+            raise PlanError(fault)
+
+    def _undivided_ranks(self) -> Iterator[str]:
+        """Yield a line for each kind of ranks by which layers, GPUs, sequences or experts do not divide."""
         layout = self.layout
         if self.precision.algorithm == "muon" and layout.tensor > 1:
-            raise PlanError(
-                f"tensor={layout.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
-            )
+            yield f"tensor={layout.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
         if layout.pipeline > self.whole.layers:
-            raise PlanError(
-                f"pipeline={layout.pipeline}: there are {self.whole.layers} layers, and each stage needs one"
-            )
+            yield f"pipeline={layout.pipeline}: there are {self.whole.layers} layers, and each stage needs one"
         if layout.gpus % (layout.tensor * layout.pipeline * layout.context) or layout.data % layout.replicate:
-            raise PlanError(
-                f"{layout.gpus} GPUs do not divide by the ranks of {layout.ranks}: no fsdp would make it so"
-            )
+            yield f"{layout.gpus} GPUs do not divide by the ranks of {layout.ranks}: no fsdp would make it so"
         at_once = layout.data * layout.batch
         if layout.sequences % at_once:
-            raise PlanError(
+            yield (
                 f"the step's {layout.sequences} sequences do not divide by {layout.data} ranks of data parallelism and "
                 f"{layout.batch} a micro-batch: {at_once * math.ceil(layout.sequences / at_once)} sequences would"
             )
         if layout.sharded * layout.tensor % layout.expert:
             most = math.gcd(layout.sharded * layout.tensor, layout.expert)
-            raise PlanError(
-                f"expert={layout.expert}: experts divide among ranks of fsdp and tensor: expert={most} would do"
-            )
+            yield f"expert={layout.expert}: experts divide among ranks of fsdp and tensor: expert={most} would do"
 
-    def _check_features_and_experts(self) -> None:
-        """Raise PlanError if tensor or expert parallelism would split a head, a feature or an expert."""
+    def _undivided_features_and_experts(self) -> Iterator[str]:
+        """Yield a line if tensor, and if expert parallelism would split a head, a feature or an expert."""
         block = self.whole.block
         features = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
         heads_and_features = [*self.whole.heads, *features] if features else []
         experts = [w.held for w in block if w.split == "experts"]
-        for kind, words, counts in (
-            ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts)
-        ):  # fmt: skip
+        kinds = ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts)
+        for kind, words, counts in kinds:
             ranks, common = getattr(self.layout, kind), math.gcd(*counts) or 1
             if common % ranks:
                 divisors = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
                 sizes = ", ".join(map(str, sorted(set(counts)))) or "none known"
-                raise PlanError(
-                    f"{kind}={ranks} does not divide the model's {words} ({sizes}): {kind} may be {divisors}"
-                )
+                yield f"{kind}={ranks} does not divide the model's {words} ({sizes}): {kind} may be {divisors}"
 
     @functools.cached_property
     def shapes(self) -> Shapes:

@@ -18,9 +18,7 @@ SUSTAINED = 0.84
 
 def sustained(rates: Rates) -> Rates:
     """Return rates that servers sustain: products at SUSTAINED of measured rates; published ones as they are."""
-    products = {
-        kind: tuple((flop, SUSTAINED * rate) for flop, rate in points) for kind, points in rates.products.items()
-    }
+    products = {kind: tuple((flop, SUSTAINED * rate) for flop, rate in each) for kind, each in rates.products.items()}
     return replace(rates, products=products) if rates.casts else rates
 
 

@@ -16,6 +16,5 @@ def test_replicas_keep_gathers_inside_a_server_and_add_gradients_between() -> No
     replicas = 2 * hardware.wire(size, 8, 8)
     alone = Stage(SHAPES, replace(LAYOUT, gpus=8, sequences=16), BF16, hardware).fsdp
     assert stage(replicate=8).fsdp.seconds == pytest.approx(alone.seconds + replicas)
-    assert (hardware.link(8, 1), hardware.link(8, 8), hardware.link(64, 1, directly=True)) == (
-        "NVLink", "network", "network"
-    )  # fmt: skip
+    links = hardware.link(8, 1), hardware.link(8, 8), hardware.link(64, 1, directly=True)
+    assert links == ("NVLink", "network", "network")

@@ -1,35 +1,33 @@
-"""``octavo plan --gpus``: which meshes fit, what limits and helps."""
+"""``octavo plan --gpus``: which meshes fit and are better, what limits a step and helps."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from octavo import cli
+from octavo import checkpoint_in_fp8, cli
 from octavo.cost.mesh import plan
-
-LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"num_hidden_layers": 1, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
+from octavo.cost.mesh.plan import better, in_pairs, limit, order, searched
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.settings import MeshLayout, Precision
+from octavo.cost.mesh.shapes import Shapes, Weight
+from octavo.cost.mesh.step import Stage
+from octavo.nn.checkpointing import watched
+from tests.support.meshes import LLAMA
 
 
 def test_the_command_for_a_mesh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "RECIPES", {"dynamic": plan.RECIPES["dynamic"]})
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | LLAMA
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1} | LLAMA
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]
-    layout = [
-        "--mesh",
-        "fsdp=4,tensor=2,replicate=2",
-        "--micro-batches",
-        "8",
-        "--recompute",
-        "1",
-        "--checkpoint-in-fp8",
-    ]
+    layout = "--mesh fsdp=4,tensor=2,replicate=2 --micro-batches 8 --recompute 1 --checkpoint-in-fp8".split()
     assert cli.main([*asked, *layout]) == 0
     text = capsys.readouterr().out
     assert "64 sequences of 64 tokens" in text and f"{' '.join(layout[2:])}, micro-batches of 1 seq" in text
@@ -56,3 +54,27 @@ def test_the_command_for_a_mesh(
     ):
         assert cli.main(["plan", str(tmp_path), "--device", "H100", "--tokens", "256", *flags]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_what_limits_and_what_to_change() -> None:
+    block = Weight(10240, 8192, True, "out"), Weight(8192, 8192, True, "in"), Weight(8192, 22528, True, "in")
+    wide = Shapes("", 8192, 12, block, (Weight(0), Weight(12288, 8192)), 8192, 200000, heads=(64, 8))
+    layout = MeshLayout(64, 128, 8192, tensor=2, batch=2)
+    stage = Stage(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
+    assert "of the step is products" in limit(stage) and "NVLink" in limit(stage)
+    small = replace(stage, hardware=replace(stage.hardware, memory=0.7 * stage.size))
+    ways = better(small)
+    orders = [order(way) for _, way in ways]
+    assert ways and ways[0][1].fits and orders == sorted(orders, reverse=True)
+    assert searched(small).fits and order(searched(small)) >= order(ways[0][1])
+    none = replace(stage, hardware=replace(stage.hardware, memory=1e6))
+    assert not searched(none).fits and all(way.size < none.size for _, way in better(none))
+    slow = replace(stage, layout=replace(layout, tensor=1), hardware=replace(stage.hardware, network=1e8))
+    assert "the network between servers, on which ranks wait for fsdp" in limit(slow)
+
+
+def test_what_checkpointed_layers_keep_in_fp8() -> None:
+    x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
+    with watched() as bytes_of_layers:
+        checkpoint_in_fp8(torch.sin, x)
+    assert bytes_of_layers[""] == (1, 2 * x.numel(), in_pairs(96) * x.numel())

@@ -12,9 +12,7 @@ from octavo.cost.mesh.shapes import Weight
 from octavo.cost.rates import PlanError
 from octavo.cost.work import work_of
 from octavo.train import GPT, ModelConfig
-
-LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
+from tests.support.meshes import LLAMA
 
 
 def meta(model_class: type, config: object) -> torch.nn.Module:
@@ -24,7 +22,7 @@ def meta(model_class: type, config: object) -> torch.nn.Module:
 
 def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "TRACED_BLOCKS", 1)
-    model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
+    model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, num_hidden_layers=2))
     short = shapes.shortened(model)
     counted = shapes.shapes_of(model, work_of(short, tokens_of(64, 64)), 64, None)
     assert counted.block[:4] == (
@@ -37,9 +35,8 @@ def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
     assert ideal < counted.elementwise < 2 * ideal
     whole = shapes.shapes_of(model, work_of(model, tokens_of(64, 64)), 64, {"norms": 6400})
-    assert (
-        whole.block == counted.block and 20 < whole.launches < 150 and counted.launches == 0
-    )  # asking for a device is none
+    # asking for a device is no launch
+    assert whole.block == counted.block and 20 < whole.launches < 150 and counted.launches == 0
     assert whole.elementwise > 2 * counted.elementwise and whole.saved == 6400 / 64 / 2
 
 

@@ -1,4 +1,4 @@
-"""A step on a mesh."""
+"""A step on a mesh: what a rank computes and holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.meshes import FP8, LAYOUT, SHAPES, stage
+from octavo.cost.mesh.servers import Hardware
+from octavo.cost.mesh.step import Stage
+from octavo.cost.rates import PlanError
+from tests.support.meshes import BF16, BLOCK, FP8, LAYOUT, SHAPES, stage
 
 
 def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives() -> None:
@@ -19,3 +22,16 @@ def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives
     larger = stage(batch=2)
     assert larger.memory["activations"] == 2 * saved.memory["activations"] and larger.step.seconds < saved.step.seconds
     assert stage(FP8).memory["activations"] < saved.memory["activations"]
+
+
+def test_muon_keeps_one_moment_of_the_blocks_matrices_and_takes_its_products() -> None:
+    adamw, muon = stage(expert=8), Stage(SHAPES, replace(LAYOUT, expert=8), replace(BF16, algorithm="muon"), Hardware())
+    matrices, root = 4 * sum(w.rows * w.cols * w.held for w in BLOCK), 2 * 512 * 1024
+    assert muon.memory["moments"] * 64 == 4 * matrices + 8 * root
+    assert adamw.memory["moments"] * 64 == 8 * (matrices + root)
+    flop = sum(w.held * 5 * (4 * 1024**2 * w.rows + 2 * 1024**3) for w in BLOCK) * 4 / 64  # each matrix once
+    fastest = max(rate for _, rate in Hardware().rates.products["bf16"])
+    saved = 2 * (adamw.memory["moments"] - muon.memory["moments"]) / Hardware().rates.copy
+    assert muon.optimizer + saved - adamw.optimizer > flop / fastest
+    with pytest.raises(PlanError, match="tensor=1 would do"):
+        Stage(SHAPES, replace(LAYOUT, tensor=2), replace(BF16, algorithm="muon"), Hardware())

@@ -1,0 +1,48 @@
+"""`octavo inspect`: say what FP8 does to a recorded training, or would do to a model."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.inspect.command import Subject, add_arguments, asked, entry_point, inspect_command, what_if_command
+from octavo.inspect.what_if import WhatIfError
+from octavo.train import Batches, checkpoint, load_corpus, next_byte_loss
+from octavo.train.config import RULES
+from octavo.train.loop import RECORD, run_in, trained_model
+
+EXAMPLES = (
+    "octavo inspect runs/train-001/dynamic --html report.html",
+    "octavo inspect runs/train-001/dynamic --live",
+    "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json",
+)
+BATCH, STEPS = 16, 2  # windows a step, and steps, of the text on which a run's model is measured
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``octavo inspect``."""
+    parser.usage = f"{parser.prog} [OPTIONS] RECORD_OR_MODEL"
+    add_arguments(parser)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print the findings of a record, or which layers of a model lose too much in FP8."""
+    source = options.folder = run_in(options.folder)
+    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+        options.against = other
+    if options.apply:
+        if not checkpoint.RunFolder(source).holds_run():
+            raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
+        options.write = source / RULES
+    if (source / RECORD / "record.json").exists() and not asked(options):
+        source = options.folder = source / RECORD
+    if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():
+        record = source / RECORD
+        model, corpus = trained_model(source), load_corpus(options.data)
+        corpus.require(model.config)
+        windows = Batches(corpus, model.config.context, BATCH, seed=0)
+        batches = [windows.training(step) for step in range(STEPS)]
+        subject = Subject(model, lambda model, batch: next_byte_loss(model(batch[0]), batch[1]), batches)
+        return what_if_command(options, subject, record if (record / "record.json").exists() else None)
+    if source.exists() and (flags := asked(options)):
+        raise WhatIfError(f"{', '.join(flags)}: {source} is a record, and these are for models")
+    return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))

@@ -1,0 +1,129 @@
+"""`octavo plan`: predict a training step's time and memory in each recipe, on one device or a mesh of GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import cost
+from octavo.cli.options import add_flags, flag_of, option_errors
+from octavo.cost import Rates, from_flags
+from octavo.cost.mesh.plan import plan as plan_on_mesh
+from octavo.cost.rates import PlanError, with_attention
+from octavo.cost.steps import estimates
+from octavo.cost.verdict import change_that_fits, describe_plan, fits
+from octavo.recipes import NAMED
+from octavo.train import GPT, ModelConfig, StateConfig
+from octavo.train.config import build, or_none
+
+EXAMPLES = (
+    "octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100",
+    "octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200",
+    "octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24",
+    "octavo plan path/to/config.json --device H100 --fuse --attention cudnn --loss chunked "
+    "--head dynamic_with_output_hp",
+    "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``octavo plan``."""
+    parser.usage = f"{parser.prog} [OPTIONS] [CONFIG]"
+    help = "a Hugging Face config.json, or its folder, which transformers reads (pip install transformers); it takes "
+    help += "--context (default: a GPT by the sizes below)"
+    parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
+    help = "of a step on one device, or for each GPU (default: the sequences in 16384, or one if it is longer)"
+    parser.add_argument("--tokens", type=int, metavar="N", help=help)
+    help = "H100, H200 or B200, by their known rates (default: this one, by what `octavo info --measure` found)"
+    parser.add_argument("--device", metavar="NAME", help=help)
+    help = "predict as octavo.convert(..., fuse=True) converts"
+    parser.add_argument("--fuse", action="store_true", help=help)
+    help = "recipe of the layer that computes logits, high_precision for bf16 (default: each recipe's own)"
+    parser.add_argument("--head", choices=NAMED, metavar="RECIPE", help=help)
+    help = "whose attention, by published rates of Hopper (default: flash, FlashAttention-2, which torch takes)"
+    parser.add_argument("--attention", choices=("flash", "cudnn"), help=help)
+    help = "chunked: logits are computed in chunks with their loss, as octavo.nn.linear_cross_entropy does"
+    parser.add_argument("--loss", choices=("chunked",), help=help)
+    help = "plan a step on N GPUs in servers of 8; without --mesh, find the fastest mesh that fits"
+    parser.add_argument("--gpus", type=int, metavar="N", help=help)
+    help = "ranks by kind, such as fsdp=8,tensor=8: fsdp, replicate, tensor, pipeline, context, expert"
+    parser.add_argument("--mesh", metavar="KIND=RANKS,...", help=help)
+    help = "of a rank of data parallelism in a step on a mesh (default: one for each sequence)"
+    parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
+    help = "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0)"
+    parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
+    help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
+    parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
+    add_flags(parser, ModelConfig)
+    add_flags(parser, StateConfig, ("algorithm", "moments", "master", "weight_storage", "update_in_backward"))
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print how long a training step would take, in how much memory, and whether FP8 pays."""
+    logging.disable(logging.WARNING)  # nothing is computed, so warnings about emulation and imports don't matter
+    try:
+        print(_text(options))
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _text(options: argparse.Namespace) -> str:
+    """Return the plan of the options, whose first line says what is planned."""
+    sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
+    if options.model is not None and sizes:
+        flags = ", ".join(sorted(map(flag_of, sizes)))
+        raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
+    with option_errors():
+        config, state = build(ModelConfig, vars(options)), build(StateConfig, vars(options))
+    rates, context = cost.rates_of(options.device), config.context
+    if options.model is not None:
+        model = from_flags.from_hugging_face(options.model)
+        context = getattr(options, "context", None) or from_flags.context_of(model)
+    else:
+        with torch.device("meta"):
+            model = GPT(config).bfloat16()
+    of_a_mesh = options.mesh, options.micro_batches, options.recompute, options.checkpoint_in_fp8
+    if options.gpus is None and any(of_a_mesh):
+        flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
+        raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
+    if options.attention is not None:
+        rates = with_attention(rates, options.attention)
+    inputs = from_flags.tokens_of(options.tokens, context)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    head += f", by {state.algorithm}" * (state != StateConfig())
+    if options.gpus is None:
+        return f"{head}{_on_one_device(model, inputs, rates, options, state)}"
+    if state != StateConfig(algorithm=state.algorithm) or options.head or options.attention or options.loss:
+        flags = "--moments, --master, --weight-storage, --update-in-backward, --head, --attention and --loss"
+        raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
+    names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
+    settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
+    settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+    return f"{head}\n{plan_on_mesh(model, rates, **settings).text()}"
+
+
+def _on_one_device(
+    model: torch.nn.Module, inputs: tuple[torch.Tensor], rates: Rates, options: argparse.Namespace, state: StateConfig
+) -> str:
+    """Return the rest of a line on the options of a step on one device, the plan, and what to change if none fits."""
+    of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
+    of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
+    changes = [f"moments {state.moments}, master {state.master}"] * (state != StateConfig())
+    changes += ["weights in FP8 under the recipes"] * (state.weight_storage == "fp8")
+    changes += [f"updates in backward by {state.update_in_backward}"] * (state.outstanding_bytes is not None)
+    changes += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
+    settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    settings["weight_storage"] = or_none(state.weight_storage)
+    is_octavos = state != StateConfig()
+    settings["optimizer"] = from_flags.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
+    steps = estimates(model, inputs, rates, **settings)
+    lines = [", ".join(["", *changes]), describe_plan(steps, rates)]
+    if not fits(steps, rates):
+        lines.append(change_that_fits(model, inputs, rates, of_optimizer, **settings))
+    return "\n".join(lines)
