@@ -29,9 +29,9 @@ from octavo.kernels.triton.launch import TABLE
 from octavo.kernels.triton.library_matmul import library_grouped_matmul
 from octavo.kernels.triton.matmul import triton_matmul
 from octavo.numerics import E8M0, scale_inv_dtype
-from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED, Moment, as_matrix, moments_of
+from octavo.optim.masters import OF_PLAIN_WEIGHTS as MASTERS
+from octavo.optim.moment import NAMED_MOMENTS, Moment, as_matrix, moments_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -623,11 +623,11 @@ def stored_update(shape: Sequence[int], master: str | None, granularity: Granula
 
 
 def optimizer() -> Iterator[Case]:
-    fp8 = NAMED["fp8"]
+    fp8 = NAMED_MOMENTS["fp8"]
     for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), (None, BF16)):
         yield step(f"Adam fp8, {master}", [update(LARGE, fp8, master, dtype, BF16)])
     for name in ("fp32", "bf16"):
-        yield step(f"Adam {name}, split32", [update(LARGE, NAMED[name], "split32", BF16, FP32)])
+        yield step(f"Adam {name}, split32", [update(LARGE, NAMED_MOMENTS[name], "split32", BF16, FP32)])
     for name, moments in (("previous amax", _PREVIOUS), ("two stages", _TWO_STAGES)):
         yield step(f"Adam {name}, split24", [update(LARGE, moments, "split24", BF16, BF16)])
     yield step("Adam fp8, odd rows", [update(ODD, fp8, "split32", BF16, BF16)])._replace(bits=8)
@@ -640,7 +640,7 @@ def optimizer() -> Iterator[Case]:
     for number, master in enumerate(("fp32", "split24")):
         one = coded(update(LARGE, fp8, master, (FP32, BF16)[number], BF16))
         yield step(f"Adam fp8, {master}, gradients in E4M3", [one])
-    yield step("Adam fp32, gradients in E4M3", [coded(update(LARGE, NAMED["fp32"], "fp32", FP32, FP32))])
+    yield step("Adam fp32, gradients in E4M3", [coded(update(LARGE, NAMED_MOMENTS["fp32"], "fp32", FP32, FP32))])
     stored = coded(stored_update(LARGE, "split16", PerBlock(128, 128)))
     yield step("Adam fp8, E4M3 weight in blocks, split16, gradients in E4M3", [stored])
     odd = coded(update(ODD, fp8, "split32", BF16, BF16))

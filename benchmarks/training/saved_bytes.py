@@ -22,7 +22,7 @@ import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read
 from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
-from octavo.nn.saved import KINDS, predicted_by_kind
+from octavo.nn.saved import SAVED_KINDS, predicted_by_kind
 
 TAKES = "5 minutes"
 MEASURES = (
@@ -77,7 +77,7 @@ def rows(name: str, names: Iterable[str] = RECIPES, **options: Any) -> Iterator[
             net = copy.deepcopy(model)
             octavo.convert(net, RECIPES[each], fuse=fuse)
             by_fusion.append(predicted_by_kind(net, (), batch))
-        for kind in KINDS:
+        for kind in SAVED_KINDS:
             sizes = {"bf16": plain[kind], "converted": by_fusion[0][kind], "fused": by_fusion[1][kind]}
             if any(sizes.values()):
                 yield {"model": name, "recipe": each, "kind": kind} | sizes
@@ -88,7 +88,7 @@ def saved_table() -> str:
     every = read("saved_bytes")
     delayed_rows = [row for row in every if row["recipe"] == "delayed"]
     cells: list[list[str]] = []
-    for kind in KINDS:
+    for kind in SAVED_KINDS:
         cells.append([kind])
         for name in MODELS:
             cell_rows = [row for row in delayed_rows if (row["model"], row["kind"]) == (name, kind)]

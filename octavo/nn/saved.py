@@ -29,8 +29,8 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
 
-KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
-_INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = KINDS
+SAVED_KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
+_INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = SAVED_KINDS
 
 # kind: parts of classes' names; the first kind that fits counts
 _NAMES = {
@@ -78,7 +78,7 @@ class _Origins(OperationCounter):
 
 
 def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return, by KINDS, the bytes that one forward saves for backward besides parameters, buffers and its arguments.
+    """Return, by SAVED_KINDS, the bytes that a forward saves for backward besides parameters, buffers and arguments.
 
     The model runs as it is, in the mode (training or evaluation) that it is in.
     """
@@ -115,7 +115,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     finally:
         for handle in handles:
             handle.remove()
-    saved = dict.fromkeys(KINDS, 0)
+    saved = dict.fromkeys(SAVED_KINDS, 0)
     for key, (kind, part) in saved_parts.items():
         if key not in excluded:
             saved[origins.kinds.get(key, kind)] += part.untyped_storage().nbytes()

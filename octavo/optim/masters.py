@@ -37,7 +37,7 @@ class MasterForm:
 
     @classmethod
     def of(cls, param: nn.Parameter, master: str | None) -> MasterForm:
-        """Return a weight's master, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
+        """Return a weight's master, by "auto" or a name of either table below; all serve float32 and bf16 weights.
 
         ValueError for another name, or a weight of another dtype than the master is for.
         """
@@ -47,14 +47,15 @@ class MasterForm:
                 names = ", ".join(map(repr, OF_FP8_WEIGHTS))
                 raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
             return OF_FP8_WEIGHTS[wanted]
-        if master not in NAMED and master not in _OF_BF16:
-            raise ValueError(f"master={master!r}: use {', '.join(map(repr, dict.fromkeys((*_OF_BF16, *NAMED))))}")
+        if master not in OF_PLAIN_WEIGHTS and master not in _OF_BF16:
+            names = ", ".join(map(repr, dict.fromkeys((*_OF_BF16, *OF_PLAIN_WEIGHTS))))
+            raise ValueError(f"master={master!r}: use {names}")
         if param.dtype not in HIGH_PRECISION:
             raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
         if param.dtype == torch.bfloat16:
-            return NAMED[_OF_BF16.get(master or "", master)]
+            return OF_PLAIN_WEIGHTS[_OF_BF16.get(master or "", master)]
         if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
-            return NAMED["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
+            return OF_PLAIN_WEIGHTS["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
         dtype = torch.float32 if master in _OF_BF16 else torch.bfloat16
         raise ValueError(
             f"master={master!r} is for weights of {dtype}, not {param.dtype}; use 'auto', or convert the model"
@@ -117,7 +118,7 @@ def _as_kept(low_bits: Tensor) -> Tensor:
     return low_bits.unsqueeze(-1).view(torch.uint8) if low_bits.dtype == torch.int16 else low_bits
 
 
-NAMED: dict[str | None, MasterForm] = {
+OF_PLAIN_WEIGHTS: dict[str | None, MasterForm] = {
     "fp32": MasterForm("weight"),
     "split32": MasterForm("split32", torch.int16),
     "split24": MasterForm("split24", torch.int8),
@@ -131,6 +132,6 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
     None: MasterForm("fp8_stochastic"),
 }
 # saved states hold indices of it
-MASTER_KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]
+MASTER_KINDS = [form.kind for forms in (OF_PLAIN_WEIGHTS, OF_FP8_WEIGHTS) for form in forms.values()]
 # "split32" is the same master as "fp32": the weight is half of its bits
 _OF_BF16 = {"auto": "split32", "split16": "split24", "fp16_scaled": "split32", "fp32": "split32"}

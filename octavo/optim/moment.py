@@ -124,7 +124,7 @@ def as_matrix(tensor: Tensor, fp8_experts: bool = False) -> Tensor:
 _STOCHASTIC: Any = "stochastic"
 # "fp8": second moments have no sign, so that its bit is one more of the mantissa; their root takes half the octaves.
 # Blocks of 128 keep underflow below one element in a thousand; stochastic rounding lets averages follow small changes.
-NAMED: dict[str, tuple[Moment, Moment]] = {
+NAMED_MOMENTS: dict[str, tuple[Moment, Moment]] = {
     "fp32": (Moment("fp32"), Moment("fp32")),
     "bf16": (Moment("bf16", rounding=_STOCHASTIC), Moment("bf16", rounding=_STOCHASTIC)),
     "fp8": (Moment(E4M3, rounding=_STOCHASTIC), Moment(E4M4, root=True, rounding=_STOCHASTIC)),
@@ -132,13 +132,13 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 
 
 def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
-    """Return the Moments that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment."""
+    """Return the Moments that a ``moments`` argument means: a name of NAMED_MOMENTS, a pair of Moments or a Moment."""
     wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
-    remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or {wanted}"
+    remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED_MOMENTS))} or {wanted}"
     if isinstance(moments, str):
-        if moments not in NAMED:
+        if moments not in NAMED_MOMENTS:
             raise ValueError(remedy)
-        return NAMED[moments][:count]
+        return NAMED_MOMENTS[moments][:count]
     chosen = (moments,) if count == 1 else moments
     if not (isinstance(chosen, tuple) and len(chosen) == count and all(isinstance(m, Moment) for m in chosen)):
         raise TypeError(remedy)

@@ -27,7 +27,7 @@ from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_adam_options, check_betas
 from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
-from octavo.optim.moment import NAMED, Moment, moments_of
+from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
 from octavo.scaling.recipe import INPUT, Cast
@@ -178,12 +178,13 @@ class Muon(CompactOptimizer):
         """Return the momentum's Moment and AdamW's two; beside a single Moment these are of its dtype, or in FP8."""
         if isinstance(moments, Moment):
             kind = moments.format if isinstance(moments.format, str) else "fp8"
-            return *moments_of(moments, 1), *NAMED[kind]
+            return *moments_of(moments, 1), *NAMED_MOMENTS[kind]
         if isinstance(moments, str):
             (momentum,), others = moments_of(moments, 1), moments_of(moments)
             return (replace(momentum, rounding="hybrid") if moments == "fp8" else momentum), *others
         if not isinstance(moments, tuple) or len(moments) != 3:
-            raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))}, a Moment, or three Moments")
+            names = ", ".join(map(repr, NAMED_MOMENTS))
+            raise TypeError(f"moments={moments!r}: use {names}, a Moment, or three Moments")
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:

@@ -81,14 +81,14 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     Raises:
         TuneError: for an unknown kind.
     """
-    from octavo.kernels.triton.cases import KINDS
+    from octavo.kernels.triton.cases import CASES_OF_KIND
     from octavo.tune import timing, tuner
 
     deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
-    kinds, failed = options.kinds or [*KINDS], False
-    if unknown := set(kinds) - KINDS.keys():
-        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}")
+    kinds, failed = options.kinds or [*CASES_OF_KIND], False
+    if unknown := set(kinds) - CASES_OF_KIND.keys():
+        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(CASES_OF_KIND)}")
     if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):
         failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)

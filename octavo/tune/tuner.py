@@ -83,7 +83,7 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
 @functools.lru_cache(maxsize=4)
 def call_of(kind: str, name: str, shape: Sizes) -> Callable[[], Any]:
     """Return a case's call; the arguments of four are in memory at a time."""
-    return cases.KINDS[kind][name].call_of(shape)
+    return cases.CASES_OF_KIND[kind][name].call_of(shape)
 
 
 def _calling(kind: str, config: ConfigNumbers, name: str, shape: Sizes) -> Callable[[], Any]:
@@ -105,14 +105,14 @@ def tasks(kinds: Sequence[str], extent: Extent) -> list[tuple[Any, ...]]:
 
 def compile_one(kind: str, shapes: Sequence[Sizes], config: ConfigNumbers) -> None:
     """Run all of a kind's cases once at each shape with a configuration, in a worker."""
-    for shape, name in itertools.product(shapes, cases.KINDS[kind]):
+    for shape, name in itertools.product(shapes, cases.CASES_OF_KIND[kind]):
         _calling(kind, config, name, shape)()
 
 
 def _wrong(kind: str, config: ConfigNumbers, shape: Sizes) -> str:
     """Return how a configuration's results differ from the reference's, "" if they don't."""
     with TileTable.using({kind: [[64, *config]]}):
-        wrong = ((name, case.wrong(shape)) for name, case in cases.KINDS[kind].items())
+        wrong = ((name, case.wrong(shape)) for name, case in cases.CASES_OF_KIND[kind].items())
         return next((f"{name}: {problem}" for name, problem in wrong if problem), "")
 
 
@@ -134,7 +134,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    names, grid = [*cases.KINDS[kind]], grid_of(kind, bucket, extent)
+    names, grid = [*cases.CASES_OF_KIND[kind]], grid_of(kind, bucket, extent)
     first = costs(grid, names[:1], extent.rounds[0])
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
     return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
@@ -175,7 +175,7 @@ def _tune_library(extent: Extent) -> Tuned:
     """Return the products that torch's function is to compute: where it is right, and as fast as Triton's kernel."""
     rows: TableRows = []
     shapes = extent.buckets_of(LIBRARY)[64]
-    for name, case in cases.KINDS[LIBRARY].items():
+    for name, case in cases.CASES_OF_KIND[LIBRARY].items():
         problem, log_ratio = case.wrong(shapes[0]), 0.0
         for shape in () if problem else shapes:
             times = timings({"torch": case.call_of(shape), "Triton": case.by_triton().call_of(shape)}, extent.rounds[1])

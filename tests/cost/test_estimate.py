@@ -44,9 +44,8 @@ def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
     work, chosen = (work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")})
-    plans = {
-        name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **chosen}.items()
-    }
+    asked = {"bf16": None, **chosen}
+    plans = {name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in asked.items()}
     assert {name: estimate.name for name, estimate in plans.items()} == {name: name for name in plans}
     bf16 = plans["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers

@@ -16,9 +16,8 @@ CHUNKED = f"{WHOLE}, chunked loss"
 
 def test_a_step_with_everything_on_beside_bf16() -> None:
     rows = {row["variant"]: row for row in pages.read("planned_step")}
-    flash, cudnn, gib = (
-        {name: float(row[column]) for name, row in rows.items()} for column in ("now_ms", "cudnn_ms", "planned_gib")
-    )
+    columns = ("now_ms", "cudnn_ms", "planned_gib")
+    flash, cudnn, gib = ({name: float(row[column]) for name, row in rows.items()} for column in columns)
     assert flash[BF16] > 1.9 * cudnn[WHOLE] and cudnn[BF16] > 1.9 * cudnn[WHOLE]
     assert all(times[FUSED] > 1.35 * times[WHOLE] for times in (flash, cudnn))
     assert gib[WHOLE] < 0.65 * gib[BF16] and gib[CHUNKED] < 0.58 * gib[BF16]

@@ -73,11 +73,11 @@ def compare(
     for other in (plain, lone):
         expected = steps(other, range(size))
         of_rank = {name: value[of_rank_only] if name[:2] in ("x ", "y ") else value for name, value in expected.items()}
-        differences.append(off(actual, of_rank))
+        differences.append(off_by_norm(actual, of_rank))
     return tuple(differences)
 
 
-def off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def off_by_norm(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The tensors that differ, each with the norm of the difference by the norm of the value."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     return {

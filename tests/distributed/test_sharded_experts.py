@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import octavo
 from octavo.errors import UnsupportedOpError
-from tests.support.expert_models import batch, built, off, train
+from tests.support.expert_models import batch, built, off_by_maximum, train
 from tests.support.sharded_weights import average
 
 PER_TENSOR = ("short history", "dynamic")
@@ -34,7 +34,7 @@ def compare(mesh, kind, recipe, experts, dim=0, storage=None):
     sharded(net, mesh, dim)
     actual = train(net, loss, **adamw)
     ways = {row.gathered for row in octavo.summary(net).converted}
-    return off(actual, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
+    return off_by_maximum(actual, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
 
 
 @pytest.mark.covering(1)

@@ -14,7 +14,7 @@ from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.stored import local_stored
 from tests.distributed.test_experts import KINDS, SIZES, parts
-from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
+from tests.support.expert_models import RECIPES, Mixture, batch, built, off_by_maximum, whole
 
 E = 8
 OPTIONS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
             value *= size**2 if "sq" in name and "scale" not in name else size
     tensors = parts(mesh)[rank]
     expected = {name: value[tensors] if name[:2] in ("x ", "y ") else value for name, value in traces[1].items()}
-    return off(traces[0], expected)
+    return off_by_maximum(traces[0], expected)
 
 
 @pytest.mark.covering(1)
@@ -124,7 +124,7 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
     for each, by, of in ((net, optimizer, ranks_here), (again, other, ranks_here), (lone, its, every)):
         step(each, by, 2, of)
         states.append(held(each, by))
-    return [off(one, states[0]) for one in states[1:]]
+    return [off_by_maximum(one, states[0]) for one in states[1:]]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -152,13 +152,13 @@ def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
     lone.load_state_dict(wanted)
     set_model_state_dict(second, lone.state_dict(), options=full)
     assert all(local_stored(p) is not None for p in own_state.experts.parameters() if p.ndim == 3)
-    differing = [off(values(each), wanted) for each in (own_state, first, second)]
+    differing = [off_by_maximum(values(each), wanted) for each in (own_state, first, second)]
     plain = octavo.restore(net).state_dict()
     assert (
         all(local_stored(p) is None for p in net.parameters()) and plain.keys() == dict(net.named_parameters()).keys()
     )
     last.load_state_dict(plain)  # cast anew, as scales were of a bound
-    return [*differing, off(values(octavo.restore(last)), values(net))]
+    return [*differing, off_by_maximum(values(octavo.restore(last)), values(net))]
 
 
 @pytest.mark.parametrize("kind", ["octavo bias", "stored transposed"])
@@ -187,7 +187,7 @@ def through_phases(mesh: Any, kind: str) -> dict[str, float]:
             trace |= {f"{name} {index}": whole(value) for name, value in net.state_dict().items()}
             schedule.step()
         traces.append(trace)
-    return off({name: traces[0][name] for name in traces[1]}, traces[1])
+    return off_by_maximum({name: traces[0][name] for name in traces[1]}, traces[1])
 
 
 @pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])

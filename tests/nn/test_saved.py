@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
-from octavo.nn.saved import KINDS, predicted_by_kind, saved_by_kind
+from octavo.nn.saved import SAVED_KINDS, predicted_by_kind, saved_by_kind
 from tests.support.helpers import every_layer, to_fp8
 
 T, K, N = 128, 64, 96
@@ -49,7 +49,7 @@ def count(model: nn.Module) -> dict[str, int]:
 
 def test_each_kind_is_counted_where_it_is_saved_first():
     bytes_by_kind = count(Model())
-    assert tuple(bytes_by_kind) == KINDS
+    assert tuple(bytes_by_kind) == SAVED_KINDS
     assert bytes_by_kind["inputs of layers"] == 4 * T * (K + K + N + K)  # qkv's, fc1's, fc2's, the head's; not out's
     assert bytes_by_kind["attention"] == 4 * T * (3 * K + K + 1)  # with its output, and a number a row
     assert bytes_by_kind["norms"] == 4 * T * (K + 2)

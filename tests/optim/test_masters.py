@@ -13,7 +13,7 @@ import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.optim import Adam, AdamW, masters
 from octavo.optim.conversion import blank
-from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, MasterForm
+from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS, MasterForm
 from octavo.weights.stored import StoredWeight
 from tests.support.stored_weights import inputs, store
 from tests.support.trained import master_values
@@ -21,10 +21,10 @@ from tests.support.trained import master_values
 
 def test_a_float32_weight_needs_nothing_besides():
     p = nn.Parameter(torch.randn(3, 4))
-    for name in ("auto", *OF_FP8_WEIGHTS, *NAMED):
-        assert MasterForm.of(p, name) is NAMED["fp32"]
-    assert NAMED["fp32"].new_state(p) == {}
-    stored = NAMED["fp32"].for_kernel(p, {})
+    for name in ("auto", *OF_FP8_WEIGHTS, *OF_PLAIN_WEIGHTS):
+        assert MasterForm.of(p, name) is OF_PLAIN_WEIGHTS["fp32"]
+    assert OF_PLAIN_WEIGHTS["fp32"].new_state(p) == {}
+    stored = OF_PLAIN_WEIGHTS["fp32"].for_kernel(p, {})
     assert stored.kind == "weight" and stored.weight is p and not stored.is_random
 
 
@@ -35,7 +35,7 @@ def test_a_float32_weight_needs_nothing_besides():
 def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
     master = MasterForm.of(p, name)
-    assert master is NAMED[name]
+    assert master is OF_PLAIN_WEIGHTS[name]
     state = master.new_state(p)
     assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": form} if form else {})
     stored = master.for_kernel(p.detach().view(3, 20), state)
@@ -50,7 +50,7 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
     for name, expected in bf16.items():
-        assert MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[expected]
+        assert MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is OF_PLAIN_WEIGHTS[expected]
     dtypes = {"fp16_scaled": "float32", "fp32": "float32", "split32": "bfloat16", "split24": "bfloat16"}
     for name, of in (*dtypes.items(), (None, "bfloat16")):
         message = f"master={name!r} is for weights of torch.{of}, not torch.float16; use 'auto'"
@@ -103,7 +103,7 @@ def step(optimizer, gradient: Tensor) -> None:
 
 def test_names():
     weight = parameter()
-    for page, names in (("optimizer", NAMED), ("weights", OF_FP8_WEIGHTS)):
+    for page, names in (("optimizer", OF_PLAIN_WEIGHTS), ("weights", OF_FP8_WEIGHTS)):
         text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text(encoding="utf-8")
         assert [name for name in names if f"| `{name!r}`".replace("'", '"') not in text] == []
     assert MasterForm.of(weight, "auto") is OF_FP8_WEIGHTS["split16"]

@@ -8,14 +8,14 @@ from torch import Tensor
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import E4M4, Moment
-from octavo.optim.moment import NAMED, ROUNDINGS, moments_of
+from octavo.optim.moment import NAMED_MOMENTS, ROUNDINGS, moments_of
 from tests.support.fp8_weights import random32, read
 
 
 def test_names_and_pairs():
-    for name, pair in NAMED.items():
+    for name, pair in NAMED_MOMENTS.items():
         assert moments_of(name) is pair
-    first, second = NAMED["fp8"]
+    first, second = NAMED_MOMENTS["fp8"]
     assert (first.format, second.format, second.root) == (E4M3, E4M4, True)
     assert first.rounding == second.rounding == "stochastic"
     pair = (Moment(E4M3), Moment("bf16"))

@@ -13,7 +13,7 @@ import octavo
 from octavo import recipes
 from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED
+from octavo.optim.moment import NAMED_MOMENTS
 from octavo.weights.stored import StoredWeight
 from tests.support.trained import MOMENTS, moments_of, parameter, train
 
@@ -67,7 +67,7 @@ WEIGHTS = [("fp8", master) for master in OF_FP8_WEIGHTS] + [(None, master) for m
 CLASSES = {AdamW: WEIGHTS, Adam: WEIGHTS[:2], Muon: WEIGHTS, SGD: WEIGHTS[-3:]}
 
 
-@pytest.mark.parametrize("moments", NAMED)
+@pytest.mark.parametrize("moments", NAMED_MOMENTS)
 @pytest.mark.parametrize(("kind", "weights"), [(kind, one) for kind, some in CLASSES.items() for one in some])
 def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, moments):
     storage, master = weights

@@ -102,7 +102,7 @@ def train(
     return results | octavo.nn.delayed_state_dict(net)
 
 
-def off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def off_by_maximum(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the tensors that differ, each with its largest difference by the largest value."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     return {

@@ -8,10 +8,10 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
-from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS
+from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS
 
 RESTS = {form.kind: form.low_bits_dtype for form in OF_FP8_WEIGHTS.values()}
-PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in NAMED.values()}
+PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in OF_PLAIN_WEIGHTS.values()}
 
 
 def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:

@@ -16,7 +16,7 @@ from octavo.kernels.reference.optimizer_state import MasterWeight, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.step_numbers import root_of
-from octavo.optim.moment import NAMED, Moment
+from octavo.optim.moment import NAMED_MOMENTS, Moment
 from tests.support.combinations import dealt
 from tests.support.fp8_weights import PLAIN_RESTS, store, values_of, weight
 from tests.support.fp8_weights import RESTS as FP8_RESTS
@@ -29,7 +29,7 @@ PREVIOUS: Any = {**ONE, "scale": "previous"}
 STOCHASTIC: Any = {"rounding": "stochastic"}
 HYBRID: Any = {"rounding": "hybrid"}
 SCHEMES = {
-    **NAMED,
+    **NAMED_MOMENTS,
     "nearest": (Moment(E4M3), Moment(E4M4, root=True)),
     "E5M2": (Moment(E5M2, **STOCHASTIC), Moment(E5M2, root=True)),
     "mixed": (Moment("bf16"), Moment(E4M4, root=True)),
@@ -164,7 +164,7 @@ def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: A
     held = weight(kind, shape, blocks)
     store(held, values_of(shape))
     options = {"gradient": GRADIENTS[options.get("number", 0) % 3], **options}
-    return update_of(shape, *(args or [NAMED["fp8"]]), **options)._replace(master=held)
+    return update_of(shape, *(args or [NAMED_MOMENTS["fp8"]]), **options)._replace(master=held)
 
 
 def update_of_case(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:

@@ -33,7 +33,7 @@ SEAM = {
     "kernels.arguments": "Counted",
     "kernels.capability": "fast_dtype runs_natively",
     "kernels.onnx": "VERSION decompositions",
-    "kernels.triton.cases": "KINDS",
+    "kernels.triton.cases": "CASES_OF_KIND",
     "kernels.triton.launch": "TileTable",
     "nn.candidates": "Select of_subclass sizes_of",
     "nn.convert": "gather_anew storages stored_now",

@@ -34,7 +34,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
 
     monkeypatch.setattr(module, "tune", tune)
-    monkeypatch.setitem(cases.KINDS, "library", {})
+    monkeypatch.setitem(cases.CASES_OF_KIND, "library", {})
     monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, minutes: [])
     return module
 
@@ -77,7 +77,7 @@ def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert tuned.TileTable.read(tmp_path / "table.json").library == set()  # none is faster
     with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
         command.tune(None, ORIGIN, options("cost"))
-    monkeypatch.delitem(cases.KINDS, "library")
+    monkeypatch.delitem(cases.CASES_OF_KIND, "library")
     with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
         command.tune(None, ORIGIN, options("library"))
 

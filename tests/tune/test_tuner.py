@@ -14,18 +14,18 @@ pytestmark = pytest.mark.gpu
 
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType, kernels: TritonKernels) -> None:
     launch = kernels.module("launch")
-    assert launch.TABLE.keys() == tuner.cases.KINDS.keys() - {tuner.LIBRARY}
+    assert launch.TABLE.keys() == tuner.cases.CASES_OF_KIND.keys() - {tuner.LIBRARY}
     for kind in launch.TABLE:
         if kind == "matmul_scaled" and kernels.module("matmul")._architecture() // 10 not in (0, 10):
             continue  # the interpreter and sm_100 alone read it
-        for case in tuner.cases.KINDS[kind].values():
+        for case in tuner.cases.CASES_OF_KIND[kind].values():
             call = case.call_of(tuner.TOY.buckets_of(kind)[64][0])
             with tuner.TileTable.using({kind: []}), pytest.raises(IndexError):
                 call()
 
 
 def test_grids(tuner: ModuleType) -> None:
-    for kind in tuner.cases.KINDS.keys() - {tuner.LIBRARY}:
+    for kind in tuner.cases.CASES_OF_KIND.keys() - {tuner.LIBRARY}:
         assert max(tuner.FULL.buckets_of(kind)) == 64, kind
         for bucket in tuner.FULL.buckets_of(kind):
             configs = tuner.grid_of(kind, bucket, tuner.FULL)
@@ -63,7 +63,7 @@ def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypa
 
 
 def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tuner.LIBRARY not in tuner.cases.KINDS:
+    if tuner.LIBRARY not in tuner.cases.CASES_OF_KIND:
         pytest.skip("torch 2.11 has no FP8 product on a CPU")
     timings = importlib.import_module("octavo.tune.timing").Timings
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [1.0], "Triton": [2.0]}, {}))

@@ -98,9 +98,8 @@ class Rank:
         layout, shapes = self.layout, self.shapes
         if layout.expert == 1:
             return [ShardGroup(shapes, layout.sharded, layout.tensor)]
-        dense, experts = (
-            tuple(w for w in shapes.block if (w.split == "experts") == is_expert) for is_expert in (False, True)
-        )
+        dense = tuple(w for w in shapes.block if w.split != "experts")
+        experts = tuple(w for w in shapes.block if w.split == "experts")
         experts_only = replace(shapes, block=experts, root=(Weight(0),))
         ranks = layout.sharded * layout.tensor // layout.expert
         return [

@@ -116,9 +116,8 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes[1]
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
-    moved, moved_in_blocks = (
-        counted.other.fused if saved is None else counted.other.bytes for counted in (work, work.blocks)
-    )
+    traffic = work.other, work.blocks.other
+    moved, moved_in_blocks = (each.fused if saved is None else each.bytes for each in traffic)
     return Shapes(
         name=type(model).__name__,
         width=head.in_features,

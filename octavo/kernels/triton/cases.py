@@ -482,7 +482,7 @@ CASES = {**PLAIN, **FUSED}
 ALL_CASES = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
 # by kind of configs.json: its cases, of which the first decides which configurations are timed again; last torch's
 # products, which are compared with the products' new rows, if torch has any here (2.11 has none on a CPU)
-KINDS = {kind: {name: ALL_CASES[name] for name in names} for kind, names in _NAMES.items() if names}
+CASES_OF_KIND = {kind: {name: ALL_CASES[name] for name in names} for kind, names in _NAMES.items() if names}
 
 
 def _synchronize() -> None:

@@ -36,9 +36,8 @@ def test_the_command_for_a_mesh(
     assert cli.main([*asked, "--algorithm", "muon"]) == 0  # the mesh is found
     text = capsys.readouterr().out
     sizes = text[text.index("GiB a rank") :].splitlines()
-    assert sizes[0].split()[3:] == [
-        "weights", "masters", "moments", "gradients", "gathered", "activations", "logits", "total", "fits",
-    ]  # fmt: skip
+    kinds = "weights masters moments gradients gathered activations logits total fits"
+    assert sizes[0].split()[3:] == kinds.split()
     assert [line.split()[-1] for line in sizes[1:5]] == ["yes"] * 4
     assert "compiled, is the fastest that fits" in text and "tensor=" not in text.partition(", by the rates")[0]
     for flags, says in (

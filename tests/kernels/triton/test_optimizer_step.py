@@ -16,7 +16,7 @@ from octavo.formats import E4M4
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, random_bits, root_of, swapped
-from octavo.optim.moment import NAMED, Moment
+from octavo.optim.moment import NAMED_MOMENTS, Moment
 from tests.support.fp8_weights import RESTS
 from tests.support.optimizer_both import (
     ADAM,
@@ -40,6 +40,7 @@ from tests.support.optimizer_both import (
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
+FP8_MOMENTS = NAMED_MOMENTS["fp8"]
 
 
 def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: int, tiles: int) -> None:
@@ -142,7 +143,7 @@ def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.
     groups = [group._replace(lr=rate), group._replace(lr=torch.tensor(0.05, dtype=torch.float64))]
     # as if it were on a GPU
     monkeypatch.setattr(module, "_address", lambda lr: lr.data_ptr() if lr is rate else 0)
-    moments = NAMED["fp32"][: 1 + (group is ADAM)]
+    moments = NAMED_MOMENTS["fp32"][: 1 + (group is ADAM)]
     both = Both(kernels, [update_of((2, 10), moments, number=n) for n in range(2)], groups)
     both.steps(1)
     (plan,) = both.plans.values()
@@ -153,7 +154,7 @@ def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.
 
 
 def test_corrections_that_a_step_kept_are_those_of_the_next_one_alone(kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of((2, 150), NAMED["fp8"], "split32", number=n) for n in range(2)], [ADAM, OTHER])
+    both = Both(kernels, [update_of((2, 150), FP8_MOMENTS, "split32", number=n) for n in range(2)], [ADAM, OTHER])
     both.steps(2)
     (plan,) = both.plans.values()
     for number in (9.0, 3.0):  # as a loaded state has it
@@ -198,7 +199,7 @@ def test_one_launch_or_two(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_plan_stays_while_weights_do(kernels: TritonKernels) -> None:
-    both = Both(kernels, mixed(NAMED["fp8"], MASTERS[:2], 2, 1), [ADAM, OTHER])
+    both = Both(kernels, mixed(FP8_MOMENTS, MASTERS[:2], 2, 1), [ADAM, OTHER])
     both.steps(2)
     (plan,) = both.plans.values()
     table, sent = plan.table, dict(plan.sent)
@@ -226,7 +227,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
         memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
         return memory[1:].view(x.shape).copy_(x)
 
-    updates = [update_of((2, 256), NAMED["fp8"], "split32", torch.bfloat16, number=n) for n in range(2)]
+    updates = [update_of((2, 256), FP8_MOMENTS, "split32", torch.bfloat16, number=n) for n in range(2)]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(1)
     update = both.ours[0]
@@ -244,7 +245,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
 def test_nothing_to_update(kernels: TritonKernels) -> None:
     """Weights without elements are updated alone, skipped too, or among others."""
     for skip in (None, torch.ones(())):
-        both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
+        both = Both(kernels, [update_of(shape, FP8_MOMENTS) for shape in ((0, 5), (5, 0))], [ADAM])
         both.step(skip)
         assert float(both.ours[0].step) == (skip is None)
     updates = []
@@ -252,14 +253,14 @@ def test_nothing_to_update(kernels: TritonKernels) -> None:
         update = fp8_update((3, 5), kind)
         low_bits = None if update.master.low_bits is None else update.master.low_bits[:0]
         held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, low_bits, torch.zeros(1, 1))
-        updates += [update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held), update]
+        updates += [update_of((0, 5), FP8_MOMENTS, number=1)._replace(master=held), update]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(2)
     assert all(float(weight.step) == 2.0 for weight in both.ours)
 
 
 def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = Both(kernels, [update_of((2, 150), NAMED["fp8"])], [ADAM])
+    both = Both(kernels, [update_of((2, 150), FP8_MOMENTS)], [ADAM])
     both.step()
     monkeypatch.setattr(both.module, "is_capturing", lambda: True)  # as if one were being captured
     both.step()
@@ -332,13 +333,13 @@ def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, s
     """A sharded vector's part is seen in rows of one; its codes are as the reference writes them."""
     lengths = [1, 5, 128, 300, 2064, 0]
     masters = itertools.cycle(MASTERS[:4])
-    updates = [update_of((n, 1), NAMED["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]
+    updates = [update_of((n, 1), NAMED_MOMENTS["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]
     updates = [coded(update._replace(bits=BitNumbers(update.bits.key, 1000)), vector=True) for update in updates]
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
 def test_a_plan_keeps_no_gradient(kernels: TritonKernels) -> None:
-    both = Both(kernels, [coded(update_of((3, 300), NAMED["fp8"])), update_of((3, 300), NAMED["fp8"])], [ADAM, OTHER])
+    both = Both(kernels, [coded(update_of((3, 300), FP8_MOMENTS)), update_of((3, 300), FP8_MOMENTS)], [ADAM, OTHER])
     both.step()
     ends = [weakref.ref(update.gradient) for update in both.ours]
     both.ours = [update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in both.ours]
