@@ -81,7 +81,7 @@ def begin(model, recipe):
 @ octavo/export/layouts.py <<"compressed-tensors"]
 "rows",
 @ octavo/export/layouts.py <    "per-tensor": L
-    "rows": Layout("_scale_rows", ((1, ALL),), "rowwise", _compressed_tensors_config, "rows"),
+    "rows": Layout("_scale_rows", (ROW,), "rowwise", _compressed_tensors_config, "rows"),
 """,
     "a column": r"""
 @ octavo/nn/summary.py <MIB = 1
