@@ -668,12 +668,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def causes_table() -> str:
-    """Return the table of docs/inspect.md."""
-    return markdown(HEAD, summary(read("causes")))
-
-
-TABLES = {"causes": causes_table}
+# docs/inspect.md's
+TABLES = {
+    "causes": lambda: markdown(HEAD, summary(read("causes"))),
+    "promises": lambda: markdown(PROMISES, promises(read("causes"))),
+}
 
 
 def main(arguments: list[str]) -> int:
