@@ -24,9 +24,12 @@ from tests.support.helpers import CountOps, every_layer
     ],
 )
 def test_a_transformer_block(pool, recipe, norm, sequence):
-    """Differences, of the largest elements, are what another order of additions in float32 makes of some codes."""
-    for differences in pool.run(tasks.block, (2,), recipe, norm, sequence):
-        assert max(differences.values()) < (1e-5 if recipe == "high_precision" else 5e-3)
+    """Another order of additions in float32, which differs from CPU to CPU, makes other codes of a few elements.
+
+    If all were others, a result would be 0.04 away.
+    """
+    for distances in pool.run(tasks.block, (2,), recipe, norm, sequence):
+        assert max(distances.values()) < (1e-5 if recipe == "high_precision" else 1e-2)
 
 
 def test_splits_that_do_not_divide(pool):

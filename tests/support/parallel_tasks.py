@@ -287,7 +287,7 @@ def block_plan(sequence: bool, **sending: Any) -> dict[str, Any]:
 
 
 def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]:
-    """Return the differences of a transformer block, whose layers have named splits, from the same on one rank.
+    """Return the distances of a transformer block, whose layers have named splits, from the same on one rank, by norms.
 
     There too each split is a Linear of its own, with a scale of its own.
     """
@@ -303,7 +303,7 @@ def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]
     if sequence:
         x, g = own_tokens(x, mesh), own_tokens(g, mesh)
         wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
-    return differences(wanted, step(model, x, g))
+    return {name: float((value - wanted[name]).norm() / wanted[name].norm()) for name, value in step(model, x, g).items()}
 
 
 def uneven_splits(mesh: Any) -> str:
