@@ -303,7 +303,8 @@ def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]
     if sequence:
         x, g = own_tokens(x, mesh), own_tokens(g, mesh)
         wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
-    return {name: float((value - wanted[name]).norm() / wanted[name].norm()) for name, value in step(model, x, g).items()}
+    parts = step(model, x, g)
+    return {name: float((parts[name] - value).norm() / value.norm()) for name, value in wanted.items()}
 
 
 def uneven_splits(mesh: Any) -> str:
