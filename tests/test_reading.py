@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import serialization
 
 from octavo.reading import DEEPEST, check_records, file_inside, read_json
 from tests.support.damage import DEEP, damaged_json
@@ -106,7 +107,7 @@ def test_no_flipped_bit_of_what_torch_saved_is_read_as_another_tensor() -> None:
 
 
 def test_what_was_saved_without_checksums_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.serialization.config.save, "compute_crc32", False)
+    monkeypatch.setattr(serialization.config.save, "compute_crc32", False)
     data = saved(torch.ones(3))
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is not None
     check_records(data)
