@@ -38,11 +38,11 @@ def ends(values: Sequence[float], digits: int) -> list[str]:
     return [f"{extreme:,.{digits}f}".replace("-", "\N{MINUS SIGN}") for extreme in (min(values), max(values))]
 
 
-def recording() -> list[str]:
+def recording(recorded: str = "recorded_ms", percent: str = "percent_every_50") -> list[str]:
     """Return ms of recorded and other steps by recipe, and the percents that one recorded step in 50 adds."""
     rows = read("inspect_cost")
-    times = [f"{float(row[column]):.0f}" for row in rows for column in ("recorded_ms", "step_ms")]
-    return times + [f"{float(row['percent_every_50']):.2f}" for row in rows]
+    times = [f"{float(row[column]):.0f}" for row in rows for column in (recorded, "step_ms")]
+    return times + [f"{float(row[percent]):.2f}" for row in rows]
 
 
 def recording_error() -> list[str]:
@@ -362,6 +362,9 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
     "docs/inspect.md": {
         "a recorded step takes {} ms instead of {} (`dynamic`), or {} instead of {} (`delayed`), so that recording one "
         "step in 50 adds {} and {} %": recording,
+        "it takes {} ms instead of {} (`dynamic`), or {} instead of {} (`delayed`): {} and {} %": lambda: recording(
+            "with_twin_ms", "percent_with_twin_every_50"
+        ),
         "Steps that were not recorded took {} to {} % more": lambda: recording_error()[:2],
         "what tracing faults takes, {} to {} %, in part": lambda: recording_error()[2:],
         "{} ops in addition to the demo's {}, so that one step in 50 adds {} % of the launches": recording_ops,
