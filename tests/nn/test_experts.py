@@ -495,7 +495,8 @@ def test_converted_experts_compute_as_plain_ones_of_their_values(kind: str, reci
     assert_equal(results(stored), expected)
     octavo.set_recipe(stored, recipes.high_precision())
     octavo.set_recipe(plain, recipes.high_precision())
-    assert_equal(results(stored), results(plain))
+    # torch's products, whose last bits depend on where a tensor's memory begins
+    torch.testing.assert_close(results(stored), results(plain), rtol=1e-5, atol=1e-5)
     index, x = torch.zeros(3, 1, dtype=torch.int64), torch.randn(3, 32)
     with torch.inference_mode():
         torch.testing.assert_close(stored(x, index, torch.ones(3, 1)), plain(x, index, torch.ones(3, 1)))
