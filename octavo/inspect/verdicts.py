@@ -31,7 +31,7 @@ OTHERWISE = 2.0  # times these limits, where something else than a cast is found
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
-# kinds that read what layers compute: where FP8 is the cause of a loss before, it is of these
+# kinds that read what layers compute, which changes once FP8 has raised the loss
 EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
@@ -129,7 +129,7 @@ class _Twins:
 
     def has_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
-        at, first = bisect_left(self.steps, finding.begins), self.first_apart(None)
+        at, first = bisect_left(self.steps, finding.begins), self.first_of_all
         if first is not None and first[0] <= at:
             if first[1] is None and self.part(first[0]) > 0:
                 return True
@@ -138,6 +138,11 @@ class _Twins:
         parts = [(self.losses[soon], self.of_twins[soon]) for soon in (slice(at, at + OVER), slice(at, None))]
         rises = [(_median(loss - twin), _median(loss) - _median(self.losses[:at])) for loss, twin in parts]
         return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
+
+    @cached_property
+    def first_of_all(self) -> tuple[int, int | None] | None:
+        """The place where FP8 differs first, whatever findings there are; see ``first_apart``."""
+        return self.first_apart(None)
 
     @cached_property
     def departures(self) -> list[Departure]:

@@ -24,12 +24,9 @@ from tests.support.helpers import CountOps, every_layer
     ],
 )
 def test_a_transformer_block(pool, recipe, norm, sequence):
-    """Another order of additions in float32, which differs from CPU to CPU, makes other codes of a few elements.
-
-    If all were others, a result would be 0.04 away.
-    """
+    """Another order of additions in float32, which differs from CPU to CPU, makes other codes of a few elements."""
     for distances in pool.run(tasks.block, (2,), recipe, norm, sequence):
-        assert max(distances.values()) < (1e-5 if recipe == "high_precision" else 1e-2)
+        assert max(distances.values()) < (1e-5 if recipe == "high_precision" else 5e-3)
 
 
 def test_splits_that_do_not_divide(pool):
