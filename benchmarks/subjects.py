@@ -68,6 +68,7 @@ STUDIES = {
     "layer": "docs/kernels.md",
     "llama_step": "docs/kernels.md",
     "gpu_host_earlier": "docs/plan.md",  # of the commit of llama_step
+    "gpu_host_planned": "docs/plan.md",  # the host whose times octavo.cost takes
     "silicon": "docs/emulator.md",
 }
 # A state that was rewritten before it was merged, or was not committed: the commit that its rows came with.

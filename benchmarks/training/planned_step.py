@@ -1,7 +1,8 @@
 """``octavo plan``'s times of the Llama of llama_step, beside its rows on an H100.
 
 Nothing is fitted to these rows. Products, casts and attention are those of ``octavo.cost.rates``. The host's times are
-of gpu_host, of the commit of the rows and of today, times how much slower the host of that GPU is: the median over the
+of gpu_host, of the commit of the rows (gpu_host_earlier) and of the calls that are replayed since then
+(gpu_host_planned, whose times ``octavo.cost`` takes), times how much slower the host of that GPU is: the median over the
 smallest layer of ``layer``'s rows, where the host is slower than the GPU.
 """
 
@@ -30,7 +31,7 @@ MEASURES = (
     "octavo/cost",
     "octavo/nn/saved.py",
     "octavo/schedule/plan.py",
-    "benchmarks/results/gpu_host-cpu-amd-epyc.csv",
+    "benchmarks/results/gpu_host_planned-cpu-amd-epyc.csv",
 )
 ORIGIN = "octavo.cost, not measured"
 
@@ -116,7 +117,7 @@ def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTi
 
 
 def slower_host(us: Mapping[str, float]) -> float:
-    """Return the H100's host's time divided by gpu_host's: the median over octavo's eager layers."""
+    """Return the H100's host's time divided by that of such rows: the median over octavo's eager layers."""
     ratios = []
     for row in read("layer"):
         library, _, words = row["variant"].partition(" ")
@@ -131,11 +132,11 @@ def slower_host(us: Mapping[str, float]) -> float:
 @functools.cache
 def rates(then: bool) -> Rates:
     """Return the rates of the H100 and its host, with the host's times of the commit of its rows, or with today's."""
-    earlier, now = microseconds("gpu_host_earlier"), microseconds("gpu_host")
+    earlier, now = microseconds("gpu_host_earlier"), microseconds("gpu_host_planned")
     slower = slower_host(earlier)
     if then:
         return replace(PUBLISHED["H100"], host=host_times(earlier, slower))
-    machine = statistics.median(earlier[name] / now[name] for name in OF_OTHERS)  # gpu_host's own was slower then
+    machine = statistics.median(earlier[name] / now[name] for name in OF_OTHERS)  # of another machine
     return replace(PUBLISHED["H100"], host=host_times(now, slower * machine))
 
 

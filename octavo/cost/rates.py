@@ -155,7 +155,7 @@ def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
 
 # An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
 # layers (bf16's is the median of all readings beside FP8's), casts of 16,384 x 8,192 into both layouts, and the host's
-# times of gpu_host. An operation takes 0.27 of the host's time of nn.Linear's forward, as in a Llama block on a CPU.
+# times of gpu_host_planned. An operation takes 0.27 of its time of nn.Linear's forward, as in a Llama block on a CPU.
 # Attention is published at 2,048 tokens (ATTENTION_SOURCE, figures 5 and 6; backward without a mask, and taken to lose
 # as much by one as forward); "flash" is FlashAttention-2, torch's choice. A launch of 4 us, as in eager PyTorch; the
 # memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
