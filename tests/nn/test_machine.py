@@ -21,6 +21,12 @@ def test_which_products_are_torchs(monkeypatch):
 
 def test_which_attention_torch_takes(monkeypatch):
     cpu = torch.device("cpu")
+
+    def without_driver(params):
+        raise torch.AcceleratorError("CUDA error: CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", without_driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = "\n".join(machine.attention_on([cpu]))
     with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
         alone = "\n".join(machine.attention_on([cpu]))
@@ -28,6 +34,7 @@ def test_which_attention_torch_takes(monkeypatch):
     assert "cpu: flash with heads of 64, flash with heads of 128" in text and "cpu: math with heads of 64" in alone
     assert "no CUDA device here" in text and "set_priority" not in text
     # on a GPU where cuDNN's attention waits behind flash, and where it is chosen
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.is_causal)
     assert "sdpa_kernel([SDPBackend.CUDNN_ATTENTION" in "\n".join(machine.attention_on([cpu]))
     monkeypatch.setattr(machine, "fused_sdp_choice", lambda *_, is_causal: 3)

@@ -79,10 +79,10 @@ def share_device() -> None:
     gloo, device = dist.ProcessGroupGloo, dist.ProcessGroupGloo.create_device(interface="lo")
     construct = gloo.__init__
 
-    def on_the_device(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def on_the_device(group: Any, store: Any, rank: int, size: int, timeout: Any, **newer: Any) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
-        construct(group, store, rank, size, options)
+        construct(group, store, rank, size, options)  # "newer": torch 2.14's enable_reconfigure, False unless set by hand
 
     gloo.__init__ = on_the_device
 
