@@ -292,12 +292,13 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
 def forget_failed_pass(model: nn.Module) -> bool:
     """Make FSDP2 forget a forward or backward that failed, so that another can follow; return False if it can't.
 
-    Torch has ``reset_iter_state`` from 2.13 on.
+    Shards keep their gradients. Torch has ``reset_iter_state`` from 2.13 on, which from 2.15 on drops these too.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return True
     from torch.distributed.fsdp import FSDPModule
 
+    gradients = [(param.sharded, param.sharded.grad) for param in fsdp_params(model)]
     inner: set[nn.Module] = set()
     for module in model.modules():  # outer ones first
         if isinstance(module, FSDPModule) and module not in inner:
@@ -305,6 +306,8 @@ def forget_failed_pass(model: nn.Module) -> bool:
                 return False
             module.reset_iter_state()
             inner.update(module.modules())
+    for shard, gradient in gradients:
+        shard.grad = gradient
     return True
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -431,10 +431,14 @@ def test_a_loss_scale_that_is_not_given_makes_no_false_loss(returns_loss: bool, 
     assert record.weights["twin_cosine"].min() > 0.95
 
 
+# before torch 2.13 FSDP2 can't forget a pass that failed, and the error ends the training
+WRAPS_OF_FAILURES = ("fsdp", "ddp") if hasattr(FSDPModule, "reset_iter_state") else ("ddp",)
+
+
 def fail_on_ranks(mesh: Any, folder: str) -> list[Any]:
     """Train a sharded model whose twins fail, and a replicated one whose twins fail on rank 1."""
     results = []
-    for wrap in ("fsdp", "ddp"):
+    for wrap in WRAPS_OF_FAILURES:
         for twin in (True, False):
             torch.manual_seed(0)
             model: Any = octavo.convert(
@@ -463,11 +467,12 @@ def fail_on_ranks(mesh: Any, folder: str) -> list[Any]:
 
 
 def test_a_twin_that_fails_on_ranks_ends_no_training(pool: Any, tmp_path: Path) -> None:
-    for with_twin, without, *replicated in pool.run(fail_on_ranks, (2,), str(tmp_path)):
-        assert with_twin == without and replicated[0] == replicated[1]
-    for wrap, reason in (("fsdp", "the twin failed: ZeroDivisionError"), ("ddp", "it failed on another rank")):
+    for results in pool.run(fail_on_ranks, (2,), str(tmp_path)):
+        assert results[::2] == results[1::2]
+    reasons = {"fsdp": "the twin failed: ZeroDivisionError", "ddp": "it failed on another rank"}
+    for wrap in WRAPS_OF_FAILURES:
         ((_, kind, text),) = octavo.inspect.load(tmp_path / wrap / "True").events
-        assert kind == NO_TWIN and text.startswith(reason)
+        assert kind == NO_TWIN and text.startswith(reasons[wrap])
 
 
 @pytest.mark.full

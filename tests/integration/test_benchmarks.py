@@ -246,6 +246,7 @@ def test_all_makes_what_is_old_and_goes_on(tmp_path, monkeypatch, capsys) -> Non
     replaced |= {"commit": lambda: "new", "change_since": lambda commit, code: "" if commit == "new" else "a file"}
     for name, value in replaced.items():
         monkeypatch.setattr(everything, name, value)
+    monkeypatch.setattr(everything.metadata, "version", lambda name: "3.7.1")
     monkeypatch.setattr(everything.subprocess, "run", run)
     monkeypatch.setattr(everything.report, "main", lambda arguments: ran.append("report"))
     for name, commit in {"made": "new", "old": "old"}.items():
