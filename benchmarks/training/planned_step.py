@@ -2,8 +2,8 @@
 
 Nothing is fitted to these rows. Products, casts and attention are those of ``octavo.cost.rates``. The host's times are
 of gpu_host, of the commit of the rows (gpu_host_earlier) and of the calls that are replayed since then
-(gpu_host_planned, whose times ``octavo.cost`` takes), times how much slower the host of that GPU is: the median over the
-smallest layer of ``layer``'s rows, where the host is slower than the GPU.
+(gpu_host_planned, whose times ``octavo.cost`` takes), times how much slower the host of that GPU is: the median over
+the smallest layer of ``layer``'s rows, where the host is slower than the GPU.
 """
 
 from __future__ import annotations

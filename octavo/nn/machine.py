@@ -72,7 +72,7 @@ def attention_on(devices: Sequence[torch.device]) -> list[str]:
             q = torch.empty(1, 1, 2048, size, dtype=torch.bfloat16, device=device, requires_grad=True)
             choice = SDPBackend(fused_sdp_choice(q, q, q, is_causal=True))
             taken.append(f"{_called(choice)} with heads of {size}")
-            if torch.cuda.is_available():  # without a driver, a CUDA build of torch raises an error in what is asked here
+            if torch.cuda.is_available():  # a CUDA build of torch asks the driver, and raises an error without one
                 has_cudnn = torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, q, q, None, 0.0, True, False))
                 cudnn_waits |= has_cudnn and choice != SDPBackend.CUDNN_ATTENTION
         lines.append(f"  {device}: {', '.join(taken)}")

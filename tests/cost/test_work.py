@@ -30,7 +30,7 @@ def test_work_is_that_of_a_real_step() -> None:
     products = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
     assert sum(layer.flop * sum(layer.products) for layer in work.linears) == products
     scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of query . key^T: batch, heads, C, C, head width
-    assert work.other_flop == scores * (2 + 5)  # forward two products, backward five; before torch 2.15 not in its count
+    assert work.other_flop == scores * (2 + 5)  # forward two products, backward five: torch counts them from 2.15 on
     assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert work.other.bytes > sum(p.numel() for p in model.parameters())
 

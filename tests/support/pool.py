@@ -80,9 +80,9 @@ def share_device() -> None:
     construct = gloo.__init__
 
     def on_the_device(group: Any, store: Any, rank: int, size: int, timeout: Any, **newer: Any) -> None:
-        options = gloo._Options()
+        options = gloo._Options()  # torch 2.14 also gives enable_reconfigure, False unless set by hand
         options._devices, options._timeout = [device], timeout
-        construct(group, store, rank, size, options)  # "newer": torch 2.14's enable_reconfigure, False unless set by hand
+        construct(group, store, rank, size, options)
 
     gloo.__init__ = on_the_device
 
