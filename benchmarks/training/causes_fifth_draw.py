@@ -17,6 +17,7 @@ next one; a gradient's sign changes no norm in its step, and so updates or the l
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ from octavo import E4M3, Cast, PerTensor, recipes
 from octavo.train.config import ModelConfig
 from octavo.train.trainer import build_model
 
-WORSE, STEPPED, MARGIN = 0.02, ("updates", "loss"), Cast(E4M3, PerTensor(), margin=18)
+WORSE, TURNED, STEPPED, MARGIN = 0.02, 0.1, ("updates", "loss"), Cast(E4M3, PerTensor(), margin=18)
 MLPS, LONG = ("fc2", "down"), {"recipe": recipes.delayed(history_length=1024)}
 
 
@@ -397,11 +398,50 @@ def truth(fault: Fault, model: str, seed: int) -> tuple[str, bool]:
     return f"{worse:.1%} worse, {high:.1%} in high precision: {measured}", is_right
 
 
+def with_gradients(fault: Fault, *of_run: Any) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return the losses of the recorded steps, and the matrices' gradients in each."""
+    seen: list[list[Tensor]] = []
+
+    def begin(run: Training) -> None:
+        fault.begin(run)
+        matrices = [param for param in run.model.parameters() if param.ndim > 1]
+        run.optimizer.register_step_pre_hook(lambda *_: seen.append([w.grad.flatten().double() for w in matrices]))
+
+    return losses(dataclasses.replace(fault, begin=begin), *of_run), seen
+
+
+def damage(fault: Fault, *of_run: Any) -> tuple[float, float]:
+    """Return by how much a fault worsens the loss and turns gradients, against a twin of the same precision."""
+    twin = Fault(options=fault.options, fresh=fault.fresh)
+    both, turned = zip(*(with_gradients(each, *of_run) for each in (fault, twin)), strict=True)
+    mean, mean_of_twin = (float(each[fault.begins :].mean()) for each in both)
+    cosines = [
+        [F.cosine_similarity(*pair, 0) for pair in zip(*step, strict=True)] for step in zip(*turned, strict=True)
+    ]
+    return mean / mean_of_twin - 1, 1 - float(torch.tensor(cosines)[fault.begins :].amin(1).mean())
+
+
+def truth_by_gradients(fault: Fault, model: str, seed: int) -> tuple[str, bool]:
+    """Return a fault's damage as text, and whether its truth follows, for faults that creep in or are small.
+
+    Each run's twin has its own precision, so that in high precision a fault of FP8 has no damage at all. The loss is
+    worse by WORSE or more, or gradients are turned by TURNED or more: one minus the cosine with the twin's, of the
+    matrix where that is least, as a mean of the steps from the fault's first.
+    """
+    (worse, turned), (high, high_turned) = (damage(fault, model, seed, in_fp8) for in_fp8 in (True, False))
+    is_of_fp8 = abs(high) <= abs(worse) / 10 and high_turned <= turned / 10
+    is_other = high_turned >= turned * 2 / 3 and (worse < WORSE or high >= worse * 2 / 3)
+    measured = "yes" if is_of_fp8 else "no" if is_other else "between"
+    is_right = measured == (fault.fp8 or "no") and (worse >= WORSE or turned >= TURNED)
+    return f"{worse:.1%} worse, turned by {turned:.2f}; {high:.1%}, {high_turned:.2f} in high precision", is_right
+
+
 def main(
     kinds: list[str],
     draw: str = "fifth draw",
     faults: Mapping[str, Fault] = FIFTH_DRAW,
     healthy: Mapping[str, Fault] = FIFTH_HEALTHY,
+    truth: Callable[[Fault, str, int], tuple[str, bool]] = truth,
 ) -> int:
     """Print the truth of these kinds of a draw, or of all, and losses of its healthy runs; return 1 if one is wrong."""
     torch.set_num_threads(1)
