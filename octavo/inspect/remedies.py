@@ -92,7 +92,8 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
     """
     cast, finer, with_e5m2 = row.cast, [], []
     changes: list[dict[str, Any]] = [{}]
-    changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
+    changes += [{"rule": Dynamic()}] * cast.is_delayed
+    changes += [{"format": E5M2}] * (cast.format is not E5M2 and not cast.is_packed)  # E2M1's blocks are its alone
     # leave out a margin that the numbers did not need
     is_unused = float(numbers.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
@@ -103,7 +104,7 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
             with_e5m2 += [rules] * ("format" in change)
     shared = math.prod(cast.tile) if isinstance(cast.granularity, PerBlock) else math.inf
     for tile, recipe in _FINER:
-        if tile < shared:
+        if tile < shared or cast.is_packed:
             finer.append(Remedy(_of(row, recipe()), numbers.bound(tile, E4M3, _least(E4M3, least)), True))
     # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
     yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and remedy.rules in with_e5m2)

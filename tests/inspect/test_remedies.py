@@ -139,6 +139,15 @@ def test_what_no_gpu_multiplies_is_not_proposed() -> None:
     assert with_cast(x, rows, Cast(E5M2, PerTensor())) is None
 
 
+@pytest.mark.parametrize("recipe", [recipes.nvfp4(), recipes.nvfp4(4)], ids=["dynamic", "delayed"])
+def test_four_bits_are_mended_by_eight_or_more(recipe: octavo.Recipe) -> None:
+    """E2M1's blocks, rotation and rounding are those of no other format, so that no single cast is changed."""
+    rows = Table(octavo.nn.Linear(16, 16, recipe=recipe)).rows
+    for row in rows:
+        offered = list(remedies(row, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
+        assert [remedy.rules[""] for remedy in offered if remedy.is_bound][-2:] == [recipes.blockwise(), recipes.mx()]
+
+
 def test_the_last_remedy_is_certain() -> None:
     rule = Delayed(4)
     *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.delayed(4))).rows
