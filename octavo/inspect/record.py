@@ -377,8 +377,9 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
             "sqnr": 10 * np.log10(power / error),  # decibels: the numbers' power over that of what rounding changed
             "amax": np.where(elements > 0, amax, np.nan),
             "scale_inv": np.where(elements > 0, scale_inv, np.nan),  # the largest
-            # amax over the largest number that the scale has room for: above 1 a delayed scale is stale
-            "assumed": amax / (scale_inv * [row.largest for row in rows]),
+            # amax over the largest number that the scale has room for: above 1 a delayed scale is stale; nan where all
+            # scales of four-bit blocks are rounded to 0, which reads 0 and clips nothing
+            "assumed": np.where(scale_inv > 0, amax / (scale_inv * [row.largest for row in rows]), np.nan),
         }
 
 

@@ -222,3 +222,13 @@ def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:
     place = next(i for i, row in enumerate(record.rows) if (row.layer, row.role) == (first.layer, "grad_output"))
     foretold = float(first.expected.split(" %")[0]) / 100
     assert record.measures["flushed"][:, place].max() == pytest.approx(foretold, abs=2e-4)
+
+
+def test_four_bit_blocks_whose_scales_are_rounded_to_0(tmp_path: Path) -> None:
+    recipe = RecipeMap(recipes.dynamic(), {f"layers.{BROKEN}": recipes.nvfp4(4, margin=24)})
+    record = recorded(tmp_path / "broken", recipe)
+    first = diagnose(record)[0]
+    assert (first.kind, first.layer) == ("flushed", f"layers.{BROKEN}") and first.numbers["flushed"] == 1
+    assert "the scales of all blocks are rounded to 0, by a margin of 24" in first.cause
+    record = recorded(tmp_path / "mended", mended(recipe, first.rules))
+    assert record.measures["flushed"][-1, [row.layer == first.layer for row in record.rows]].max() < 0.1
