@@ -205,10 +205,11 @@ class _CastOf:
         subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
         unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if scale_inv * numbers.amax > 0 else 0.0
         gap = numbers.octaves_beyond(OUTLIERS)
-        flushed = finding.numbers["flushed"]
+        flushed, smallest = finding.numbers["flushed"], self.cast.format.smallest_subnormal
         if scale_inv == 0:
-            cause = f"the scales of all blocks are rounded to 0, by a margin of {self.cast.margin} or earlier steps' amax"
-        elif unused >= 1 and numbers.below(self.cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
+            why = f"a margin of {self.cast.margin} or of the amax of earlier steps"
+            cause = f"the scales of all blocks are rounded to 0, because of {why}"
+        elif unused >= 1 and numbers.below(smallest / 2 * scale_inv / 2**unused) < flushed / 2:
             why = f"a margin of {self.cast.margin}" if self.cast.margin >= unused - 1 else "a scale of earlier steps"
             cause = f"{why} leaves {unused:.1f} octaves above the amax unused"
         elif gap >= GAP:

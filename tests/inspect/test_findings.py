@@ -229,6 +229,6 @@ def test_four_bit_blocks_whose_scales_are_rounded_to_0(tmp_path: Path) -> None:
     record = recorded(tmp_path / "broken", recipe)
     first = diagnose(record)[0]
     assert (first.kind, first.layer) == ("flushed", f"layers.{BROKEN}") and first.numbers["flushed"] == 1
-    assert "the scales of all blocks are rounded to 0, by a margin of 24" in first.cause
+    assert "the scales of all blocks are rounded to 0, because of a margin of 24" in first.cause
     record = recorded(tmp_path / "mended", mended(recipe, first.rules))
     assert record.measures["flushed"][-1, [row.layer == first.layer for row in record.rows]].max() < 0.1
