@@ -126,6 +126,24 @@ def begin(model, recipe):
 @ octavo/nn/summary.py <            state += f", gathered
             state += f", {m.elements} elements"
 """,
+    "a column of a plan": r"""
+@ octavo/cost/verdict.py <    Column("casts"
+    Column("share of products", lambda step, bf16: step.products / step.total),
+""",
+    "a command": r"""
+@ octavo_command.py <    "info": "show
+    "NAME": "list the named recipes",
+@ octavo/cli/NAME.py
+from octavo.recipes import NAMED
+
+EXAMPLES = ("octavo NAME",)
+
+def add_options(parser):
+    pass
+
+def run(options, arguments):
+    return len(NAMED)
+""",
 }
 
 PROGRAMS = {
@@ -206,6 +224,18 @@ PROGRAMS = {
         import torch, octavo
         summary = octavo.summary(torch.nn.Linear(8, 8))
         assert summary.modules[0].elements == 64 and "64 elements" in str(summary)
+    """,
+    "a column of a plan": """
+        from octavo.cost import Estimate
+        from octavo.cost.verdict import tables
+        from octavo.schedule import PhasePlan
+        text = tables([Estimate("bf16", 1.0, 0.0, 3.0, 0.0, PhasePlan("", *[1] * 5), (), 1.0)])
+        assert "share of products" in text and " 0.25 " in text, text
+    """,
+    "a command": """
+        from octavo import cli
+        from octavo.recipes import NAMED
+        assert cli.main(["NAME"]) == len(NAMED)
     """,
 }
 ON_TRITON = """
