@@ -27,9 +27,17 @@ from octavo.reading import read_json
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 IN_BF16 = "bf16"  # the name of what is without FP8: a step, a product, a launch of the host, a mesh's recipe
-FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
-# of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row
-PRODUCT_KINDS = (IN_BF16, "tensor", "row", "block", "vector", "mx")
+FORMS = ("tensor", "row", "block", "mx")  # of a cast's scales
+# {kind of product, which is the form of its operand with the finer scales: its name in a table}
+KIND_NAMES = {
+    IN_BF16: "bf16",
+    "tensor": "FP8, a scale each",
+    "row": "FP8, a scale a row",
+    "block": "FP8, a scale in 128",
+    "vector": "FP8, a scale in 128 of both",  # of a row of each; the other operand of a "block" has square blocks
+    "mx": "FP8, a scale in 32",
+}
+PRODUCT_KINDS = tuple(KIND_NAMES)
 RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))

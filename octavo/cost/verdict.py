@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime
 from octavo.cost.from_flags import optimizer_of, tokens_of
-from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, IN_BF16, PRODUCT_KINDS, PlanError, Rates
+from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, IN_BF16, KIND_NAMES, PlanError, Rates
 from octavo.cost.steps import RECIPES, step_in
 from octavo.cost.text import GIB, columns, folded
 from octavo.cost.work import LinearWork, work_of
@@ -34,9 +34,6 @@ from octavo.scaling.recipe import Recipe
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
-# {kind of FP8 product: what shares a scale}
-SCALES = {"tensor": "a scale each", "row": "a scale a row", "block": "a scale in 128", "mx": "a scale in 32"}
-SCALES["vector"] = "a scale in 128 of both"
 WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
 
 
@@ -256,8 +253,7 @@ def describe_rates(rates: Rates) -> str:
     ]
     sizes = [flop for flop, _ in rates.products[IN_BF16]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
-    for kind in PRODUCT_KINDS:
-        name = f"FP8, {SCALES[kind]}" if kind in SCALES else kind
+    for kind, name in KIND_NAMES.items():
         table.append([name, *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])])
     lines += [columns(table), "", *describe_attention(rates)]
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
