@@ -264,7 +264,7 @@ def test_signs_and_zeros(blocks, kind):
         assert torch.equal(torch.signbit(read_back), torch.signbit(x))
         assert torch.equal(torch.signbit(code_values(m)), torch.signbit(x))
         assert read_back[2, 99] == read_back[2, 299] == 3.0 and torch.equal(read_back[x == 0], x[x == 0])
-        if kind != "fp8_fp32":
+        if kind not in FLOATS or torch.finfo(RESTS[kind]).tiny > 1e-30:
             assert read_back.count_nonzero() == 2
     if blocks:
         assert float(m.scale_inv[0, 1]) == 1.0  # a block of zeros
