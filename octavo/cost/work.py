@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 # FLOP of attention that is not causal, for each query, key and feature: forward's two products, backward's five
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
+Result = TypeVar("Result")  # of a run of a model
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
@@ -211,7 +212,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return _lengthened(short, long, more) if _is_in_order(short) else _traced(model, inputs)
 
 
-def run_shorter(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Any, Any, int]:
+def run_shorter(model: nn.Module, run: Callable[[nn.Module], Result]) -> tuple[Result, Result | None, int]:
     """Return (``run`` of a copy of TRACED blocks, of one of a block more, how many more than TRACED the model has).
 
     What a step does and keeps grows by the same with each block, if blocks are alike. Where they are not, or a forward
