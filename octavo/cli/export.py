@@ -24,10 +24,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``octavo export``."""
     parser.usage = f"{parser.prog} [OPTIONS] RUN"
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
-    written = parser.add_mutually_exclusive_group(required=True)
-    written.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
+    outputs = parser.add_mutually_exclusive_group(required=True)
+    outputs.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
     help = "a new folder for FP8 weights and their config.json, as servers read them"
-    written.add_argument("--safetensors", type=Path, metavar="FOLDER", help=help)
+    outputs.add_argument("--safetensors", type=Path, metavar="FOLDER", help=help)
     help = "of FP8 weights (default: compressed-tensors, which holds those of every recipe)"
     parser.add_argument("--layout", default="compressed-tensors", choices=get_args(FileLayout), help=help)
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 21 to 24 (default: 21)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from octavo.inspect.command import Subject, add_arguments, asked, entry_point, inspect_command, what_if_command
 from octavo.inspect.what_if import WhatIfError
@@ -26,23 +27,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print the findings of a record, or which layers of a model lose too much in FP8."""
-    source = options.folder = run_in(options.folder)
-    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+    source = run_in(options.folder)
+    if options.against is not None and _is_record(other := run_in(options.against) / RECORD):
         options.against = other
     if options.apply:
         if not checkpoint.RunFolder(source).holds_run():
             raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
         options.write = source / RULES
-    if (source / RECORD / "record.json").exists() and not asked(options):
-        source = options.folder = source / RECORD
-    if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():
-        record = source / RECORD
-        model, corpus = trained_model(source), load_corpus(options.data)
-        corpus.require(model.config)
-        windows = Batches(corpus, model.config.context, BATCH, seed=0)
-        batches = [windows.training(step) for step in range(STEPS)]
-        subject = Subject(model, lambda model, batch: next_byte_loss(model(batch[0]), batch[1]), batches)
-        return what_if_command(options, subject, record if (record / "record.json").exists() else None)
+    record = source / RECORD if _is_record(source / RECORD) else None  # of a run
+    if record is not None and not asked(options):
+        source = record
+    options.folder = source
+    if checkpoint.RunFolder(source).holds_run() and not _is_record(source):
+        return what_if_command(options, _run_as_subject(source, options.data), record)
     if source.exists() and (flags := asked(options)):
         raise WhatIfError(f"{', '.join(flags)}: {source} is a record, and these are for models")
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
+
+
+def _is_record(folder: Path) -> bool:
+    return (folder / "record.json").exists()
+
+
+def _run_as_subject(run: Path, data: Path | None) -> Subject:
+    """Return a run's model with some batches of its text, to be measured in each recipe."""
+    model, corpus = trained_model(run), load_corpus(data)
+    corpus.require(model.config)
+    windows = Batches(corpus, model.config.context, BATCH, seed=0)
+    batches = [windows.training(step) for step in range(STEPS)]
+    return Subject(model, lambda model, batch: next_byte_loss(model(batch[0]), batch[1]), batches)

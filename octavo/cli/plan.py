@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ EXAMPLES = (
     "--head dynamic_with_output_hp",
     "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
 )
+STATE = ("algorithm", "moments", "master", "weight_storage", "update_in_backward")  # fields of StateConfig
+# options by the step that they are for; each is in one of these, but for those of StateConfig and of the model's sizes
+OF_ANY = ("model", "tokens", "device", "fuse", "gpus")
+OF_DEVICE = ("head", "attention", "loss")
+OF_MESH = ("mesh", "micro_batches", "recompute", "checkpoint_in_fp8")  # arguments of plan_on_mesh
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
     add_flags(parser, ModelConfig)
-    add_flags(parser, StateConfig, ("algorithm", "moments", "master", "weight_storage", "update_in_backward"))
+    add_flags(parser, StateConfig, STATE)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -87,10 +93,9 @@ def _text(options: argparse.Namespace) -> str:
     else:
         with torch.device("meta"):
             model = GPT(config).bfloat16()
-    of_a_mesh = options.mesh, options.micro_batches, options.recompute, options.checkpoint_in_fp8
-    if options.gpus is None and any(of_a_mesh):
-        flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
-        raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
+    of_mesh, of_device = ({name: getattr(options, name) for name in names} for names in (OF_MESH, OF_DEVICE))
+    if options.gpus is None and any(of_mesh.values()):
+        raise PlanError(f"{_flags(OF_MESH)} are for a step on several GPUs: add --gpus")
     if options.attention is not None:
         rates = with_attention(rates, options.attention)
     inputs = from_flags.tokens_of(options.tokens, context)
@@ -98,20 +103,30 @@ def _text(options: argparse.Namespace) -> str:
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is None:
-        return f"{head}{_on_one_device(model, inputs, rates, options, state)}"
-    if state != StateConfig(algorithm=state.algorithm) or options.head or options.attention or options.loss:
-        flags = "--moments, --master, --weight-storage, --update-in-backward, --head, --attention and --loss"
+        return _on_one_device(head, model, inputs, rates, options, state)
+    if state != StateConfig(algorithm=state.algorithm) or any(of_device.values()):
+        flags = _flags(STATE[1:] + OF_DEVICE)
         raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
-    names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
-    settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
-    settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-    return f"{head}\n{plan_on_mesh(model, rates, **settings).text()}"
+    of_mesh |= {"gpus": options.gpus, "fuse": options.fuse, "algorithm": state.algorithm}
+    of_mesh |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+    return f"{head}\n{plan_on_mesh(model, rates, **of_mesh).text()}"
+
+
+def _flags(names: Sequence[str]) -> str:
+    """Return options' flags as words: "--mesh, --micro-batches and --recompute"."""
+    *flags, last = map(flag_of, names)
+    return f"{', '.join(flags)} and {last}"
 
 
 def _on_one_device(
-    model: torch.nn.Module, inputs: tuple[torch.Tensor], rates: Rates, options: argparse.Namespace, state: StateConfig
+    head: str,
+    model: torch.nn.Module,
+    inputs: tuple[torch.Tensor],
+    rates: Rates,
+    options: argparse.Namespace,
+    state: StateConfig,
 ) -> str:
-    """Return the rest of a line on the options of a step on one device, the plan, and what to change if none fits."""
+    """Return ``head`` with the options of a step on one device, its plan, and what to change if none fits."""
     of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
     of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
     changes = [f"moments {state.moments}, master {state.master}"] * (state != StateConfig())
@@ -123,7 +138,7 @@ def _on_one_device(
     is_octavos = state != StateConfig()
     settings["optimizer"] = from_flags.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
     steps = estimates(model, inputs, rates, **settings)
-    lines = [", ".join(["", *changes]), describe_plan(steps, rates)]
+    lines = [", ".join([head, *changes]), describe_plan(steps, rates)]
     if not fits(steps, rates):
         lines.append(change_that_fits(model, inputs, rates, of_optimizer, **settings))
     return "\n".join(lines)

@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.autograd.linear_cross_entropy import ROWS
-from octavo.cost.parts import BF16_KERNELS, CHUNKED_LOSS, COUNTED, FUSED_LOSS, LOSS, OF_CHUNK, PARTS, Moved, fused_parts
+from octavo.cost.parts import (
+    BF16_KERNELS,
+    CHUNKED_LOSS,
+    COUNTED,
+    FUSED_LOSS,
+    LOSS,
+    OF_CHUNK,
+    PARTS,
+    FusedPart,
+    Moved,
+    fused_parts,
+)
 from octavo.cost.rates import IN_BF16, HostTime, PlanError, Rates, form_of, host_kind
 from octavo.cost.work import (
+    ATTENTION_FLOP,
+    NO_TRAFFIC,
     LinearWork,
-    Traffic,
     Work,
     convert_quietly,
     head_of,
@@ -121,31 +133,28 @@ def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> flo
 class _Times:
     """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; layers are added one by one."""
 
-    def __init__(
-        self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]], kernels: Mapping[str, Moved]
-    ) -> None:
-        """Begin with all but linear layers; ``fused``: from fused_parts; ``kernels``: the traffic of fused parts."""
+    def __init__(self, work: Work, rates: Rates, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> None:
+        """Begin with all but linear layers; ``kernels``: the traffic of fused parts, by part."""
         self.work, self.rates = work, rates
         others = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, others) if others > 0 else 0.0
-        self.fused = work.other.fused / rates.copy + attention
-        forward = Traffic(0, 0, 0) if work.blocks is None else work.blocks.forward
-        moved = [[*forward[:2]], [*work.other.less(forward)[:2]]]
-        for name, part, elements in fused:
-            plain, less = PARTS[part].plain, kernels[part]
-            first = moved[self.span(name)]
-            first[0] += elements * (less.forward - plain.forward)
-            first[1] += less.forward_launches - plain.forward_launches
-            moved[1][0] += elements * (less.backward - plain.backward)
-            moved[1][1] += less.backward_launches - plain.backward_launches
-        self.device = [size / rates.copy + launches * rates.launch for size, launches in moved]
-        share = 0.0 if work.blocks is None else 4 / 14  # of attention's products, forward's
+        self.other_compiled = work.other.compiled / rates.copy + attention
+        forward = NO_TRAFFIC if work.blocks is None else work.blocks.forward
+        spans = [forward, work.other.less(forward)]
+        for module, part, elements in fused:
+            plain, less, span = PARTS[part].plain, kernels[part], self.span(module)
+            launches = less.forward_launches - plain.forward_launches
+            spans[span] = spans[span].plus(elements * (less.forward - plain.forward), launches)
+            launches = less.backward_launches - plain.backward_launches
+            spans[1] = spans[1].plus(elements * (less.backward - plain.backward), launches)
+        self.device = [span.bytes / rates.copy + span.ops * rates.launch for span in spans]
+        share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
         self.device[0] += share * attention
         self.device[1] += (1 - share) * attention
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = [moved[0][1] * times.forward, moved[1][1] * times.backward]
+        self.host = [spans[0].ops * times.forward, spans[1].ops * times.backward]
         self.products = self.casts = 0.0
 
     def span(self, name: str) -> int:
@@ -167,19 +176,23 @@ class _Times:
         return layer
 
 
-def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
-    """Return the parts, as fused_parts yields them, that ``kernels`` has and ``twin`` fuses, but not ``model``."""
+def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
+    """Return the parts that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
-    parts = [part for part in fused_parts(twin, work) if part[1] in kernels]
-    return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
+    parts = [each for each in fused_parts(twin, work) if each.part in kernels]
+    return [each for each in parts if each.module not in already or each.part not in COUNTED]
 
 
-def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, bool, int]:
-    """Return (the head that octavo.nn.linear_cross_entropy computes with the loss, whether no gradient is cast, bytes).
+class ChunkedLoss(NamedTuple):
+    """A loss that octavo.nn.linear_cross_entropy computes with the head, in chunks of rows."""
 
-    Blocks along the contraction are cast by the recipe, from logits' gradient; other codes are written in its place.
-    The bytes are those at a time. Raises PlanError where the head's gradients are no products in FP8.
-    """
+    head: LinearWork
+    writes_codes: bool  # in the place of logits' gradient; else the recipe casts that, in blocks along the contraction
+    size: int  # bytes at a time
+
+
+def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> ChunkedLoss:
+    """Return the ChunkedLoss of a model; raise PlanError where the head's gradients are no products in FP8."""
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
@@ -190,7 +203,7 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, 
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
     of_chunk = OF_CHUNK + 2 * (not writes_codes)
     size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, ROWS * head.out_features) + 2 * head.sizes[0]
-    return head, writes_codes, size
+    return ChunkedLoss(head, writes_codes, size)
 
 
 def _saved(
@@ -264,11 +277,10 @@ def estimate(
     modules = dict(twin.named_modules())
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
     parts = _fused(model, twin, work, kernels) if fuse else []
-    loss = (FUSED_LOSS if any(part == "loss" for _, part, _ in parts) else LOSS) * work.logits
-    head, writes_codes = None, False
-    if chunked_loss:
-        head, writes_codes, loss = _chunked(work, modules)
-        parts = [part for part in parts if part[1] != "loss"] + [("", "chunked loss", work.logits)]
+    loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
+    if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
+        loss = chunked.size
+        parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
     if recipe is None and fuse:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
@@ -280,7 +292,7 @@ def estimate(
         spared = {"input"} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
         spared |= {"weight"} if weight_storage else set()
-        spared |= {"grad_output"} if linear is head and writes_codes else set()
+        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
         layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
@@ -298,4 +310,4 @@ def estimate(
     name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16
     seconds = times.products, times.casts, times.other
     spans = tuple(times.device), tuple(times.host)
-    return Estimate(name, *seconds, update, memory, tuple(layers), times.fused, *spans, loss)
+    return Estimate(name, *seconds, update, memory, tuple(layers), times.other_compiled, *spans, loss)

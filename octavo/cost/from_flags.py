@@ -16,7 +16,7 @@ from octavo.cost.work import blocks_of
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.optim.base import CompactOptimizer
 
-TOKENS = 16384  # of a step, by default
+DEFAULT_TOKENS = 16384  # of a step
 
 
 def from_hugging_face(path: Path) -> nn.Module:
@@ -88,7 +88,7 @@ def algorithm_of(
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     """Return a step's input, [sequences, context], without memory; by default 16,384 tokens, at least one sequence."""
-    wanted = TOKENS if tokens is None else tokens
+    wanted = DEFAULT_TOKENS if tokens is None else tokens
     whole = max(wanted // context, 1) * context
     if tokens not in (None, whole):
         raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {whole}")

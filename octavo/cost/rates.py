@@ -27,9 +27,17 @@ from octavo.reading import read_json
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 IN_BF16 = "bf16"  # the name of what is without FP8: a step, a product, a launch of the host, a mesh's recipe
-FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
-# of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row
-PRODUCT_KINDS = (IN_BF16, "tensor", "row", "block", "vector", "mx")
+FORMS = ("tensor", "row", "block", "mx")  # of a cast's scales
+# {kind of product, which is the form of its operand with the finer scales: its name in a table}
+KIND_NAMES = {
+    IN_BF16: "bf16",
+    "tensor": "FP8, a scale each",
+    "row": "FP8, a scale a row",
+    "block": "FP8, a scale in 128",
+    "vector": "FP8, a scale in 128 of both",  # of a row of each; the other operand of a "block" has square blocks
+    "mx": "FP8, a scale in 32",
+}
+PRODUCT_KINDS = tuple(KIND_NAMES)
 RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
@@ -148,9 +156,9 @@ def host_kind(recipe: Recipe) -> str:
     return min(kinds, key=PRODUCT_KINDS.index)
 
 
-def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
-    """Return ``products`` with one rate for all sizes of each of PRODUCT_KINDS, from rates in TFLOP/s."""
-    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(PRODUCT_KINDS, rates, strict=True)}
+def _tflops(**rates: float) -> dict[str, tuple[tuple[float, float]]]:
+    """Return ``products`` with one rate for all sizes, from TFLOP/s by kind."""
+    return {kind: ((1.0, rates[kind] * 1e12),) for kind in PRODUCT_KINDS}
 
 
 # An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
@@ -168,20 +176,20 @@ PUBLISHED = {
     "H100": Rates(
         "NVIDIA H100 SXM",
         "measured: docs/kernels.md",
-        3.0e12,
-        4e-6,
-        _constant(718, 1309, 1248, 1084, 814, 235),
-        {"delayed": 1.50e-12, "tensor": 2.31e-12, "row": 2.35e-12, "block": 1.72e-12, "mx": 1.48e-12},
-        79 << 30,
-        ATTENTION["flash"],
-        _HOST,
+        copy=3.0e12,
+        launch=4e-6,
+        products=_tflops(bf16=718, tensor=1309, row=1248, block=1084, vector=814, mx=235),
+        casts={"delayed": 1.50e-12, "tensor": 2.31e-12, "row": 2.35e-12, "block": 1.72e-12, "mx": 1.48e-12},
+        memory=79 << 30,
+        attention=ATTENTION["flash"],
+        host=_HOST,
     ),
     "H200": Rates(
         "NVIDIA H200",
         "published: bf16 790 TFLOP/s and a copy at 4.3 TB/s on an H200; FP8 by the ratios of an H100 (pytorch/ao#2784)",
-        4.3e12,
-        4e-6,
-        _constant(790, 1480, 1480, 1320, 990, 380),
+        copy=4.3e12,
+        launch=4e-6,
+        products=_tflops(bf16=790, tensor=1480, row=1480, block=1320, vector=990, mx=380),
         memory=139 << 30,
         attention=ATTENTION["flash"],
         host=_HOST,
@@ -189,9 +197,9 @@ PUBLISHED = {
     "B200": Rates(
         "NVIDIA B200",
         "NVIDIA's datasheet, times the share that an H200 reaches of its own (0.8 of FLOP, 0.9 of memory)",
-        6.9e12,
-        4e-6,
-        _constant(1800, 3600, 3600, 1800, 1800, 3600),
+        copy=6.9e12,
+        launch=4e-6,
+        products=_tflops(bf16=1800, tensor=3600, row=3600, block=1800, vector=1800, mx=3600),
         memory=178 << 30,
         host=_HOST,
     ),

@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime
 from octavo.cost.from_flags import optimizer_of, tokens_of
-from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, IN_BF16, PRODUCT_KINDS, PlanError, Rates
+from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, IN_BF16, KIND_NAMES, PlanError, Rates
 from octavo.cost.steps import RECIPES, step_in
 from octavo.cost.text import GIB, columns, folded
 from octavo.cost.work import LinearWork, work_of
@@ -34,10 +34,37 @@ from octavo.scaling.recipe import Recipe
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
-# {kind of FP8 product: what shares a scale}
-SCALES = {"tensor": "a scale each", "row": "a scale a row", "block": "a scale in 128", "mx": "a scale in 32"}
-SCALES["vector"] = "a scale in 128 of both"
 WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
+
+
+class Column(NamedTuple):
+    """A column of a table: its name, its number of a step, given the step without FP8, and what stands above it."""
+
+    name: str
+    of: Callable[[Estimate, Estimate], float]
+    above: str = ""
+
+
+TIMES = (
+    Column("products", lambda step, bf16: 1e3 * step.products),
+    Column("casts", lambda step, bf16: 1e3 * step.casts),
+    Column("optimizer", lambda step, bf16: 1e3 * step.optimizer),
+    Column("other", lambda step, bf16: 1e3 * (step.other + step.waits), "eager"),
+    Column("total", lambda step, bf16: 1e3 * step.total),
+    Column("of bf16", lambda step, bf16: step.total / bf16.total),
+    Column("other", lambda step, bf16: 1e3 * step.fused, "compiled"),
+    Column("total", lambda step, bf16: 1e3 * step.compiled),
+    Column("of bf16", lambda step, bf16: step.compiled / bf16.compiled),
+)
+MEMORY = (
+    Column("weights", lambda step, bf16: step.memory.weights / GIB),
+    Column("masters", lambda step, bf16: step.memory.masters / GIB),
+    Column("moments", lambda step, bf16: step.memory.moments / GIB),
+    Column("gradients", lambda step, bf16: step.memory.gradients / GIB),
+    Column("activations", lambda step, bf16: (step.memory.activations or 0) / GIB),
+    Column("peak", lambda step, bf16: step.peak / GIB),
+    Column("of bf16", lambda step, bf16: step.peak / bf16.peak),
+)
 
 
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
@@ -122,33 +149,17 @@ def _by_shape(layers: Sequence[LayerTime]) -> str:
 def tables(estimates: Sequence[Estimate]) -> str:
     """Return tables of the predicted steps, of which the first is without FP8: times, memory, activations."""
     waits = ", ".join(f"{1e3 * step.waits:.2f} in {step.name}" for step in estimates if step.waits >= 5e-6)
-    lines = [folded(_times(estimates))]
+    lines = [folded(_rows("ms a step", TIMES, estimates))]
     lines += [f"In eager the column other includes waits for the host, in ms: {waits}."] * bool(waits)
-    return "\n".join([*lines, "", folded(_memory(estimates)), "", folded(_activations(estimates))])
+    return "\n".join([*lines, "", folded(_rows("GiB", MEMORY, estimates)), "", folded(_activations(estimates))])
 
 
-def _times(estimates: Sequence[Estimate]) -> list[list[str]]:
-    """Return the rows of milliseconds a step, by kind, in eager and compiled."""
-    bf16 = estimates[0]
-    rows = [["", "", "", "", "eager", "", "", "compiled", "", ""]]
-    rows.append(["ms a step", "products", "casts", "optimizer", *("other", "total", "of bf16") * 2])
-    for step in estimates:
-        row = [step.name, *(f"{1e3 * seconds:.2f}" for seconds in (step.products, step.casts, step.optimizer))]
-        row += [f"{1e3 * (step.other + step.waits):.2f}", f"{1e3 * step.total:.2f}"]
-        row += [f"{step.total / bf16.total:.2f}", f"{1e3 * step.fused:.2f}", f"{1e3 * step.compiled:.2f}"]
-        rows.append([*row, f"{step.compiled / bf16.compiled:.2f}"])
-    return rows
-
-
-def _memory(estimates: Sequence[Estimate]) -> list[list[str]]:
-    """Return the rows of GiB by kind, and the peak."""
-    rows = [["GiB", "weights", "masters", "moments", "gradients", "activations", "peak", "of bf16"]]
-    for step in estimates:
-        memory = step.memory
-        kinds = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, step.peak
-        share = f"{step.peak / estimates[0].peak:.2f}"
-        rows.append([step.name, *(f"{size / GIB:.2f}" for size in kinds), share])
-    return rows
+def _rows(title: str, columns: Sequence[Column], estimates: Sequence[Estimate]) -> list[list[str]]:
+    """Return a table's rows: what stands above columns, if anything does, the title and their names, each step's."""
+    above = ["", *(column.above for column in columns)]
+    rows = [[title, *(column.name for column in columns)]]
+    rows += [[step.name, *(f"{column.of(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
+    return [above, *rows] if any(above) else rows
 
 
 def _activations(estimates: Sequence[Estimate]) -> list[list[str]]:
@@ -181,7 +192,7 @@ def changes(tokens: int, context: int, head: str | None = None) -> list[SmallerS
     fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
     fused, stored = {"fuse": True}, {"weight_storage": "fp8"}
     in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
-    flags_in_fp8 = "--weight-storage fp8 --moments fp8 --master split16 --update-in-backward 64MB"
+    flags_in_fp8 = f"--weight-storage fp8 --moments fp8 --master split16 --update-in-backward {WAITING >> 20}MB"
     smallest = f"{flags_in_fp8} --fuse --tokens {context}"
     without_head = SmallerStep(f"{smallest}, without --head {head}", context, in_fp8, fused | stored | {"head": None})
     return [
@@ -242,8 +253,7 @@ def describe_rates(rates: Rates) -> str:
     ]
     sizes = [flop for flop, _ in rates.products[IN_BF16]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
-    for kind in PRODUCT_KINDS:
-        name = f"FP8, {SCALES[kind]}" if kind in SCALES else kind
+    for kind, name in KIND_NAMES.items():
         table.append([name, *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])])
     lines += [columns(table), "", *describe_attention(rates)]
     lines += ["", "a layer's step is faster in FP8 than in bf16"]

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ from octavo.scaling.recipe import ROLES, Recipe, RecipeMap
 from octavo.weights.plain import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
+# FLOP of attention that is not causal, for each query, key and feature: forward's two products, backward's five
+ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
+Result = TypeVar("Result")  # of a run of a model
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
@@ -92,19 +95,26 @@ class LinearWork(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The traffic of operations that are no products: bytes read and written in eager, how many, bytes compiled.
+    """The traffic of operations that are no products.
 
     A compiled step writes a tensor once, if a product or an operation after one reads it, and reads it once between two
     products.
     """
 
-    bytes: float
-    ops: float
-    fused: float
+    bytes: float  # read and written in eager
+    ops: float  # how many operations, each a launch in eager
+    compiled: float  # bytes where torch.compile fuses the operations between two products
 
     def less(self, other: Traffic) -> Traffic:
         """Return this traffic less the other."""
         return Traffic(*(size - other_size for size, other_size in zip(self, other, strict=True)))
+
+    def plus(self, size: float, ops: float) -> Traffic:
+        """Return this traffic with so many more bytes and operations in eager."""
+        return self._replace(bytes=self.bytes + size, ops=self.ops + ops)
+
+
+NO_TRAFFIC = Traffic(0, 0, 0)
 
 
 class Blocks(NamedTuple):
@@ -136,7 +146,7 @@ class _Counter(OperationCounter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.ops, self.fused, self.products = 0, 0, 0, self.formulas()
+        self.bytes, self.ops, self.compiled, self.products = 0, 0, 0, self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, tuple[int, bool]] = {}
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
@@ -161,7 +171,7 @@ class _Counter(OperationCounter):
             written_after, of_product = self.origins.get(key, (-1, True))
             if is_product or of_product or written_after < after:
                 uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
-                self.fused += size * len(uses - self.moved)
+                self.compiled += size * len(uses - self.moved)
                 self.moved |= uses
         self.origins |= {self.storage_of(x): (after + is_product, is_product) for x in written}
         self.held += written
@@ -169,7 +179,7 @@ class _Counter(OperationCounter):
     @property
     def counts(self) -> Traffic:
         """The traffic counted so far."""
-        return Traffic(self.bytes, self.ops, self.fused)
+        return Traffic(self.bytes, self.ops, self.compiled)
 
 
 def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.Module:
@@ -202,7 +212,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return _lengthened(short, long, more) if _is_in_order(short) else _traced(model, inputs)
 
 
-def run_shorter(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Any, Any, int]:
+def run_shorter(model: nn.Module, run: Callable[[nn.Module], Result]) -> tuple[Result, Result | None, int]:
     """Return (``run`` of a copy of TRACED blocks, of one of a block more, how many more than TRACED the model has).
 
     What a step does and keeps grows by the same with each block, if blocks are alike. Where they are not, or a forward
@@ -261,48 +271,53 @@ def lengthened(short: float, long: float, more: int) -> Any:
 
 
 def _lengthened(short: Work, long: Work, more: int) -> Work:
-    """Return the Work of a model that has ``more`` blocks more than ``short``, from those of ``shorter``."""
+    """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None and long.blocks is not None
-    prefix = f"{short.blocks.name}."
+    name = short.blocks.name
 
     def traffic(first: Traffic, second: Traffic) -> Traffic:
         return Traffic(*(lengthened(*both, more) for both in zip(first, second, strict=True)))
 
-    def renamed(name: str, number: int) -> str:
-        _, *inside = name.removeprefix(prefix).split(".", 1)
-        return ".".join([f"{prefix}{number}", *inside])
+    of_block = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
+    repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in of_block.items()}
+    blocks = Blocks(
+        name,
+        short.blocks.size + more,
+        traffic(short.blocks.other, long.blocks.other),
+        traffic(short.blocks.forward, long.blocks.forward),
+    )
+    return short._replace(
+        linears=_lengthened_linears(short.linears, name, more),
+        other_flop=lengthened(short.other_flop, long.other_flop, more),
+        other=traffic(short.other, long.other),
+        blocks=blocks,
+        attention={size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
+        inputs={**short.inputs, **repeated},
+    )
 
-    second, last = (
-        [each for each in short.linears if _block_number(each.name, short.blocks.name) == str(number)]
+
+def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
+    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on."""
+    before_last, last = (
+        [each for each in linears if _block_number(each.name, blocks) == str(number)]
         for number in (TRACED - 2, TRACED - 1)
     )
-    steps = [after.reads - before.reads for before, after in zip(second, last, strict=True)]
-    between = [
-        each._replace(name=renamed(each.name, TRACED - 2 + number), reads=each.reads + number * step)
-        for number in range(more + 2)
-        for each, step in zip(second, steps, strict=True)
+    steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
+    repeated = [
+        each._replace(name=_in_block(each.name, blocks, TRACED - 2 + i), reads=each.reads + i * step)
+        for i in range(more + 2)
+        for each, step in zip(before_last, steps, strict=True)
     ]
-    begin = short.linears.index(second[0])
-    end = begin + len(second + last)
-    after = [each._replace(reads=each.reads + more * max(steps)) for each in short.linears[end:]]
-    inputs = dict(short.inputs)
-    second_block = f"{prefix}{TRACED - 2}"
-    of_second = {name: size for name, size in inputs.items() if f"{name}.".startswith(f"{second_block}.")}
-    inputs |= {renamed(name, TRACED + number): size for number in range(more) for name, size in of_second.items()}
-    return Work(
-        (*short.linears[:begin], *between, *after),
-        lengthened(short.other_flop, long.other_flop, more),
-        traffic(short.other, long.other),
-        Blocks(
-            short.blocks.name,
-            short.blocks.size + more,
-            traffic(short.blocks.other, long.blocks.other),
-            traffic(short.blocks.forward, long.blocks.forward),
-        ),
-        {size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
-        inputs,
-        short.logits,
-    )
+    begin = linears.index(before_last[0])
+    end = begin + len(before_last + last)
+    after_blocks = [each._replace(reads=each.reads + more * max(steps)) for each in linears[end:]]
+    return (*linears[:begin], *repeated, *after_blocks)
+
+
+def _in_block(name: str, blocks: str, number: int) -> str:
+    """Return a module's name in another block of the list ``blocks``."""
+    _, *inside = name.removeprefix(f"{blocks}.").split(".", 1)
+    return ".".join([f"{blocks}.{number}", *inside])
 
 
 def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
@@ -328,8 +343,7 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     other_flop = max(flop.get_total_flops() - of_linears, 0.0)
     of_blocks = None
     if name is not None:  # where nothing is trained before the blocks, all counts as theirs
-        nothing = Traffic(0, 0, 0)
-        before, after, begin, end = marks if len(marks) == 4 else (nothing, nothing, nothing, traffic.counts)
+        before, after, begin, end = marks if len(marks) == 4 else (*[NO_TRAFFIC] * 3, traffic.counts)
         forward, size = after.less(before), len(list(twin.get_submodule(name).children()))
         other = Traffic(*(sum(both) for both in zip(forward, end.less(begin), strict=True)))
         of_blocks = Blocks(name, size, other, forward)

@@ -214,7 +214,8 @@ def _change(
     if storage_changes or old_form is not new_form:
         new_state |= new_master(new_param, new_settings.master)
         new, _ = for_kernel(new_param, new_weight, new_state, new_settings)
-        keeps_codes = not storage_changes and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way
+        is_float = new.low_bits is not None and new.low_bits.is_floating_point()
+        keeps_codes = not storage_changes and is_float  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
         _rewrite(old, new, param if is_sharded else None, not storage_changes)
         if codes is not None:

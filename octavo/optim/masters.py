@@ -15,6 +15,7 @@ from octavo.formats import HIGH_PRECISION
 from octavo.kernels import amax
 from octavo.kernels.reference.optimizer_state import (
     FLOAT16_FACTOR,
+    MASTER_KINDS,
     Fp8Weight,
     Master,
     MasterWeight,
@@ -25,15 +26,14 @@ from octavo.weights.stored import OF_FROZEN, StoredWeight, has_powers_of_two, lo
 
 @dataclass(frozen=True)
 class MasterForm:
-    """The form in which a master is kept.
-
-    Attributes:
-        kind: the kernels' name.
-        low_bits_dtype: of the kernels' ``low_bits``, which the state keeps besides the weight; None: it keeps none.
-    """
+    """The form in which a master is kept; ``kind``: of MASTER_KINDS."""
 
     kind: str
-    low_bits_dtype: torch.dtype | None = None
+
+    @property
+    def low_bits_dtype(self) -> torch.dtype | None:
+        """The dtype of the kernels' ``low_bits``, which the state keeps besides the weight; None: it keeps none."""
+        return MASTER_KINDS[self.kind].low_bits
 
     @classmethod
     def of(cls, param: nn.Parameter, master: str | None) -> MasterForm:
@@ -76,8 +76,8 @@ class MasterForm:
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
-        low_bits = weight.low_bits
-        if low_bits is None or self.low_bits_dtype is None:
+        low_bits, dtype = weight.low_bits, self.low_bits_dtype
+        if low_bits is None or dtype is None:
             low_bits = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
         values = _values_of(codes, weight.scale_inv, low_bits)
@@ -85,16 +85,14 @@ class MasterForm:
         state = {"master_amax": amaxes}
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
             target.copy_(amax(matrix, weight.granularity.tile))
-        if self.low_bits_dtype == torch.int8:
-            state["master_rest"] = low_bits.clone()
-        elif self.low_bits_dtype == torch.int16:
-            state["master_rest"] = _as_kept(low_bits.to(torch.int16).mul_(1 << 8))
-        elif self.low_bits_dtype == torch.float16:
-            one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
-            state["master_rest"] = _values_of(codes, one, low_bits).half()
-        elif self.low_bits_dtype == torch.float32:
-            state["master_rest"] = values
-        return state
+        if dtype == torch.float16:
+            values = _values_of(codes, torch.full_like(weight.scale_inv, FLOAT16_FACTOR), low_bits)
+        if dtype is None:
+            return state
+        if dtype.is_floating_point:
+            return {**state, "master_rest": values.to(dtype)}
+        shift = torch.iinfo(dtype).bits - torch.iinfo(low_bits.dtype).bits
+        return {**state, "master_rest": _as_kept(low_bits.to(dtype, copy=True).mul_(1 << shift))}
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
         """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
@@ -118,20 +116,10 @@ def _as_kept(low_bits: Tensor) -> Tensor:
     return low_bits.unsqueeze(-1).view(torch.uint8) if low_bits.dtype == torch.int16 else low_bits
 
 
-OF_PLAIN_WEIGHTS: dict[str | None, MasterForm] = {
-    "fp32": MasterForm("weight"),
-    "split32": MasterForm("split32", torch.int16),
-    "split24": MasterForm("split24", torch.int8),
-    None: MasterForm("stochastic"),
-}
-OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
-    "split16": MasterForm("fp8_split16", torch.int8),
-    "split24": MasterForm("fp8_split24", torch.int16),
-    "fp16_scaled": MasterForm("fp8_fp16", torch.float16),
-    "fp32": MasterForm("fp8_fp32", torch.float32),
-    None: MasterForm("fp8_stochastic"),
-}
-# saved states hold indices of it
-MASTER_KINDS = [form.kind for forms in (OF_PLAIN_WEIGHTS, OF_FP8_WEIGHTS) for form in forms.values()]
-# "split32" is the same master as "fp32": the weight is half of its bits
-_OF_BF16 = {"auto": "split32", "split16": "split24", "fp16_scaled": "split32", "fp32": "split32"}
+OF_PLAIN_WEIGHTS, OF_FP8_WEIGHTS = (
+    {name: MasterForm(kind) for kind, (name, *_) in MASTER_KINDS.items() if kind.startswith("fp8_") is of_codes}
+    for of_codes in (False, True)
+)
+# what names of other weights' masters mean of a bf16 one, which is the upper half of the master "fp32" under "split32"
+_OF_BF16 = {name: "split32" for name in ("auto", *OF_FP8_WEIGHTS) if name == "fp32" or name not in OF_PLAIN_WEIGHTS}
+_OF_BF16 |= {"split16": "split24"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import BLOCK, PerTensor
-from octavo.kernels.reference.optimizer_state import Master, MomentTensors, pieces
+from octavo.kernels.reference.optimizer_state import MASTER_KINDS, Master, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
@@ -30,7 +30,7 @@ from octavo.optim.layout import (
     like_param,
     ranks_share_blocks,
 )
-from octavo.optim.masters import MASTER_KINDS, MasterForm
+from octavo.optim.masters import MasterForm
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
@@ -227,7 +227,7 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     tensors = chosen.new_state(local(param.detach()))
     state = sharded_like(tensors, param)
     if tensors:
-        state["master_kind"] = torch.tensor(MASTER_KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")
+        state["master_kind"] = torch.tensor([*MASTER_KINDS].index(chosen.kind), dtype=torch.uint8, device="cpu")
     return state
 
 

@@ -1,6 +1,7 @@
 import os
 import shlex
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_help_fits_a_narrow_terminal(command, capsys, monkeypatch):
     assert max(map(len, text.splitlines())) <= 60
     joined, examples = text.replace(" \\\n    ", " "), file_of(command).EXAMPLES if command else ()
     assert "examples:\n" in text and all(f"  {example}\n" in joined for example in examples)
+
+
+def test_each_command_is_a_file_and_named_in_the_list_of_rooms():
+    room = Path(cli.__file__).parent
+    assert {file.stem for file in room.glob("*.py")} - {"__init__", "command", "options"} == {*COMMANDS}
+    rooms = (room.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    (row,) = (line for line in rooms.splitlines() if line.startswith("| `cli/` |"))
+    assert [command for command in COMMANDS if f"`{command}`" not in row and f"`octavo {command}`" not in row] == []
 
 
 def test_each_command_has_a_description_and_its_options_only_where_it_is_named():

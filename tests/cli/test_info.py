@@ -1,5 +1,6 @@
 import re
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -32,3 +33,8 @@ def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in info.devices()
+
+
+def test_each_extra_of_the_package_is_listed():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert info.EXTRAS.keys() == extras.keys() - {"docs", "dev"}

@@ -1,8 +1,12 @@
+import argparse
+import dataclasses
+import inspect
 import logging
 
 import torch
 
 from octavo import cli
+from octavo.cli import plan
 
 
 def test_nothing_is_said_before_a_plan(folder, capsys, monkeypatch):
@@ -16,3 +20,13 @@ def test_nothing_is_said_before_a_plan(folder, capsys, monkeypatch):
     logging.getLogger("torchao").removeHandler(handler)
     out, err = capsys.readouterr()
     assert err == "" and out.splitlines()[0].endswith(" B parameters, 256 sequences of 64 tokens")
+
+
+def test_each_option_is_for_one_kind_of_step_and_read():
+    parser = argparse.ArgumentParser(add_help=False)
+    plan.add_options(parser)
+    sizes = [field.name for field in dataclasses.fields(plan.ModelConfig)]
+    tables = [*plan.OF_ANY, *plan.OF_DEVICE, *plan.OF_MESH, *plan.STATE, *sizes]
+    assert sorted(action.dest for action in parser._actions) == sorted(tables)
+    source = inspect.getsource(plan)
+    assert [name for name in plan.OF_ANY + plan.OF_DEVICE if f"options.{name}" not in source] == []

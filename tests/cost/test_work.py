@@ -45,7 +45,7 @@ def test_operations_between_products_are_one_kernel_where_compiled() -> None:
         work_of(on_meta(nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False))), (x,))
         for times in (1, 2)
     )
-    assert twice.other.fused == once.other.fused and twice.other.ops == once.other.ops + 2
+    assert twice.other.compiled == once.other.compiled and twice.other.ops == once.other.ops + 2
     assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
 
 

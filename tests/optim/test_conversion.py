@@ -7,22 +7,20 @@ from torch import Tensor, nn
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import change
-from octavo.optim.masters import OF_FP8_WEIGHTS, MasterForm
+from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS, MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
+from tests.support.fp8_weights import BITS
 from tests.support.trained import MASTERS, master_values, moments_of
 
 SHAPE = (130, 300)
 PLAIN = [("plain", master) for master in MASTERS]
 CODES = [(kind, master) for kind in ("tensor", "blocks") for master in OF_FP8_WEIGHTS]
 STORAGES = {"plain": None, "tensor": PerTensor(), "blocks": PerBlock(128, 128)}
-# which kinds hold every value of which: significant bits, and whether they reach as far down as float32
-BITS = {"split16": 12, "split24": 20, "fp16_scaled": 11, "fp32": 24, None: 4}
-PLAIN_BITS = {"split32": 24, "split24": 16, None: 8}
 
 
 def bits_of(kind: tuple[str, str | None]) -> int:
-    return PLAIN_BITS[kind[1]] if kind[0] == "plain" else BITS[kind[1]]
+    return BITS[(OF_PLAIN_WEIGHTS if kind[0] == "plain" else OF_FP8_WEIGHTS)[kind[1]].kind]
 
 
 def weight_of(kind: tuple[str, str | None], values: Tensor) -> nn.Parameter:

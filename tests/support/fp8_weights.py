@@ -10,6 +10,9 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
 from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS
 
+# significant bits of the values that a kind of MASTER_KINDS holds
+BITS = {"weight": 24, "split32": 24, "split24": 16, "stochastic": 8, "fp8_split16": 12, "fp8_split24": 20}
+BITS |= {"fp8_fp16": 11, "fp8_fp32": 24, "fp8_stochastic": 4}
 RESTS = {form.kind: form.low_bits_dtype for form in OF_FP8_WEIGHTS.values()}
 PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in OF_PLAIN_WEIGHTS.values()}
 

@@ -18,12 +18,23 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from octavo import recipes
 from octavo.cost.mesh.rank import Rank
 from octavo.cost.mesh.shapes import BF16, CODE, Weight
 from octavo.cost.rates import IN_BF16
+from octavo.granularity import ALL, BLOCK
+from octavo.numerics import scale_inv_dtype
 
-SENT_PAIR = 1 + 1 / 128  # bytes of a code and its share of the exponent that is 128's scale
-BLOCK = 128  # elements that share a scale by the recipe "blockwise"
+SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
+
+
+@functools.cache
+def weight_tiles(recipe: str) -> list[tuple[int, int, int]]:
+    """Return, for each pair that a recipe of octavo.recipes makes of a weight, (rows, columns, bytes) of a scale."""
+    as_is, transposed, once = getattr(recipes, recipe)().weight_casts
+    tiles = [(as_is, as_is.tile)] if as_is else []
+    tiles += [(transposed, transposed.tile[::-1])] if transposed and not once else []
+    return [(*tile, scale_inv_dtype(cast.tile, cast.power_of_two).itemsize) for cast, tile in tiles]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
@@ -33,7 +44,6 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     for each pair, and its scales. These are sent beside the codes where no scale is of several ranks' rows and each
     rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks share an amax of 4 bytes for each.
     """
-    tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
     total: float = 0
     amaxes: float = 0
     for weight in weights:
@@ -42,10 +52,10 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
         if not weight.converted or recipe == IN_BF16:
             total += elements * param_bytes
             continue
-        for rows, cols, scale_bytes in tiles.get(recipe, [(0, 0, 4)]):  # of a scale's rows and columns, 0: all
-            tiles_of_rows = math.ceil(weight.rows / (rows or weight.rows))
-            scales = matrices * tiles_of_rows * math.ceil(weight.cols / (cols or weight.cols))
-            is_sent = rows and weight.rows == rows_of_rank * ranks and rows_of_rank % rows == 0
+        for rows, cols, scale_bytes in weight_tiles(recipe):
+            tiles_of_rows = 1 if rows == ALL else math.ceil(weight.rows / rows)
+            scales = matrices * tiles_of_rows * (1 if cols == ALL else math.ceil(weight.cols / cols))
+            is_sent = rows != ALL and weight.rows == rows_of_rank * ranks and rows_of_rank % rows == 0
             pairs += elements + scale_bytes * scales if is_sent else elements
             amaxes += 0 if is_sent else 4 * scales
         total += elements * param_bytes if ranks == 1 else pairs

@@ -83,9 +83,9 @@ class MeshPlan(NamedTuple):
 
     def _what_to_change(self) -> Iterator[str]:
         """Yield a line for each change, and one for a mesh on which the step fits, if it doesn't on this one."""
-        for words, step in self.changes:
-            gain = f"{step.step.tflops / self.best.step.tflops:.2f} times the speed, {step.size / GIB:,.0f} GiB"
-            yield f"change first: {words}: {gain}{'' if step.fits else ', still too much'}"
+        for words, stage in self.changes:
+            gain = f"{stage.step.tflops / self.best.step.tflops:.2f} times the speed, {stage.size / GIB:,.0f} GiB"
+            yield f"change first: {words}: {gain}{'' if stage.fits else ', still too much'}"
         if self.other is not None:
             yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB"
 
@@ -111,62 +111,63 @@ def flags(stage: Stage) -> str:
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
-def plan(model: nn.Module, rates: Rates, **options: Any) -> MeshPlan:
-    """Return a step in each recipe, eager and compiled, on the mesh of the options or on the fastest that fits.
+def plan(
+    model: nn.Module,
+    rates: Rates,
+    *,
+    gpus: int,
+    sequences: int,
+    context: int,
+    mesh: str | None,
+    micro_batches: int | None,
+    recompute: float,
+    fuse: bool,
+    checkpoint_in_fp8: bool,
+    algorithm: str,
+) -> MeshPlan:
+    """Return a step in each recipe, eager and compiled, on a mesh of these ranks or on the fastest that fits.
 
-    ``options``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse,
-    checkpoint_in_fp8, algorithm.
+    Args:
+        sequences: of a step, each of ``context`` tokens.
+        mesh: ranks by kind, as for ``mesh_of``; None: any.
+        micro_batches, recompute, fuse, checkpoint_in_fp8, algorithm: as the flags of ``octavo plan``.
+
+    Raises:
+        PlanError: for options that contradict each other, or a device that is no GPU.
     """
-    hardware, layout = _hardware_and_layout(rates, options)
-    context, has_mesh = options["context"], bool(options["mesh"])
+    if gpus < 1 or not 0 <= recompute <= 1:
+        raise PlanError(f"--gpus {gpus} --recompute {recompute:g}: one GPU at least, and a share from 0 to 1")
+    hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
+    del ranks["fsdp"]  # all other ranks
+    layout = MeshLayout(gpus, sequences, context, recomputed=recompute, **ranks).in_micro_batches(micro_batches)
     short, inputs = shortened(model), tokens_of(context, context)
     work = work_of(short, inputs)
 
     def stage(name: str, compiled: bool) -> Stage:
         recipe, saved = None if name == IN_BF16 else RECIPES[name](), None
         if not compiled:
-            fuse = recipe is not None and options["fuse"]
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
+            fuses = recipe is not None and fuse
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuses).memory.saved
         shapes = shapes_of(model, work, context, saved)
         precision = Precision(
             name,
             name,
             gathers=recipe is not None,
             pairs=recipe is not None,
-            regions=in_pairs(shapes.width) if options["checkpoint_in_fp8"] else BF16,
-            algorithm=options["algorithm"],
+            regions=in_pairs(shapes.width) if checkpoint_in_fp8 else BF16,
+            algorithm=algorithm,
         )
         return Stage(shapes, layout, precision, hardware)
 
     compiled, other = [stage(name, True) for name in (IN_BF16, *RECIPES)], None
-    if not has_mesh or not any(each.fits for each in compiled):
+    if not mesh or not any(each.fits for each in compiled):
         other = max(map(searched, compiled), key=order)
-    if not has_mesh and other is not None:
+    if not mesh and other is not None:
         layout, other = other.layout, None
         compiled = [replace(each, layout=layout) for each in compiled]
     steps = {"compiled": compiled, "eager": [stage(each.precision.name, False) for each in compiled]}
     best = max(compiled, key=order)
     return MeshPlan(steps, best, better(best), other if other and other.fits else None)
-
-
-def _hardware_and_layout(rates: Rates, options: Mapping[str, Any]) -> tuple[Hardware, MeshLayout]:
-    """Return the servers and the layout that these options of ``plan`` ask for; without a mesh, all ranks are FSDP2's.
-
-    Raises:
-        PlanError: for options that contradict each other, or a device that is no GPU.
-    """
-    gpus, sequences, mesh, recompute = (options[name] for name in ("gpus", "sequences", "mesh", "recompute"))
-    if gpus < 1 or not 0 <= recompute <= 1:
-        raise PlanError(f"--gpus {gpus} --recompute {recompute:g}: one GPU at least, and a share from 0 to 1")
-    hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
-    del ranks["fsdp"]
-    layout = MeshLayout(gpus, sequences, options["context"], recomputed=recompute, **ranks)
-    if (count := options["micro_batches"]) is not None:
-        layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
-        if layout.micro_batches != count:
-            of_rank = sequences // layout.data
-            raise PlanError(f"--micro-batches {count} does not divide the {of_rank} sequences of a rank")
-    return hardware, layout
 
 
 def order(stage: Stage) -> tuple[bool, float]:
@@ -201,10 +202,10 @@ def searched(stage: Stage) -> Stage:
 
 def better(stage: Stage) -> list[tuple[str, Stage]]:
     """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
-    candidates = [(words, step) for words, steps in _neighbours(stage) for step in steps if order(step) > order(stage)]
+    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if order(other) > order(stage)]
     if stage.fits:
         speed = WORTH_NAMING * stage.step.tflops
-        candidates = [(words, step) for words, step in candidates if step.step.tflops > speed]
+        candidates = [(words, other) for words, other in candidates if other.step.tflops > speed]
     return sorted(candidates, key=lambda candidate: order(candidate[1]), reverse=True)[:3]
 
 

@@ -18,10 +18,11 @@ from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Shapes, Weight
 from octavo.cost.rates import IN_BF16, PlanError
+from octavo.granularity import BLOCK
 
-PAIR = 1 + 4 / 128  # bytes of a code and its share of 128's scale
+PAIR = CODE + FLOAT / BLOCK  # bytes of a code and its share of a block's scale
 # bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
-STATE_BYTES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
+STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "FP8": (1, 2 * PAIR)}
 
 
 class ShardGroup(NamedTuple):

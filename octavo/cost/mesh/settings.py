@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.cost.mesh.shapes import BF16, CODE
 from octavo.cost.rates import PlanError
@@ -56,6 +56,16 @@ class MeshLayout:
         """{kind of RANKS: number of ranks}."""
         kinds = {kind: getattr(self, kind) for kind in RANKS[1:]}
         return {"fsdp": self.sharded // self.context} | kinds
+
+    def in_micro_batches(self, count: int | None) -> MeshLayout:
+        """Return the layout with so many micro-batches, PlanError if sequences don't divide by them; None: as it is."""
+        if count is None:
+            return self
+        layout = replace(self, batch=max(1, self.micro_batches // max(1, count)))
+        if layout.micro_batches != count:
+            of_rank = self.sequences // self.data
+            raise PlanError(f"--micro-batches {count} does not divide the {of_rank} sequences of a rank")
+        return layout
 
     def __str__(self) -> str:
         return ",".join(f"{kind}={ranks}" for kind, ranks in self.ranks.items() if ranks > 1) or "fsdp=1"

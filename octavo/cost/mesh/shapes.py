@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from octavo.cost.rates import PlanError
-from octavo.cost.work import Work, blocks_of, on_meta
+from octavo.cost.work import ATTENTION_FLOP, Work, blocks_of, on_meta
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
 TRACED_BLOCKS = 8  # that are run in place of all, if all are alike
@@ -117,14 +117,14 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
     traffic = work.other, work.blocks.other
-    moved, moved_in_blocks = (each.fused if saved is None else each.bytes for each in traffic)
+    moved, moved_in_blocks = (each.compiled if saved is None else each.bytes for each in traffic)
     return Shapes(
         name=type(model).__name__,
         width=head.in_features,
         layers=layers,
         block=(*block, Weight(max(0, round(vectors)))),
         root=(embedding, Weight(head.out_features, head.in_features)),
-        attention=work.other_flop / (14 * context**2 * count),  # 4 forward and 10 backward, not causal
+        attention=work.other_flop / (sum(ATTENTION_FLOP) * context**2 * count),
         elementwise=moved_in_blocks / (6 * context * count),  # of bf16, and backward as twice forward
         logits=(moved - moved_in_blocks) / (context * head.out_features),
         launches=0 if saved is None else work.blocks.other.ops / count,

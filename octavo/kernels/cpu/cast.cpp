@@ -362,9 +362,9 @@ extern "C" void octavo_cast(
     });
 }
 
-// Write what codes times scale_inv read to dense rows of float32 (kind 0) or bfloat16 (1).
+// Write what codes times scale_inv read to dense rows of float32 or bfloat16.
 extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t threads) {
-    if (kind == 0) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
+    if (kind == FLOAT32) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
     else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
 }
 

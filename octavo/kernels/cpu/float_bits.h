@@ -70,9 +70,10 @@ template <class X> struct Matrix {
     int64_t stride;
     typename X::Bits *row(int64_t i) const { return data + i * stride; }
 };
+enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, CODES };  // codes.py's KINDS, and E4M3's codes as bytes
 template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
-    if (kind == 0) return work(Matrix<Float32>{(uint32_t *)x, stride});
-    if (kind == 1) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
+    if (kind == FLOAT32) return work(Matrix<Float32>{(uint32_t *)x, stride});
+    if (kind == BFLOAT16) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
     return work(Matrix<Half>{(uint16_t *)x, stride});
 }
 

@@ -262,8 +262,8 @@ extern "C" void octavo_cast_packed(const Packed *s, void *x, int64_t stride, int
     on_kind(kind, x, stride, [&](auto m) { cast(*s, m, from, to, threads); });
 }
 
-// Write what the codes ``laid`` [rows, cols] times scale_inv read to dense rows of float32 (kind 0) or bfloat16 (1).
+// Write what the codes ``laid`` [rows, cols] times scale_inv read to dense rows of float32 or bfloat16.
 extern "C" void octavo_decode_packed(const Packed *s, void *out, int kind, int64_t threads) {
-    if (kind == 0) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
+    if (kind == FLOAT32) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
     else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
 }

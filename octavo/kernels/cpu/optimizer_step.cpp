@@ -5,10 +5,10 @@
 namespace {
 
 constexpr int BLOCK = 128;
-constexpr float LARGEST_ROOT = 0x1p63f;
+constexpr float LARGEST_ROOT = 0x1p63f, FLOAT16_FACTOR = 128.0f;
 const float NOT_A_NUMBER = NAN;
 
-enum Kind : int32_t { FLOAT32, BFLOAT16, CODES, FLOAT16 };  // of a moment, a gradient and a rest
+// reference/optimizer_state.py's MASTER_KINDS, in its order
 enum MasterKind : int32_t { WEIGHT, SPLIT32, SPLIT24, STOCHASTIC, FP8_SPLIT16, FP8_SPLIT24, FP8_FP16, FP8_FP32, FP8_STOCHASTIC };
 
 }  // namespace
@@ -33,7 +33,7 @@ struct Master {
     const float *scale_inv;     // of codes: one number, or [ceil(R / 128), blocks]
     const float *scale;         // of the codes to be written: one number, or [R, blocks]
     float *found;               // [R, blocks]: the largest weight written of each block; null for one scale
-    int32_t kind, has_blocks;
+    int32_t kind, has_blocks, is_random;
 };
 
 struct Step {
@@ -239,7 +239,7 @@ INLINE void read_master(float *w, const Master &m, const Place &p) {
     case FP8_SPLIT16: read_split<8>(w, codes, rest8, scale_inv, width); break;
     case FP8_SPLIT24: read_split<16>(w, codes, rest16, scale_inv, width); break;
     case FP8_FP16: {
-        float factor = scale_inv / 128.0f;
+        float factor = scale_inv / FLOAT16_FACTOR;
         for (int j = 0; j < width; j++) w[j] = from_half(uint16_t(rest16[j])) * factor;
         break;
     }
@@ -279,14 +279,14 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const uint32
         for (int j = 0; j < width; j++) {
             float y = w[j] * scale;
             codes[j] = encode(y, E4M3, false, 0);
-            y = y * 128.0f;
+            y = y * FLOAT16_FACTOR;
             int32_t sign = (bits_of(y) >> 16) & 0x8000;
             int32_t bits = (bits_of(std::fabs(y) * 0x1p-112f) + int32_t(random[j] >> 19)) >> 13;
             int32_t fault = y == y ? 0x7C00 : 0x7E00;
             rest16[j] = int16_t(is_finite(y) ? bits | sign : fault | sign);
             w[j] = from_half(uint16_t(rest16[j]));
         }
-        largest = finite_amax(w, width) / 128.0f;
+        largest = finite_amax(w, width) / FLOAT16_FACTOR;
         break;
     case FP8_FP32:
         for (int j = 0; j < width; j++) codes[j] = encode(w[j] * scale, E4M3, false, 0);
@@ -335,8 +335,7 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
         random_bits(drawn, u.moment_key, first, width);
         for (int j = 0; j < width; j++) swapped[j] = drawn[j] << 16 | drawn[j] >> 16;
     }
-    if (u.master.kind != WEIGHT && u.master.kind != SPLIT32 && u.master.kind != FP8_FP32)
-        random_bits(of_master, u.master_key, first, width);
+    if (u.master.is_random) random_bits(of_master, u.master_key, first, width);
     write_moment(m, u.moments[0], p, drawn, found);
     write_moment(second, u.moments[1], p, swapped, found + 1);
     write_master(w, u.master, p, of_master, found + 2);

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
-from octavo.kernels.cpu.codes import threads_for
+from octavo.kernels.cpu.codes import KINDS, threads_for
 from octavo.kernels.cpu.library import library
-from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MomentTensors
+from octavo.kernels.reference.optimizer_state import MASTER_KINDS, Fp8Weight, Master, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
 from octavo.kernels.step_numbers import key_of
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
-_MASTERS = "weight split32 split24 stochastic fp8_split16 fp8_split24 fp8_fp16 fp8_fp32 fp8_stochastic".split()
+_KINDS = {**KINDS, torch.uint8: len(KINDS)}
+_MASTERS = list(MASTER_KINDS)
 
 
 def _structure(name: str, **fields: type) -> type[ctypes.Structure]:
@@ -35,7 +35,7 @@ _MomentFields = _structure(
 _MasterFields = _structure(
     "Master",
     **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "found"), c_void_p),
-    **dict.fromkeys(("kind", "has_blocks"), c_int32),
+    **dict.fromkeys(("kind", "has_blocks", "is_random"), c_int32),
 )
 _StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), maximize=c_int32)
 _UpdateFields = _structure(
@@ -125,4 +125,5 @@ def _master(master: Master) -> ctypes.Structure:
     return _MasterFields(
         *(master.weight.data_ptr(), _pointer(master.low_bits), _pointer(master.scale_inv), _pointer(master.scale)),
         *(_pointer(master.amax_written) if has_blocks else None, _MASTERS.index(master.kind), has_blocks),
+        master.is_random,
     )

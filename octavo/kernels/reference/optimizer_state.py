@@ -4,28 +4,16 @@ A tensor is seen as a matrix [R, C] of its first dimension by all others; blocks
 end with the row, so that a rank which has some rows has whole blocks. A piece is a view [rows, blocks, width] of some
 blocks. A moment and a master each ``read`` a piece as float32 and ``write`` it back.
 
-A master is the float32 weight that an optimizer updates, made of the weight itself and a rest:
-
-    float32 weight            the master is the weight
-    bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
-    bf16 + 8-bit remainder    its upper 24 bits; the lower 8 are rounded stochastically
-    bf16 alone                rounded stochastically
+A master is the float32 weight that an optimizer updates, made of the weight itself and ``low_bits``: MASTER_KINDS.
 
 A bf16 weight with a remainder is its master rounded to nearest, ties away from zero: so the remainder, master minus
 weight in units of the last bit, always fits. When the user writes a weight, its master follows: a remainder is added to
 whatever the weight is.
 
-Where a weight lives in FP8, its codes are the master's high part:
-
-    split16   code + 8 bits: 4 exponent and 11 mantissa bits, rounded stochastically
-    split24   code + 16 bits: 19 mantissa bits, rounded stochastically
-    fp16      a float16 master of 128 times the codes' scale, rounded stochastically
-    fp32      a float32 master
-    None      the code alone, rounded stochastically
-
-The code is the master rounded to nearest, so a remainder, the difference, always fits. Scales are powers of two: a new
-scale changes only masters that become subnormal. They are known before the update (bound_after), one for the weight or
-one for each block of 128 x 128. Each expert's matrix has its own.
+Where a weight lives in FP8, its codes are the master's high part. The code is the master rounded to nearest, so a
+remainder, the difference, always fits. Scales are powers of two: a new scale changes only masters that become
+subnormal. They are known before the update (bound_after), one for the weight or one for each block of 128 x 128. Each
+expert's matrix has its own.
 """
 
 from __future__ import annotations
@@ -33,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -249,7 +237,34 @@ def finite_amax(wide: Tensor) -> Tensor:
 
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # gives a float32 the exponent bits of an E4M3 code
 FLOAT16_FACTOR = 128.0  # a float16 master is this many times the scaled weight: float16 holds larger numbers than E4M3
-_LOW_BITS = {"fp8_split16": 8, "fp8_split24": 16}
+
+
+class MasterKind(NamedTuple):
+    """A way to keep a master.
+
+    Attributes:
+        name: an optimizer's ``master=`` that means it.
+        low_bits: the dtype of what is kept besides the weight: an integer remainder or the whole master; None: nothing.
+        is_random: whether writing rounds stochastically.
+    """
+
+    name: str | None
+    low_bits: torch.dtype | None
+    is_random: bool
+
+
+# of plain weights, and of codes ("fp8_"); saved states and the C++ hold indices of it: a new kind comes last
+MASTER_KINDS = {
+    "weight": MasterKind("fp32", None, False),  # the weight is its own master
+    "split32": MasterKind("split32", torch.int16, False),  # a bf16 weight and the rest of float32's bits add up to them
+    "split24": MasterKind("split24", torch.int8, True),  # the upper 24 bits of these
+    "stochastic": MasterKind(None, None, True),
+    "fp8_split16": MasterKind("split16", torch.int8, True),  # 4 exponent and 11 mantissa bits
+    "fp8_split24": MasterKind("split24", torch.int16, True),  # 19 mantissa bits
+    "fp8_fp16": MasterKind("fp16_scaled", torch.float16, True),  # FLOAT16_FACTOR times the scaled weight
+    "fp8_fp32": MasterKind("fp32", torch.float32, False),
+    "fp8_stochastic": MasterKind(None, None, True),  # the code alone
+}
 
 
 @dataclass
@@ -258,8 +273,8 @@ class MasterWeight(Scaled):
 
     Attributes:
         weight: float32, bf16 or float16.
-        kind: "weight" (it is its own master), "split32", "split24" or "stochastic".
-        low_bits: int16 or int8 remainder; None for the others.
+        kind: of MASTER_KINDS.
+        low_bits: the remainder, if that kind has one.
         matrices: how many have scales of their own; a plain weight counts as one.
     """
 
@@ -271,7 +286,7 @@ class MasterWeight(Scaled):
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
-        return self.kind in ("split24", "stochastic")
+        return MASTER_KINDS[self.kind].is_random
 
     def read(self, piece: Piece) -> Tensor:
         """Return a piece of the master in float32: the weight's memory where it is float32, else a fresh tensor."""
@@ -280,7 +295,7 @@ class MasterWeight(Scaled):
             return weight.to(torch.float32)
         remainder = piece.of(self.low_bits)
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        bits.add_(remainder.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
+        bits.add_(remainder.to(torch.int32), alpha=1 << (16 - 8 * remainder.itemsize))
         return bits.view(torch.float32)
 
     def write(self, piece: Piece, wide: Tensor, random: Tensor | None) -> None:
@@ -290,7 +305,7 @@ class MasterWeight(Scaled):
         """
         weight = piece.of(self.weight)
         if self.low_bits is None:
-            if self.kind == "stochastic":
+            if self.is_random:
                 assert random is not None
                 wide = round_to_bf16(wide, random)
             if weight.data_ptr() != wide.data_ptr():
@@ -298,9 +313,10 @@ class MasterWeight(Scaled):
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))
-        if self.kind == "split24":
+        dropped = 16 - 8 * self.low_bits.itemsize
+        if self.is_random:
             assert random is not None
-            bits = (bits + upper_bits(random, 8)).bitwise_and_(-256)
+            bits = (bits + upper_bits(random, dropped)).bitwise_and_(-(1 << dropped))
         upper = (bits + 0x8000) >> 16
         remainder = bits - (upper << 16)
         if not finite:  # a NaN's bits must not run over into another number's
@@ -308,7 +324,7 @@ class MasterWeight(Scaled):
             upper = torch.where(faults, wide.to(torch.bfloat16).view(torch.int16).to(torch.int32), upper)
             remainder.masked_fill_(faults, 0)
         weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
-        piece.of(self.low_bits).copy_(remainder if self.kind == "split32" else remainder >> 8)
+        piece.of(self.low_bits).copy_(remainder >> dropped if dropped else remainder)
 
 
 @dataclass
@@ -317,10 +333,10 @@ class Fp8Weight(Scaled):
 
     Attributes:
         weight: codes of E4M3, as uint8.
-        kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
+        kind: of MASTER_KINDS.
         scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)]; for E experts, whose matrices lie
             one below the other, [E, ...]: such scales for each matrix.
-        low_bits: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
+        low_bits: the remainder or the master, if that kind has one.
         amax: float32 of scale_inv's shape, no less than the weight's; None where the master is only read.
     """
 
@@ -333,7 +349,12 @@ class Fp8Weight(Scaled):
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
-        return self.kind != "fp8_fp32"
+        return MASTER_KINDS[self.kind].is_random
+
+    @property
+    def remainder_bits(self) -> int:
+        """The number of bits that a remainder adds to a code; 0 without a remainder."""
+        return 0 if self.low_bits is None or self.low_bits.is_floating_point() else 8 * self.low_bits.itemsize
 
     @property
     def has_blocks(self) -> bool:
@@ -376,17 +397,17 @@ class Fp8Weight(Scaled):
     def read(self, piece: Piece) -> Tensor:
         """Return a piece of the master in float32, a fresh tensor."""
         codes = piece.of(self.weight)
-        if self.kind == "fp8_fp32":
-            return piece.of(self._low_bits_or_master()).clone()
+        if self.low_bits is None:
+            return decode_moment(codes, E4M3).mul_(self.scale_inv_of(piece))
+        low_bits = piece.of(self.low_bits)
+        if low_bits.dtype == torch.float32:
+            return low_bits.clone()
         scale_inv = self.scale_inv_of(piece)
-        if self.kind == "fp8_fp16":
-            return piece.of(self._low_bits_or_master()).float().mul_(scale_inv / FLOAT16_FACTOR)
-        if self.kind == "fp8_stochastic":
-            return decode_moment(codes, E4M3).mul_(scale_inv)
-        bits = _LOW_BITS[self.kind]
+        if not (bits := self.remainder_bits):
+            return low_bits.float().mul_(scale_inv / FLOAT16_FACTOR)
         wide = codes.to(torch.int32)
         sign = (wide & 0x80) << 24
-        magnitude = ((wide & 0x7F) << bits).add_(piece.of(self._low_bits_or_master()))
+        magnitude = ((wide & 0x7F) << bits).add_(low_bits)
         faults = (wide & 0x7F) == E4M3.nan_code
         value = (magnitude << (20 - bits)).view(torch.float32).mul_(1 / _EXPONENT)
         value = (value.view(torch.int32) | sign).view(torch.float32).mul_(scale_inv)
@@ -397,31 +418,31 @@ class Fp8Weight(Scaled):
         assert self.scale is not None
         scales = piece.scales_of(self.scale)
         y = wide * scales
-        if self.kind in _LOW_BITS:
-            assert random is not None
-            largest = self._write_split(piece, y, random)
-        elif self.kind == "fp8_stochastic":
+        if self.low_bits is None:
             codes = encode_moment(y, E4M3, random)
             piece.of(self.weight).copy_(codes)
             largest = finite_amax(decode_moment(codes, E4M3))
+        elif self.remainder_bits:
+            assert random is not None
+            largest = self._write_split(piece, y, self.low_bits, random)
         else:
             piece.of(self.weight).copy_(encode_moment(y.clone(), E4M3, None))
-            if self.kind == "fp8_fp16":
+            if self.low_bits.dtype == torch.float16:
                 assert random is not None
                 wide = round_to_half(y.mul_(FLOAT16_FACTOR), random)
                 largest = finite_amax(wide.float()) / FLOAT16_FACTOR
             else:
                 largest = finite_amax(wide) * scales
-            piece.of(self._low_bits_or_master()).copy_(wide)
+            piece.of(self.low_bits).copy_(wide)
         amax = largest * scale_inv_from_scale(scales)
         if self.has_blocks and self.amax_written is not None:
             piece.scales_of(self.amax_written).copy_(amax)
         else:
             self.raise_amax_written(amax)
 
-    def _write_split(self, piece: Piece, y: Tensor, random: Tensor) -> Tensor:
+    def _write_split(self, piece: Piece, y: Tensor, remainders: Tensor, random: Tensor) -> Tensor:
         """Write codes and remainders of the scaled values ``y``; return each block's amax, scaled."""
-        bits = _LOW_BITS[self.kind]
+        bits = self.remainder_bits
         dropped = 20 - bits
         sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
         faults = ~torch.isfinite(y)
@@ -429,14 +450,10 @@ class Fp8Weight(Scaled):
         magnitude.bitwise_right_shift_(dropped).clamp_(0, E4M3.max_code << bits).masked_fill_(faults, 0)
         largest = magnitude.amax(-1, keepdim=True)
         codes = (magnitude + (1 << (bits - 1))) >> bits
-        piece.of(self._low_bits_or_master()).copy_(magnitude.sub_(codes << bits))
+        piece.of(remainders).copy_(magnitude.sub_(codes << bits))
         codes.bitwise_or_(sign).masked_fill_(faults, E4M3.nan_code)  # whatever a NaN's sign: devices differ in it
         piece.of(self.weight).copy_(codes)
         return (largest << dropped).view(torch.float32) * (1 / _EXPONENT)
-
-    def _low_bits_or_master(self) -> Tensor:
-        assert self.low_bits is not None
-        return self.low_bits
 
     def scale_inv_of(self, piece: Piece) -> Tensor:
         """Return the piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
@@ -473,7 +490,7 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
             remainder.copy_(remainder_of(*arguments))
         return remainders
     cast = Fp8Weight(codes, "fp8_split16", scale_inv, remainders)
-    bits = _LOW_BITS[cast.kind]
+    bits = cast.remainder_bits
     for piece in pieces(*codes.shape):
         wide = piece.of(values).float() / cast.scale_inv_of(piece)
         code = piece.of(codes).to(torch.int32).bitwise_and_(0x7F)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo import granularity
 from octavo.formats import E4M3
 from octavo.kernels.reference.optimizer_state import Master, MomentTensors
 from octavo.kernels.triton.moment_codes import (
@@ -27,6 +28,7 @@ from octavo.kernels.triton.step_numbers import upper_bits
 from octavo.kernels.triton.table import to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
+BLOCK: tl.constexpr = tl.constexpr(granularity.BLOCK)
 WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
 FIRST: tl.constexpr = tl.constexpr(1)  # a moment's data, scale_inv, amax
 SECOND: tl.constexpr = tl.constexpr(4)
@@ -167,23 +169,23 @@ class TilePlace(NamedTuple):
 @triton.jit
 def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
     """Return the place of a tensor's tile number ``tile``. EVEN: it is one row, or aligned rows of whole blocks."""
-    lanes = tl.arange(0, 128)
+    lanes = tl.arange(0, BLOCK)
     blocks = tl.arange(0, BLOCKS)
     rows = row[ROWS]
     cols = row[COLS]
     first = tile.to(tl.int64) * BLOCKS
     if EVEN:
-        base = first * 128
+        base = first * BLOCK
         left = rows * cols - base
-        left = tl.multiple_of(tl.where(left > BLOCKS * 128, BLOCKS * 128, left).to(tl.int32), 16)
-        offsets = blocks[:, None] * 128 + lanes[None, :]
+        left = tl.multiple_of(tl.where(left > BLOCKS * BLOCK, BLOCKS * BLOCK, left).to(tl.int32), 16)
+        offsets = blocks[:, None] * BLOCK + lanes[None, :]
         inside = offsets < left
-        is_block = blocks * 128 < left
+        is_block = blocks * BLOCK < left
     else:
-        a_row = tl.cdiv(cols, 128)
+        a_row = tl.cdiv(cols, BLOCK)
         index = first + blocks
         row = index // a_row
-        col = (index - row * a_row)[:, None] * 128 + lanes[None, :]
+        col = (index - row * a_row)[:, None] * BLOCK + lanes[None, :]
         base = first // a_row * cols
         offsets = (row[:, None] * cols - base) + col
         is_block = row < rows
@@ -196,15 +198,15 @@ def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.cons
 @triton.jit
 def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
     """Return the place of rows of a tensor's block of 128 x 128: part number ``part`` of BLOCKS rows."""
-    lanes = tl.arange(0, 128)
+    lanes = tl.arange(0, BLOCK)
     blocks = tl.arange(0, BLOCKS)
     rows = row[ROWS]
     cols = row[COLS]
     if EVEN:
-        cols = cols // 128 * 128  # as the compiler can see
-    a_row = tl.cdiv(cols, 128)
-    top = square // a_row * 128 + part * BLOCKS
-    left = square % a_row * 128
+        cols = cols // BLOCK * BLOCK  # as the compiler can see
+    a_row = tl.cdiv(cols, BLOCK)
+    top = square // a_row * BLOCK + part * BLOCKS
+    left = square % a_row * BLOCK
     base = top * cols + left
     offsets = (blocks.to(tl.int64)[:, None] * cols) + lanes[None, :]
     is_block = top + blocks < rows
@@ -219,7 +221,7 @@ def in_whole(row, place, APART: tl.constexpr):
     """Return where a tile's elements lie in the whole tensor: (an index, offsets from it). APART: see TensorClass."""
     offsets = place.offsets
     if APART:
-        rows = (place.first + place.blocks) // tl.cdiv(row[COLS], 128)
+        rows = (place.first + place.blocks) // tl.cdiv(row[COLS], BLOCK)
         offsets = offsets + (rows * row[GAP])[:, None]
     return row[START] + place.base, offsets
 

@@ -1,6 +1,8 @@
 """Adam's step in C++ against the reference: every way to keep a weight, any values, the same bits."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
+from octavo.kernels.reference.optimizer_state import MASTER_KINDS
 from octavo.kernels.reference.optimizer_step import optimizer_step
+from tests.support.fp8_weights import BITS
 from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, update_of_case
 
 SHAPES = [(1, 1), (1, 300), (3, 128), (130, 256), (200, 300), (64, 384), (5, 1000)]
@@ -44,3 +48,11 @@ def test_any_update_has_the_bits_of_the_reference(threads: int, monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert differences_of(threads, 120 // threads, recorded) == []
     assert taken == [True] * (120 // threads)
+
+
+def test_kinds_of_masters_have_the_numbers_of_saved_states_and_of_the_source() -> None:
+    saved = "weight split32 split24 stochastic fp8_split16 fp8_split24 fp8_fp16 fp8_fp32 fp8_stochastic".split()
+    assert [*MASTER_KINDS][: len(saved)] == saved, "saved states hold indices of MASTER_KINDS: a new kind is the last"
+    source = Path(codes.__file__).with_name("optimizer_step.cpp").read_text(encoding="utf-8")
+    (enumerated,) = re.findall(r"enum MasterKind : int32_t \{(.*?)\}", source, re.DOTALL)
+    assert enumerated.lower().replace(",", " ").split() == [*MASTER_KINDS] == [*BITS]
