@@ -341,7 +341,8 @@ def function_of(act: nn.Module | None) -> str | None:
 
 def name_of(function: str | None, gated: bool) -> str | None:
     """Return the name in kernels/activations.py of a function, or of a gate by it; or None."""
-    return next((name for name, known in ACTIVATIONS.items() if known == (function, gated)), None)
+    # not `known == (function, gated)`, which is False where torch 2.11 compiles it
+    return next((name for name, of in ACTIVATIONS.items() if of.function == function and of.gated == gated), None)
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -257,7 +258,7 @@ def test_every_column_is_described_and_printed():
         (whole, str),
     ):
         for field in dataclasses.fields(value):
-            assert f"        {field.name}: " in (type(value).__doc__ or ""), field
+            assert f"\n    {field.name}: " in (inspect.getdoc(type(value)) or ""), field
             was = getattr(value, field.name)
             if isinstance(was, dict):
                 new: Any = {key: 2 * MIB for key, size in was.items() if isinstance(size, int)}
