@@ -4,6 +4,7 @@ The lists are in tests/support/seams; a cell is built by one function from a fea
 """
 
 import pytest
+import torch
 
 from tests.support.seams import cells
 from tests.support.seams.cells import OPEN
@@ -14,6 +15,10 @@ from tests.support.seams.situations import SITUATIONS, Documented
 from tests.test_docs import broken_link
 
 SAMPLE = cells.sample()
+# situations that an older torch fails by itself: it can't split the backward of an autograd.Function, and its Adam asks
+# for the value of a step count that a default device of "meta" makes
+NEEDS_TORCH_2_13 = ("pipeline, zero-bubble", "another default dtype and device")
+IS_OLDER = torch.__version__ < "2.13"
 
 
 def params(on_ranks):
@@ -21,6 +26,8 @@ def params(on_ranks):
     for cell in cells.all_cells():
         if bool(SITUATIONS[cell[1]].ranks) == on_ranks:
             marks = [] if cell in SAMPLE else [pytest.mark.full]
+            if cell[1].startswith(NEEDS_TORCH_2_13):
+                marks.append(pytest.mark.skipif(IS_OLDER, reason=f"torch {torch.__version__} fails {cell[1]}"))
             if cell in OPEN:
                 marks.append(pytest.mark.xfail(strict=True, reason=OPEN[cell]))
             cells_of_kind.append(pytest.param(cell, marks=marks, id=" x ".join(cell)))
