@@ -91,6 +91,7 @@ class Comparison(NamedTuple):
             that run once more in FP8 the lowest one of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
+        moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
     """
 
     products: Tensor
@@ -100,6 +101,7 @@ class Comparison(NamedTuple):
     is_float16: bool
     control: Tensor | None
     left: Tensor
+    moved: Tensor
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -214,9 +216,12 @@ class Twin:
             after = self._wrapped.register_forward_hook(self._after_forward, always_call=True)
             self._hooks = [before, after]
 
-    def arrived(self, products: Any) -> None:
-        """Run later steps in FP8 too where a layer's gradient is unlike its twin's: Comparison.products, on the CPU."""
-        self.runs_in_fp8 |= bool((_cosines(products) < ALIKE).any())
+    def arrived(self, products: Tensor, moved: Tensor) -> None:
+        """Run later steps in FP8 too where a layer's gradient is unlike its twin's, or the loss not its run's in FP8.
+
+        ``products``, ``moved``: Comparison's, on the CPU.
+        """
+        self.runs_in_fp8 |= bool((_cosines(products) < ALIKE).any()) or float(moved) > MOVED
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -304,7 +309,7 @@ class Twin:
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
         is_left = torch.cat([squares, torch.zeros_like(squares[:1])]).unsqueeze(1) != 0
-        lowest = None
+        lowest, moved = None, torch.zeros_like(twin.loss_change)
         if self._ranks.any(is_first or self.runs_in_fp8):
             with _not_counted(layers):
                 control = self._run(calls, [*weights, *others], own_recipes(self._model))
@@ -314,19 +319,19 @@ class Twin:
             cosines = _cosines(torch.cat([of_control, of_control.sum(0, keepdim=True)]))
             if self._control is None:
                 self._control, lowest = cosines, cosines[-1]
-                self.runs_in_fp8 = bool(control.loss_change.abs() > MOVED * twin.loss_change.abs())
             else:
                 lowest = cosines.masked_fill(self._control < SAME, 1.0).min()
             each = zip(control.pairs, twin.pairs, strict=True)
             runs = [(None if g is None else again, t) for (g, again), (_, t) in each]
             products = self._products(runs, len(layers), are_runs=True)
+            moved = (control.loss_change / twin.loss_change).abs()
             twin = twin._replace(loss_change=twin.loss_change - control.loss_change)
         doubt = self._doubt()
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
         is_float16 = any(call.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share)
+        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved)
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
