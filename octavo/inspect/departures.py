@@ -51,7 +51,7 @@ HOWS = ("", " for a record", " in each record")
 
 
 class Departure(NamedTuple):
-    """A number that leaves its course: its name, the step, the factor by which, the evidence, and for how long.
+    """A number that leaves its course: the step, its name, the factor by which, and for how long.
 
     ``times``: for good, for a record or in each record (``how``); inf where the number is inf or NaN.
     """
@@ -59,7 +59,6 @@ class Departure(NamedTuple):
     step: int
     name: str
     times: float
-    size: float
     how: str = ""
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ def departures(record: Record) -> list[Departure]:
             columns = np.stack([course[: lost[0]] for _, course in courses], 1)
             if first := _at_the_change(record.steps, [number for number, _ in courses], columns):
                 return first
-    return [Departure(record.steps[lost[0]], lost[1], math.inf, math.inf)] if lost[1] else []
+    return [Departure(record.steps[lost[0]], lost[1], math.inf)] if lost[1] else []
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:
@@ -115,11 +114,11 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     if (change := _first_change(courses, places)) is None:
         return []
     first = []
-    for its, of_family in zip(places, change.of_families.tolist(), strict=True):
+    for its, of_family in zip(places, change.of_families, strict=True):
         if of_family >= change.of_families.max() / 2:
             place = its[change.evidence[its].argmax()]
             times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
-            first.append(Departure(steps[change.at], numbers[place].name, times, of_family, HOWS[change.hows[place]]))
+            first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
     return first
 
 
@@ -179,24 +178,22 @@ def _change(window: Any, at: int, places: Sequence[Any]) -> _Change:
     others /= np.maximum(np.sqrt((others**2).sum(axis=0)), 1e-9)
     of_families = []
     for its in places:
-        alike = ((others[:, its] @ others[:, its].T) ** 2).sum() / len(its) ** 2  # the mean square of correlations
-        together = (evidence[its] - BY_CHANCE).mean() / alike  # so many as 1 / alike are independent
+        alike = ((others[:, its] @ others[:, its].T) ** 2).sum() / len(its)  # 1 if all are independent
+        together = (evidence[its] - BY_CHANCE).sum() / max(alike, 1.0)
         of_families.append(max(0.0, evidence[its].max() - math.log(len(its)), together))
     return _Change(at, evidence, sizes / norms[hows], hows, np.array(of_families))
 
 
 def _numbers(record: Record) -> Iterator[_Number]:
     """Yield the numbers of a run, in the order of a step within a family."""
-    for name, (steps, values) in record.scalars.items():
+    for name in record.scalars:
         option, _, group = name.partition(GROUP)
-        if (family := SCALARS.get(option)) is not None:  # as it was last written
-            at = np.searchsorted(steps, record.steps, side="right") - 1
+        if (family := SCALARS.get(option)) is not None:
             said = "the gradients' norm" if option == "grad_norm" else f"the {family}{group and f' of group {group}'}"
-            yield _Number(family, said, np.where(at >= 0, np.array(values)[np.maximum(at, 0)], np.nan))
+            yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
-    places = {(row.layer, row.role): place for place, row in reversed([*enumerate(record.rows)])}
-    sizes = {where: record.measures["rms"][:, place] for where, place in places.items() if where[1] in OF_ROLES}
+    sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
     for (layer, role), size in sizes.items():
         family, what = OF_ROLES[role]
         yield _Number(family, f"the size of {layer}'s {what}", size)
