@@ -3,9 +3,13 @@
 A number's course is a straight line in its logarithm, with noise around it. At a record it may leave that line for this
 record alone, jump to a parallel one, or take another slope. The evidence of a change is the logarithm of how much
 likelier the numbers are with it than without, by their own noise. Numbers that tell of the same are a family, such as
-all gradients: its evidence is that of its most changed number, less what the largest of so many has by chance. A run
-changed at the record with the most evidence of all families together, and what changed first there is the family that
-a step computes first.
+all gradients: its evidence is that of its most changed number, less what the largest of so many has by chance; or that
+of all its numbers together, less what each has by chance, where more of them change by less. As they share noise they
+count as so many as would be independent.
+
+A run changed at the record with the most evidence of all families together. Training may react to a fault more than
+the fault itself changed, and some records later: so the records before that one are asked again, as long as they have
+enough evidence of a change of their own. What changed first there is the family that a step computes first.
 """
 
 from __future__ import annotations
@@ -40,15 +44,14 @@ PAST = 16  # records before a change, and as many after it, that it is judged by
 LEAST = 3  # records before a change
 NOISE = 0.02  # the least noise of a logarithm: smaller changes mean nothing
 QUIET, LOUD = 10.0, 0.3  # units of numbers whose least noise is a tenth of that, or three times as much
-# Of all families, beyond which a run changed. In 24 healthy runs it is 8 in the median, at most 11 by chance, and 9
-# to 85 where a rate, a batch's size or an adapter begins to change.
-EVIDENCE = 8.0
-ENOUGH = 20.0  # of a family, which changed then whatever the evidence of others
+# Of all families, beyond which a run changed, as 36 of 60 healthy runs do: by a schedule, a loss scale, or by chance
+EVIDENCE = 7.5
+BY_CHANCE = 1.0  # the mean evidence of a number that does not change, of windows of any length
 HOWS = ("", " for a record", " in each record")
 
 
 class Departure(NamedTuple):
-    """A number that leaves its course: its name, the step, the factor by which, the evidence, and for how long.
+    """A number that leaves its course: the step, its name, the factor by which, and for how long.
 
     ``times``: for good, for a record or in each record (``how``); inf where the number is inf or NaN.
     """
@@ -56,7 +59,6 @@ class Departure(NamedTuple):
     step: int
     name: str
     times: float
-    size: float
     how: str = ""
 
     def __str__(self) -> str:
@@ -87,16 +89,16 @@ class _Number(NamedTuple):
 
 
 def departures(record: Record) -> list[Departure]:
-    """Return what changed at the record where a run changed most, one number of a family, in the order of a step."""
+    """Return what changed at the record where a run changed first, one number of a family, in the order of a step."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
         lost = min((lost for lost in map(_lost, numbers) if lost is not None), default=(len(record.steps), ""))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]
         if lost[0] > LEAST and courses:
             columns = np.stack([course[: lost[0]] for _, course in courses], 1)
-            if first := _at_the_change(record.steps, [number for number, _ in courses], *_changes(columns)):
+            if first := _at_the_change(record.steps, [number for number, _ in courses], columns):
                 return first
-    return [Departure(record.steps[lost[0]], lost[1], math.inf, math.inf)] if lost[1] else []
+    return [Departure(record.steps[lost[0]], lost[1], math.inf)] if lost[1] else []
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:
@@ -105,38 +107,61 @@ def _lost(number: _Number) -> tuple[int, str] | None:
     return (int(is_lost.argmax()), number.name) if is_lost.any() else None
 
 
-def _at_the_change(
-    steps: Sequence[int], numbers: Sequence[_Number], evidence: Any, sizes: Any, hows: Any
-) -> list[Departure]:
-    """Return the most changed number of each family that changed where most changed; none where little did."""
+def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: Any) -> list[Departure]:
+    """Return the most changed number of each family that changed at the first change; none where little did."""
     families = [number.family for number in numbers]
-    places = {name: np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families}
-    of_families = np.stack([evidence[:, its].max(axis=1) - math.log(len(its)) for its in places.values()]).clip(min=0)
-    at = int(of_families.sum(axis=0).argmax())
-    if of_families[:, at].sum() < EVIDENCE:
+    places = [np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families]
+    if (change := _first_change(courses, places)) is None:
         return []
     first = []
-    for its, of_family in zip(places.values(), of_families[:, at].tolist(), strict=True):
-        if of_family >= min(ENOUGH, of_families[:, at].max() / 2):
-            place = its[evidence[at, its].argmax()]
-            times = math.exp(min(300.0, max(-300.0, sizes[at, place] / numbers[place].unit)))
-            first.append(Departure(steps[at], numbers[place].name, times, of_family, HOWS[hows[at, place]]))
+    for its, of_family in zip(places, change.of_families, strict=True):
+        if of_family >= change.of_families.max() / 2:
+            place = its[change.evidence[its].argmax()]
+            times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
+            first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
     return first
 
 
-def _changes(courses: Any) -> tuple[Any, Any, Any]:
-    """Return a change's evidence at each record, its size in logarithms, its place in HOWS: [records, numbers] each."""
-    count, changes = len(courses), (np.zeros(courses.shape), np.zeros(courses.shape), np.zeros(courses.shape, int))
+class _Change(NamedTuple):
+    """A change at a record: each number's evidence, its size in logarithms, its place in HOWS; families' evidence."""
+
+    at: int
+    evidence: Any
+    sizes: Any
+    hows: Any
+    of_families: Any
+
+    @property
+    def of_all(self) -> float:
+        return float(self.of_families.sum())
+
+
+def _first_change(courses: Any, places: Sequence[Any]) -> _Change | None:
+    """Return the change with the most evidence, or an earlier one that has enough without what came after it."""
+    first, begin, end = None, 0, len(courses)
+    while changes := _changes(courses[begin:end], places):
+        change = max(changes, key=lambda each: each.of_all)
+        if change.of_all < EVIDENCE:
+            break
+        end = begin + change.at
+        begin = begin if first is not None else max(0, end - PAST)
+        first = change._replace(at=end)
+    return first
+
+
+def _changes(courses: Any, places: Sequence[Any]) -> list[_Change]:
+    """Return the change at each record that has enough records before it."""
+    count, changes = len(courses), []
     for begin in range(0, max(1, count - PAST), PAST):
         window, is_last = courses[begin : begin + 2 * PAST], begin + 2 * PAST >= count
         for at in range(LEAST if begin == 0 else PAST // 2, len(window) if is_last else PAST * 3 // 2):
-            for changes_of, values in zip(changes, _change(window, at), strict=True):
-                changes_of[begin + at] = values
+            change = _change(window, at, places)
+            changes.append(change._replace(at=begin + at))
     return changes
 
 
-def _change(window: Any, at: int) -> tuple[Any, Any, Any]:
-    """Return what ``_changes`` does for one record of a window of records."""
+def _change(window: Any, at: int, places: Sequence[Any]) -> _Change:
+    """Return the change at a record of a window of records, of families whose numbers have these places."""
     records = np.arange(len(window))
     line, _ = np.linalg.qr(np.stack([np.ones(len(window)), records], 1))
     noise = window - line @ (line.T @ window)
@@ -144,27 +169,39 @@ def _change(window: Any, at: int) -> tuple[Any, Any, Any]:
     shapes -= line @ (line.T @ shapes)
     norms = np.maximum(np.sqrt((shapes**2).sum(axis=0)), 1e-9)
     explained = (shapes / norms).T @ noise  # [3, numbers]
-    how = np.abs(explained).argmax(axis=0)
-    size = np.take_along_axis(explained, how[None], 0)[0]
+    hows = np.abs(explained).argmax(axis=0)
+    sizes = np.take_along_axis(explained, hows[None], 0)[0]
     squares, least = (noise**2).sum(axis=0), len(window) * NOISE**2
-    likelier = (squares + least) / (np.maximum(squares - size**2, 0) + least)
-    return len(window) / 2 * np.log(likelier), size / norms[how], how
+    likelier = (squares + least) / (np.maximum(squares - sizes**2, 0) + least)
+    evidence = (len(window) - 3) / 2 * np.log(likelier)  # three numbers are fitted: a line's two and the change
+    others = noise - (shapes / norms)[:, hows] * sizes
+    others /= np.maximum(np.sqrt((others**2).sum(axis=0)), 1e-9)
+    of_families = []
+    for its in places:
+        alike = ((others[:, its] @ others[:, its].T) ** 2).sum() / len(its)  # 1 if all are independent
+        together = (evidence[its] - BY_CHANCE).sum() / max(alike, 1.0)
+        of_families.append(max(0.0, evidence[its].max() - math.log(len(its)), together))
+    return _Change(at, evidence, sizes / norms[hows], hows, np.array(of_families))
 
 
 def _numbers(record: Record) -> Iterator[_Number]:
     """Yield the numbers of a run, in the order of a step within a family."""
-    for name, (steps, values) in record.scalars.items():
+    for name in record.scalars:
         option, _, group = name.partition(GROUP)
-        if (family := SCALARS.get(option)) is not None:  # as it was last written
-            at = np.searchsorted(steps, record.steps, side="right") - 1
+        if (family := SCALARS.get(option)) is not None:
             said = "the gradients' norm" if option == "grad_norm" else f"the {family}{group and f' of group {group}'}"
-            yield _Number(family, said, np.where(at >= 0, np.array(values)[np.maximum(at, 0)], np.nan))
+            yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
-    for (layer, role), place in {(row.layer, row.role): at for at, row in reversed([*enumerate(record.rows)])}.items():
-        if role in OF_ROLES:
-            family, what = OF_ROLES[role]
-            yield _Number(family, f"the size of {layer}'s {what}", record.measures["rms"][:, place])
+    sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
+    for (layer, role), size in sizes.items():
+        family, what = OF_ROLES[role]
+        yield _Number(family, f"the size of {layer}'s {what}", size)
+    for place, layer in enumerate(record.layers):  # how far a batch's tokens agree: the same at any scale of gradients
+        if all((layer, role) in sizes for role in OF_ROLES):
+            of_operands = math.prod(sizes[layer, role] for role in OF_ROLES)
+            agreed = record.weights["gradient"][:, place] / of_operands
+            yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
     for names, measures in ((record.layers, record.weights), (record.others, record.of_others)):
         for place, name in enumerate(names if measures else ()):
             of = {measure: values[:, place] for measure, values in measures.items()}

@@ -222,6 +222,16 @@ class Record:
         values = dict(zip(*self.scalars.get(name, ([], [])), strict=True))
         return np.array([values.get(step, math.nan) for step in self.steps], dtype="float64")
 
+    def last(self, name: str) -> Any:
+        """Return a number at each recorded step, as it was last written; nan before that, or where it never was."""
+        steps, values = self.scalars.get(name, ([], []))
+        return np.array([math.nan, *values], dtype="float64")[np.searchsorted(steps, self.steps, side="right")]
+
+    @property
+    def places(self) -> dict[tuple[str, str], int]:
+        """The first row of each role of a layer, by (layer, role)."""
+        return {(row.layer, row.role): place for place, row in reversed([*enumerate(self.rows)])}
+
     def at(self, places: Sequence[int]) -> Record:
         """Return a record of these of its records alone; its scalars and events stay."""
         measures, weights, of_others = (

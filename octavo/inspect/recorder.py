@@ -254,7 +254,7 @@ class Recorder:
                 self.event(NO_TWIN, self._twin.reason)
             self._twin.close()
             self._twin = None
-        return counts if comparison is None else counts | {"twin": comparison.products}
+        return counts if comparison is None else counts | {"twin": comparison.products, "moved_loss": comparison.moved}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -304,7 +304,7 @@ class Recorder:
                 if "twin" in arrays:
                     counts["twin"] = arrays["twin"]
                     if self._twin is not None:
-                        self._twin.arrived(reading.tensors["twin"])
+                        self._twin.arrived(reading.tensors["twin"], reading.tensors["moved_loss"])
                 others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:

@@ -15,7 +15,6 @@ from octavo.nn.candidates import sizes_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 
-WEIGHT = ROLES.index("weight")
 # the products that read a role as it lies, and transposed
 READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
 
@@ -85,11 +84,11 @@ class Table:
         (device,) = devices
         layers = _fp8_layers(model)
         self._recipes = [(name, m.recipe) for name, m in layers]
-        planned = [(name, m, [_casts(m.recipe, role) for role in range(len(ROLES))]) for name, m in layers]
+        planned = [(name, m, {role: _casts(m.recipe, role) for role in ROLES}) for name, m in layers]
         self.rows = [
-            Row(name, ROLES[role], *cast, *_of_experts(m, role))
+            Row(name, role, *cast, *_of_experts(m, role))
             for name, m, roles in planned
-            for role, casts in enumerate(roles)
+            for role, casts in roles.items()
             for cast in casts
             if cast
         ]
@@ -100,7 +99,10 @@ class Table:
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
-            of_roles = [(next(places) if first else None, next(places) if second else None) for first, second in roles]
+            of_roles = [
+                (next(places) if as_is else None, next(places) if transposed else None)
+                for as_is, transposed in roles.values()
+            ]
             self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module), set())))
         self._is_attached = False
 
@@ -128,14 +130,15 @@ def first_here(module: RecipeModule) -> int:
     return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
 
 
-def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
+def _of_experts(module: RecipeModule, role: str) -> tuple[int, int]:
+    """Return how many experts a layer has and how many columns a role's tensor has, 0 and 0 for other layers."""
     experts, columns, rows = sizes_of(module)
-    return (experts, rows if ROLES[role] == "grad_output" else columns) if experts else (0, 0)
+    return (experts, rows if role == "grad_output" else columns) if experts else (0, 0)
 
 
-def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:
+def _casts(recipe: Recipe, role: str) -> list[tuple[tuple[str, ...], Cast] | None]:
     """Return a role's casts as it lies and transposed, with the products that read them; only one if they are equal."""
-    casts, products = recipe.casts[role], READS[ROLES[role]]
+    casts, products = recipe.casts[ROLES.index(role)], READS[role]
     if casts.once:
         assert casts.as_is is not None
         return [(products, casts.as_is), None]

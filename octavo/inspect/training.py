@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class Training:
         self.record, self.steps, self.layers = record, record.steps, record.layers
         self.loss, self.rate, norm = self.scalar("loss"), self.scalar(*RATES), self.scalar("grad_norm")
         self.norms = {step: value for step, value in zip(*norm, strict=True) if math.isfinite(value)}
-        self.places = {(row.layer, row.role): place for place, row in reversed([*enumerate(record.rows)])}
+        self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
         others = np.full((len(self.steps), len(record.others)), np.nan)
         measures = record.weights.items()
@@ -125,7 +125,7 @@ class Training:
         steps, values = self.record.scalars[name]
         if GROUP not in name or len(values) == len(self.steps):
             return steps, values
-        return self.steps, [values[max(0, bisect_right(steps, step) - 1)] for step in self.steps]
+        return self.steps, self.record.last(name).tolist()
 
     def measure(self, name: str, layer: str, role: str) -> Any:
         """Return a measure of a layer's role by record; nan where there is none."""
@@ -133,9 +133,8 @@ class Training:
         return np.full(len(self.steps), np.nan) if place is None else self.record.measures[name][:, place]
 
     def by_record(self, *names: str) -> Any:
-        """Return a number at each record, as it was last written; nan where it is not recorded."""
-        steps, values = self.scalar(*names)
-        return np.array([values[max(0, bisect_right(steps, s) - 1)] if steps else math.nan for s in self.steps])
+        """Return a number at each record, as it was last written, by the first of its names that was recorded."""
+        return self.record.last(next((name for name in names if name in self.record.scalars), ""))
 
     @property
     def rates_between(self) -> Any:

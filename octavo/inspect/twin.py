@@ -9,8 +9,9 @@ their gradients.
 That gives a step's gradients only if all that reaches the weights goes through the model's outputs, and nothing changes
 a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives far other gradients
 than the step had, there is no twin. So do all recorded steps after one where a layer's gradient differed from the
-twin's, as numbers arrive later, and that run's gradients are compared: an error of FP8 is in them, a change after
-backward is not.
+twin's, as numbers arrive later, and all where the first one's loss was not that run's, as of weights that are moved for
+the forward alone. Then that run is compared with the twin: an error of FP8 is in it, a change after backward, or of
+weights, is not.
 
 The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
@@ -51,6 +52,8 @@ SAME = 0.99  # a part of them comes by another way than the model's outputs if t
 # With less, a layer's gradient differs from its twin's, and later steps run once more in FP8, by the delayed scales
 # that they had: the same bits, if nothing changed it. In 35 of 36 healthy runs the third least of five is 0.983
 ALIKE = 0.95
+# of what the loss differs by from the twin's: if a run once more in FP8 has as much, outputs were of other weights
+MOVED = 0.1
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
@@ -79,7 +82,8 @@ class Comparison(NamedTuple):
             summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone. Where
             the step ran once more in FP8 g is that run's.
         others: the same of all other weights together, [3], where no layer's has a gradient, as of adapters; else None.
-        loss_change: the twin's loss less the step's, float64; nan where an output was overwritten.
+        loss_change: the twin's loss less the step's, float64, or less that of the step's run once more in FP8; nan
+            where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
         control: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
@@ -87,6 +91,7 @@ class Comparison(NamedTuple):
             that run once more in FP8 the lowest one of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
+        moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
     """
 
     products: Tensor
@@ -96,6 +101,7 @@ class Comparison(NamedTuple):
     is_float16: bool
     control: Tensor | None
     left: Tensor
+    moved: Tensor
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -210,9 +216,12 @@ class Twin:
             after = self._wrapped.register_forward_hook(self._after_forward, always_call=True)
             self._hooks = [before, after]
 
-    def arrived(self, products: Any) -> None:
-        """Run later steps in FP8 too where a layer's gradient is unlike its twin's: Comparison.products, on the CPU."""
-        self.runs_in_fp8 |= bool((_cosines(products) < ALIKE).any())
+    def arrived(self, products: Tensor, moved: Tensor) -> None:
+        """Run later steps in FP8 too where a layer's gradient is unlike its twin's, or the loss not its run's in FP8.
+
+        ``products``, ``moved``: Comparison's, on the CPU.
+        """
+        self.runs_in_fp8 |= bool((_cosines(products) < ALIKE).any()) or float(moved) > MOVED
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -300,7 +309,7 @@ class Twin:
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share = self._share_of(squares, products, layers)
         is_left = torch.cat([squares, torch.zeros_like(squares[:1])]).unsqueeze(1) != 0
-        lowest = None
+        lowest, moved = None, torch.zeros_like(twin.loss_change)
         if self._ranks.any(is_first or self.runs_in_fp8):
             with _not_counted(layers):
                 control = self._run(calls, [*weights, *others], own_recipes(self._model))
@@ -315,12 +324,14 @@ class Twin:
             each = zip(control.pairs, twin.pairs, strict=True)
             runs = [(None if g is None else again, t) for (g, again), (_, t) in each]
             products = self._products(runs, len(layers), are_runs=True)
+            moved = (control.loss_change / twin.loss_change).abs()
+            twin = twin._replace(loss_change=twin.loss_change - control.loss_change)
         doubt = self._doubt()
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
         is_float16 = any(call.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share)
+        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved)
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""

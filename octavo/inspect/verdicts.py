@@ -223,13 +223,13 @@ class _Twins:
 
 def _factor(record: Record) -> Any:
     """Return how many times as large as the least earlier ones the last layer's gradients are by record: at least 1."""
-    of_last = [
-        place for place, row in enumerate(record.rows) if (row.layer, row.role) == (record.layers[-1], "grad_output")
-    ]
-    sizes = record.measures["rms"][:, of_last[:1]] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)[:, None]
+    where = record.layers[-1] if record.layers else "", "grad_output"
+    if (place := record.places.get(where)) is None:
+        return np.ones(len(record.steps))
+    sizes = record.measures["rms"][:, place] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
-        return np.fmax(1.0, (sizes / np.fmin.accumulate(earlier(sizes))).max(axis=1, initial=1.0))
+        return np.fmax(1.0, sizes / np.fmin.accumulate(earlier(sizes)))
 
 
 def _median(values: Any) -> float:

@@ -33,3 +33,13 @@ def test_what_changed_first_is_named_whatever_it_is(times: float) -> None:
         assert what in first.name and first.step == record.steps[AT]
         assert first.times == pytest.approx(times, rel=0.5)
         assert f"What changed first: the {first.name.removeprefix('the ')}" in verdict(record, [])
+
+
+def test_a_small_change_of_many_numbers_is_named_before_a_larger_one_of_one() -> None:
+    record = healthy(8, RECORDS)
+    record.measures["rms"][:] = 1.0
+    record.weights["gradient"] = np.exp(np.random.default_rng(0).normal(0, 0.1, (RECORDS, 8)))
+    record.weights["gradient"][AT:] *= 1.3
+    record.weights["gradient"][AT + 5 :, 3] *= 30
+    first = departures(record)[0]
+    assert "gradient of" in first.name and first.step == record.steps[AT]

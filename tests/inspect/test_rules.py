@@ -3,9 +3,12 @@
 import inspect
 import itertools
 
+from octavo.inspect import training
 from octavo.inspect.incidents import KINDS
 from octavo.inspect.rules import RULES
 from octavo.inspect.training import Hit
+
+HITS = "Iterator[Hit]"  # what a rule's test returns
 
 
 def test_each_test_takes_the_rows_that_name_it() -> None:
@@ -21,3 +24,10 @@ def test_a_rule_can_say_its_level() -> None:
     hit = Hit(rule, 3, 4.0, {"others": ""}, ("head", "weight"))
     noted = hit._replace(rule=rule._replace(level="note")).finding()
     assert (hit.finding().level, noted.level) == ("warning", "note") and noted.sentence == hit.finding().sentence
+
+
+def test_each_test_and_each_kind_has_a_row() -> None:
+    """No test of training.py is left out; kinds with a limit are casts', which findings.py tests."""
+    tests = {test for test in vars(training).values() if getattr(test, "__annotations__", {}).get("return") == HITS}
+    assert len(tests) > 20 and tests == {rule.test for rule in RULES}
+    assert {kind for kind, each in KINDS.items() if each.limit is None} <= {rule.kind for rule in RULES}

@@ -260,6 +260,24 @@ def test_a_step_that_runs_once_more_in_fp8_has_the_scales_of_the_step(tmp_path: 
     assert (cosines[:3] > 0.99).all() and (cosines[3:, 0] < 0.95).all() and (cosines[3:, 1] > 0.99).all()
 
 
+def test_a_loss_at_moved_weights_is_no_error_of_fp8(tmp_path: Path) -> None:
+    """Weights are moved for forward and backward and back before the update, as sharpness-aware minimisation does."""
+    model: Any = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+    optimizer, x, weight = torch.optim.SGD(model.parameters(), 0.1), torch.randn(16, 64), model[0].weight
+    optimizer.register_step_pre_hook(lambda *_: setattr(weight, "data", weight.data / 1.5))
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for _ in range(4):
+            weight.data.mul_(1.5)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+    record, losses, of_step = twins(tmp_path)
+    np.testing.assert_allclose(losses, of_step, rtol=5e-3)
+    assert octavo.inspect.verdict(record, octavo.inspect.diagnose(record)).startswith("FP8 changes little")
+
+
 def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
 
