@@ -216,12 +216,13 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     def at(finding: Finding) -> int:
         return bisect_left(record.steps, finding.begins)
 
-    def order(finding: Finding) -> tuple[int, int, int]:
+    def order(finding: Finding) -> tuple[int, int, int, int]:
         part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
         if part is None:
             part = OF_ROLES.get(finding.role, FORWARD)
         part = BETWEEN if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products else part
-        return at(finding), part, -place if finding.role == "grad_output" else place
+        level = PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
+        return at(finding), part, -place if finding.role == "grad_output" else place, level
 
     def explains(cause: Finding, effect: Finding) -> bool:
         begins = at(cause)

@@ -184,6 +184,12 @@ class Training:
             yield Hit(rule, *at, texts, (self.layers[place], "weight"), self.steps[worst], numbers)
 
     @cached_property
+    def always_updates(self) -> bool:
+        """Whether the optimizer changed weights in each recorded step, or in none: each step has an update."""
+        changes = (self.of["update"] > 0).any(axis=1)
+        return bool(changes.all() or not changes.any())
+
+    @cached_property
     def leaps(self) -> Leaps:
         """The factors by which updates, gradients and norms grow, and the changes that the optimizer did not make."""
         measures, count = self.of, len(self.layers)
@@ -199,7 +205,7 @@ class Training:
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.by_record("loss_scale"), nan=1.0)[:, None]
-        risen, norms, outputs = (values / earlier(values) for values in (gradients, norms, outputs))
+        risen, norms, outputs = (values / earlier(positive(values)) for values in (gradients, norms, outputs))
         highest = gradients / earlier(gradients, np.nanmax)
         # between two records the optimizer may have moved each number by an update a step, all in one direction at most
         of_rate = np.fmax(updates, np.nan_to_num(usual)) / rates
@@ -254,6 +260,11 @@ def earlier(values: Any, statistic: Any = None) -> Any:
     for at in range(2, len(values)):
         statistics[at] = (statistic or np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
     return statistics
+
+
+def positive(values: Any) -> Any:
+    """Return values that are above 0, and nan for others, over which nothing is larger by a factor."""
+    return np.where(values > 0, values, np.nan)
 
 
 def is_rate(name: str) -> bool:
@@ -522,19 +533,23 @@ def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
 
 
 def left(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield the first step whose backward begins with gradients of an earlier one."""
-    for step, share in zip(*run.scalar(LEFT), strict=True):
-        if share > rule.limit:
-            yield Hit(rule, step, 8)
-            return
+    """Yield the first step whose backward begins with gradients of an earlier one, if each step has its update."""
+    if run.always_updates:
+        for step, share in zip(*run.scalar(LEFT), strict=True):
+            if share > rule.limit:
+                yield Hit(rule, step, 8)
+                return
 
 
 def changed(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield the first step that was computed once more and has other gradients then, at once and not by and by."""
+    """Yield the first step that was computed once more and has other gradients then, at once and not by and by.
+
+    None where an update takes several recorded steps together, whose gradients it sums.
+    """
     steps, cosines = run.scalar(CONTROL)
     before = [1.0, *cosines]
     low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > SAME]
-    if low and left not in run.fired:
+    if low and left not in run.fired and run.always_updates:
         yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
 
 
@@ -557,7 +572,8 @@ def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rul
         rule = scaled_fall if norms[at] > rise.limit else fall  # gradients are clipped
         rule = rule._replace(level="note" * run.leaps.begins_inside(at))
         times = 1 / max(share, 1e-9) / rise.limit
-        yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=run.steps[at + FEW])
+        worst = run.steps[at + FEW]
+        yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
     elif (over := (alone > of_layer.limit).any(axis=1)).any():
         at = int(over.argmax())  # backward goes from the last layer to the first
         layer = run.layers[np.flatnonzero(alone[at] > of_layer.limit)[-1]]

@@ -36,6 +36,8 @@ EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
 OTHER_WEIGHTS = "all weights that are no layer's"
+# by which gradients change where a finding does not say it, and the least share of them that is told from none
+OF_GRADIENTS_THAT_LEAP, LEAST_SHARE = 4.0, 1e-9
 SAID = 3  # departures that the sentence names
 
 
@@ -130,14 +132,28 @@ class _Twins:
     def has_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
         at, first = bisect_left(self.steps, finding.begins), self.first_of_all
-        if first is not None and first[0] <= at:
-            if first[1] is None and self.part(first[0]) > 0:
-                return True
-            if finding.kind in OF_GRADIENTS and first[1] is not None:
-                return 0.5 < _median(self.norms[at : at + OVER]) / _median(self.norms[: first[0]]) < 2
+        if first is not None and first[0] <= at and first[1] is None and self.part(first[0]) > 0:
+            return True
+        if finding.kind in OF_GRADIENTS:
+            return self.has_gradients_alone(finding, at)
         parts = [(self.losses[soon], self.of_twins[soon]) for soon in (slice(at, at + OVER), slice(at, None))]
         rises = [(_median(loss - twin), _median(loss) - _median(self.losses[:at])) for loss, twin in parts]
         return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
+
+    def has_gradients_alone(self, finding: Finding, at: int) -> bool:
+        """Return whether gradients differ by then, a frozen layer's its own, and change less in high precision.
+
+        That is by the square root of what is said at most: a layer that is frozen, and gets no gradient, has one there.
+        """
+        first, columns = self.first_of_gradients, [*self.record.layers[: self.cosines.shape[1] - 1]]
+        if finding.kind == "frozen" and finding.layer in columns:
+            cosines = self.cosines[at : at + OVER, columns.index(finding.layer)]
+            first = at if _median(cosines) < COSINE else None
+        if first is None or first > at:
+            return False
+        change = _median(self.norms[at : at + OVER]) / _median(self.norms[:first])
+        said = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", OF_GRADIENTS_THAT_LEAP)
+        return change > 0 and abs(math.log(change)) < abs(math.log(max(said, LEAST_SHARE))) / 2
 
     @cached_property
     def first_of_all(self) -> tuple[int, int | None] | None:
@@ -150,14 +166,14 @@ class _Twins:
 
     def first_apart(self, worst: Finding | None) -> tuple[int, int | None] | None:
         """Return where FP8 differs first: the place of the step, and of the layer or None for the loss."""
-        times = self.times() / (1.0 if worst is None or worst.products else OTHERWISE)
-        for at in range(len(times)):
-            soon = np.nan_to_num(times[at : at + AMONG])
-            begins = (soon[0] > np.maximum(1, np.median(soon, axis=0) * BEGINS)) & ((soon[:3] > 1).sum(axis=0) >= 2)
-            columns = np.flatnonzero(begins & ((soon > 1).sum(axis=0) >= OVER))
-            if len(columns):
-                return at, None if columns[0] < 2 else int(columns[0]) - 2
-        return None
+        first = _first_beyond(self.times() / (1.0 if worst is None or worst.products else OTHERWISE))
+        return first and (first[0], None if first[1] < 2 else first[1] - 2)
+
+    @cached_property
+    def first_of_gradients(self) -> int | None:
+        """The place of the step where a layer's gradient differs first, whatever the loss does."""
+        first = _first_beyond(self.times()[:, 2:])
+        return first and first[0]
 
     def times(self) -> Any:
         """Return distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
@@ -219,6 +235,17 @@ class _Twins:
         if math.isfinite(loss) and abs(loss - twin) > FAR * abs(loss):
             return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
         return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
+
+
+def _first_beyond(times: Any) -> tuple[int, int] | None:
+    """Return the first step and column from which on distances, over their limits, stay beyond them; or None."""
+    for at in range(len(times)):
+        soon = np.nan_to_num(times[at : at + AMONG])
+        begins = (soon[0] > np.maximum(1, np.median(soon, axis=0) * BEGINS)) & ((soon[:3] > 1).sum(axis=0) >= 2)
+        columns = np.flatnonzero(begins & ((soon > 1).sum(axis=0) >= OVER))
+        if len(columns):
+            return at, int(columns[0])
+    return None
 
 
 def _factor(record: Record) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 from octavo.inspect import Record, diagnose
 from octavo.inspect.record import OfExperts
+from octavo.inspect.training import Training
 
 np = pytest.importorskip("numpy")
 
@@ -372,3 +373,20 @@ def test_batches_in_turn_repeat() -> None:
     record.scalars["loss"][1][AT - 1 :] = [9.3, *(9.9 - 0.1 * (at % 3) - 0.01 * at for at in range(24 - AT))]
     first = diagnose(record)[0]
     assert (first.kind, first.begins) == ("repeats", 50 * AT) and "the same 3 in turn" in first.cause
+
+
+def test_gradients_of_several_steps_may_be_summed_for_one_update() -> None:
+    """A loop that calls recorder.step for each batch, and the optimizer for every fourth."""
+    record = healthy(4, RECORDS)
+    scalar("left_gradient", 0.3, 0.3)(record)
+    assert diagnose(record)[0].kind == "gradients"
+    record.weights["update"][[at for at in range(RECORDS) if at % 4 != 3]] = 0.0
+    assert not {"gradients"} & {finding.kind for finding in diagnose(record)}
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of records with too few before them
+def test_what_was_0_is_exceeded_by_no_factor() -> None:
+    record = healthy(4, RECORDS)
+    record.weights["gradient"][:] = 1e-3
+    record.weights["gradient"][AT : AT + 2] = 0.0
+    assert np.nanmax(Training(record).leaps.gradients) == pytest.approx(1)

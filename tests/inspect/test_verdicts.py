@@ -97,6 +97,25 @@ def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str, layer: int | N
     assert first.kind == kind and of_fp8(record, first).startswith("FP8 takes part, though not first: ")
 
 
+def test_a_layer_whose_gradient_fp8_loses_is_not_frozen_by_the_program() -> None:
+    """Also where the loss differs at the same step, and not by more than it varies."""
+    record = with_twin(healthy(4, RECORDS))
+    record.weights["twin_norm"] = np.full_like(record.weights["twin_cosine"], 0.1)
+    weights("gradient", 1e-3, 0.0, 1, records=LASTING)(record)
+    assert diagnose(record)[0].kind == "frozen"
+    record.weights["twin_cosine"][AT:, 2] = 0.5  # of another layer, whose gradient FP8 changes
+    assert diagnose(record)[0].kind == "frozen"
+    record.weights["twin_cosine"][AT:, 1] = 0.0
+    record.scalars["twin_loss"][1][AT:] = [loss / 1.02 for loss in record.scalars["twin_loss"][1][AT:]]
+    assert diagnose(record) == [] and of_fp8(record).startswith("FP8 is the cause")
+
+
+def test_of_one_cast_the_worse_finding_comes_first() -> None:
+    record = put(healthy(4, RECORDS), 3, assumed=6.0, clipped=0.02, flushed=0.95)
+    first = diagnose(record)[0]
+    assert (first.kind, first.level, [each.kind for each in first.consequences]) == ("flushed", "critical", ["stale"])
+
+
 def test_what_layers_do_after_fp8_raised_the_loss_is_its_effect() -> None:
     record = with_twin(healthy(4, RECORDS))
     weights("gradient", 1e-3, 8e-3)(record)
