@@ -44,7 +44,7 @@ PAST = 16  # records before a change, and as many after it, that it is judged by
 LEAST = 3  # records before a change
 NOISE = 0.02  # the least noise of a logarithm: smaller changes mean nothing
 QUIET, LOUD = 10.0, 0.3  # units of numbers whose least noise is a tenth of that, or three times as much
-# Of all families, beyond which a run changed, as 36 of 60 healthy runs do: by a schedule, a loss scale, or by chance
+# Of all families, beyond which a run changed, as 43 of 72 healthy runs do: by a schedule, a loss scale, or by chance
 EVIDENCE = 7.5
 BY_CHANCE = 1.0  # the mean evidence of a number that does not change, of windows of any length
 HOWS = ("", " for a record", " in each record")
