@@ -90,5 +90,5 @@ def test_floor_power_of_two() -> None:
 
 
 def test_a_delayed_scale_holds_where_there_is_one():
-    amax, delayed = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, 5.0])
-    assert numerics.scale_from_amax(amax, 448.0, True, 0, delayed).tolist() == [256.0, 3.0, 5.0]
+    amax, delayed = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 3.0, 5.0, 2.0**-9])
+    assert numerics.scale_from_amax(amax, 448.0, True, 0, delayed).tolist() == [256.0, 3.0, 5.0, 2.0**-9]
