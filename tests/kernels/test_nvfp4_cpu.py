@@ -208,3 +208,9 @@ def test_casts_are_counted(values: str, tile: tuple[int, int], scale: float, mon
         assert extremes[1:].tolist() == ([positive.max(), 1 / positive.min()] if len(positive) else [0.0, 0.0])
     if values == "varied":
         assert (expected["clipped"] > 0) == (scale == 2.0**16) and (scale != 2.0**-6 or expected["flushed"] > 100)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_four_bits_are_not_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast, "reference_write", None)
+    cpu.KERNELS["cast"](torch.randn(32, 32), None, 0, E2M1.dtype, NV, True, 0, False, 16, False)
