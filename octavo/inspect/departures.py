@@ -122,7 +122,7 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     return first
 
 
-class _Change(NamedTuple):
+class _CourseChange(NamedTuple):
     """A change at a record: each number's evidence, its size in logarithms, its place in HOWS; families' evidence."""
 
     at: int
@@ -136,7 +136,7 @@ class _Change(NamedTuple):
         return float(self.of_families.sum())
 
 
-def _first_change(courses: Any, places: Sequence[Any]) -> _Change | None:
+def _first_change(courses: Any, places: Sequence[Any]) -> _CourseChange | None:
     """Return the change with the most evidence, or an earlier one that has enough without what came after it."""
     first, begin, end = None, 0, len(courses)
     while changes := _changes(courses[begin:end], places):
@@ -149,7 +149,7 @@ def _first_change(courses: Any, places: Sequence[Any]) -> _Change | None:
     return first
 
 
-def _changes(courses: Any, places: Sequence[Any]) -> list[_Change]:
+def _changes(courses: Any, places: Sequence[Any]) -> list[_CourseChange]:
     """Return the change at each record that has enough records before it."""
     count, changes = len(courses), []
     for begin in range(0, max(1, count - PAST), PAST):
@@ -160,7 +160,7 @@ def _changes(courses: Any, places: Sequence[Any]) -> list[_Change]:
     return changes
 
 
-def _change(window: Any, at: int, places: Sequence[Any]) -> _Change:
+def _change(window: Any, at: int, places: Sequence[Any]) -> _CourseChange:
     """Return the change at a record of a window of records, of families whose numbers have these places."""
     records = np.arange(len(window))
     line, _ = np.linalg.qr(np.stack([np.ones(len(window)), records], 1))
@@ -181,7 +181,7 @@ def _change(window: Any, at: int, places: Sequence[Any]) -> _Change:
         alike = ((others[:, its] @ others[:, its].T) ** 2).sum() / len(its)  # 1 if all are independent
         together = (evidence[its] - BY_CHANCE).sum() / max(alike, 1.0)
         of_families.append(max(0.0, evidence[its].max() - math.log(len(its)), together))
-    return _Change(at, evidence, sizes / norms[hows], hows, np.array(of_families))
+    return _CourseChange(at, evidence, sizes / norms[hows], hows, np.array(of_families))
 
 
 def _numbers(record: Record) -> Iterator[_Number]:

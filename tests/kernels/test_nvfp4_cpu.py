@@ -206,8 +206,8 @@ def test_casts_are_counted(values: str, tile: tuple[int, int], scale: float, mon
         assert sums[len(Counted.sums) :].sum() == counts["elements"] - counts["zeros"] - counts["nonfinite"]
         assert extremes[0] == x.float().nan_to_num(0, 0, 0).abs().max()
         assert extremes[1:].tolist() == ([positive.max(), 1 / positive.min()] if len(positive) else [0.0, 0.0])
-    if values == "varied":
-        assert (expected["clipped"] > 0) == (scale == 2.0**16) and (scale != 2.0**-6 or expected["flushed"] > 100)
+    if values == "varied":  # a block's scale in few bits may be too small for its amax, a scale of the tensor's own not
+        assert (expected["clipped"] > 0) == (scale != 0.0) and (scale != 2.0**-6 or expected["flushed"] > 100)
 
 
 def test_four_bits_are_not_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
