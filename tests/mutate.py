@@ -45,7 +45,7 @@ TESTS = [
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
     *(
         f"tests/kernels/test_{n}.py"
-        for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", "nvfp4", *BESIDE)
+        for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", "nvfp4", "nvfp4_cpu", *BESIDE)
     ),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
     *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/integration/test_seams.py"),
