@@ -268,11 +268,18 @@ ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequence, shape):
-    """Fused modules equal one rank bit for bit where sums are exact, and send their parts' bytes."""
+    """Fused modules equal one rank bit for bit where sums are exact, and send their parts' bytes.
+
+    The gradient of an RMSNormMLP's norm is exact too but under nvfp4, where the sum of its 256 tokens' terms, multiples
+    of 2^-17 whose magnitudes add up to 2^13.9, does not fit in float32; that of the other recipes of exact sums does,
+    with 2^-9 and 2^13.7.
+    """
+    rounded = {"of.norm.weight"} if (recipe, kind, sequence) == ("nvfp4", "RMSNormMLP", True) else set()
     for as_one, (first, second), (sent, of_parts), same_state in pool.run(fused, shape, recipe, kind, sequence):
         assert as_one == (kind == "RMSNormMLP" and (recipe, sequence) not in ONE_AFTER_THE_OTHER)  # others have splits
-        limit = 0.0 if kind.startswith("RMS") and recipe in EXACT else 2e-6
-        assert max(*first.values(), *second.values()) <= limit
+        exact = kind.startswith("RMS") and recipe in EXACT
+        for differing in (first, second):
+            assert all(most <= (0.0 if exact and name not in rounded else 2e-6) for name, most in differing.items())
         assert sent == of_parts and same_state
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +122,7 @@ def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config,
     config = changed(config, run={"eval_every": 3} if state else {"eval_every": 3, "dtype": "float32"})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    answers = pool.run(train_on, (4,), config, recipe, seconds=300 if compiled else 120)
+    answers = pool.run(train_on, (4,), config, recipe, seconds=300 if compiled else 120, whole=True)
     assert all(answer[0] == answers[0][0] for answer in answers)
     assert nearly(answers[0][0], alone, rel)
 
@@ -167,16 +168,17 @@ def short(config):
 def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
     """A stopped run goes on exactly, and nearly so in one process, which can read its model too."""
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
-    short, shape = changed(short, state=state), (2 * tensor_parallel,)
+    short = changed(short, state=state)
+    on_ranks = partial(pool.run, train_on, (2 * tensor_parallel,), whole=tensor_parallel > 1)
     config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
-    ((whole, *_), *_) = pool.run(train_on, shape, config, recipe)
+    ((whole, *_), *_) = on_ranks(config, recipe)
     assert nearly(whole, curve(run(short, recipe)), 0.05)
     config = changed(config, run={"out": tmp_path / "parts"})
-    for part, interrupted, _ in pool.run(train_on, shape, config, recipe, 3):
+    for part, interrupted, _ in on_ranks(config, recipe, 3):
         assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[:3]]
     shutil.copytree(tmp_path / "parts", tmp_path / "half")
     config = changed(config, run={"resume": True})
-    for again, interrupted, _ in pool.run(train_on, shape, config, recipe):
+    for again, interrupted, _ in on_ranks(config, recipe):
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
     assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
