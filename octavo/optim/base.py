@@ -19,7 +19,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, params_with_shared_amax, place_of, settle_gradient
+from octavo.optim.layout import SharedAmaxes, is_sharded, params_with_shared_amax, place_of, settle_gradient
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -425,7 +425,9 @@ class CompactOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.
 
-        A weight's master is loaded if it was kept in the same way; else it begins as the weight.
+        A weight's master is loaded if it was kept in the same way; else it begins as the weight. A state of before the
+        first step is not kept where the first step would begin with the same one: accelerate's ``prepare`` loads an
+        optimizer's own state, and may replace or store the weights anew afterwards. So load the model before it.
 
         Raises:
             ValueError: if the state does not fit the parameters; nothing is changed then.
@@ -446,6 +448,8 @@ class CompactOptimizer(Optimizer):
             if saved := state_dict["state"].get(index):
                 new_states[param], notes = states.loaded(param, saved, described, same, self._settings_in(saved, group))
                 converted += notes
+        if not converted and self._would_begin_with(new_states, dict(in_groups)):
+            new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_kept()
         self._begun, self._loaded = False, True
@@ -461,6 +465,22 @@ class CompactOptimizer(Optimizer):
             warnings.warn(states.conversion_warning(described, self.settings, converted), stacklevel=2)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _would_begin_with(self, loaded: dict[Any, dict[str, Any]], groups: dict[Any, dict[str, Any]]) -> bool:
+        """Whether loaded states are of before the first step, and those that the weights would begin with here.
+
+        Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
+        differently, begin their states together.
+        """
+        if not any(isinstance(param, StoredWeight) for param in loaded):
+            return False
+        if any(is_sharded(param) or state["step"].is_meta or state["step"] > 0 for param, state in loaded.items()):
+            return False
+        for param, state in loaded.items():
+            begun = states.new_state(param, self.settings.only(self.names_of(groups[param])))
+            if state.keys() != begun.keys() or not all(torch.equal(state[name], begun[name]) for name in begun):
+                return False
+        return True
 
     def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
         """Return the settings for a loaded state of a weight of this group."""

@@ -396,6 +396,8 @@ class StoredWeight(ShardHooks, Pair):
                 raise RuntimeError("only weights that are leaves of autograd's graph can be copied: detach() it first")
             copied = memo[id(self)] = self.moved(lambda tensor: tensor).requires_grad_(self.requires_grad)
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+            if self.grad_dtype != self.dtype:  # else it follows the weight's dtype
+                copied.grad_dtype = self.grad_dtype
             copied.grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 

@@ -110,6 +110,11 @@ def test_a_copy_has_the_gradient_too():
     weight = parameter()
     weight.grad = torch.ones(N, K, dtype=torch.bfloat16)
     assert torch.equal(copy.deepcopy(holder(weight)).weight.grad, weight.grad)
+    for dtype in (torch.float32, None):
+        weight.grad = None
+        weight.grad_dtype, weight.grad = dtype, torch.ones(N, K)
+        copied = copy.deepcopy(weight)
+        assert copied.grad_dtype == dtype and torch.equal(copied.grad, weight.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
