@@ -126,7 +126,12 @@ def two_losses(run: TrainingRun) -> None:
         (KNOWN[1], LLAMA[1]): Documented(
             "concepts/delayed-scaling.md#what-changes-it",
             "four layers of weights 4 times as large make inputs 256 times as large, which no history knows",
-        )
+        ),
+        "checkpoint_in_fp8": Refused(
+            RuntimeError,
+            "different metadata",
+            "backward computes again with the module's weights, as torch's checkpoint",
+        ),
     },
 )
 def plain_weights(run: TrainingRun) -> None:
@@ -376,7 +381,12 @@ def _compiled(run: TrainingRun, tokens: tuple[int, ...] = (16, 16, 16), **option
 
 ROUNDED = Sound(10, "inductor's fused sums are rounded otherwise")
 IN_EAGER = functools.partial(_compiled, backend="aot_eager")
-situation("torch.compile", COMPILED)(functools.partial(IN_EAGER, fullgraph=True))
+BREAKS = Refused(
+    RuntimeError, "in checkpoint_in_fp8", "the graph breaks there: `fullgraph=False`, or `block.compile()`"
+)
+situation("torch.compile", COMPILED, exceptions={"checkpoint_in_fp8": BREAKS})(
+    functools.partial(IN_EAGER, fullgraph=True)
+)
 situation("torch.compile(dynamic=True)", COMPILED)(functools.partial(IN_EAGER, tokens=(16, 24, 40), dynamic=True))
 situation("torch.compile with inductor", COMPILED, verdict=ROUNDED, slow=True)(_compiled)
 

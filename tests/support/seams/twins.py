@@ -79,6 +79,12 @@ class Casts:
                 self.own_history = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
         return self.own_history
 
+    def cover(self, other: Casts) -> None:
+        """Make the history that of both layers' weights as one matrix: the largest amaxes, the smallest scales."""
+        if other is not self and (histories := (self.history(), other.history()))[0] is not None:
+            scales, amaxes = zip(*histories, strict=True)
+            self.own_history = History(torch.minimum(*scales), torch.maximum(*amaxes))
+
     def forget(self, role: int) -> None:
         """Empty the history of a role."""
         self.settle()
@@ -427,6 +433,7 @@ class ReadsAsOne(nn.Module):
         if recipe is None or not alike or hooks or not plain or self.apart:
             return [layer(x) for layer in layers]
         for layer in layers:
+            first.casts.cover(layer.casts)
             layer.casts = first.casts
         x = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
         y = _Products.apply(x, torch.cat(weights), None, first.casts, self.training, True)
