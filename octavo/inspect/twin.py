@@ -38,7 +38,7 @@ from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
 from octavo.nn.recipe_module import RecipeModule
-from octavo.private import hooks_after_gradients, pytree, tracing_state
+from octavo.private import hooks_after_gradients, pytree
 from octavo.scaling.delayed import State
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
@@ -242,7 +242,7 @@ class Twin:
             hook.remove()
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or tracing_state() is not None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return
         call, model = None, self._model
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._of_forward:

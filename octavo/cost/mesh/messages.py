@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from octavo import recipes
 from octavo.cost.mesh.rank import Rank
-from octavo.cost.mesh.shapes import BF16, CODE, Weight
+from octavo.cost.mesh.shapes import BF16, BLOCK, CODE, Weight
 from octavo.cost.rates import IN_BF16
-from octavo.granularity import ALL, BLOCK
-from octavo.numerics import scale_inv_dtype
+from octavo.granularity import PerTensor
 
+ALL = PerTensor().tile[0]  # as a tile's rows or columns: all that there are
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
@@ -34,7 +34,7 @@ def weight_tiles(recipe: str) -> list[tuple[int, int, int]]:
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
     tiles = [(as_is, as_is.tile)] if as_is else []
     tiles += [(transposed, transposed.tile[::-1])] if transposed and not once else []
-    return [(*tile, scale_inv_dtype(cast.tile, cast.power_of_two).itemsize) for cast, tile in tiles]
+    return [(*tile, cast.scale_inv_dtype.itemsize) for cast, tile in tiles]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
-from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Shapes, Weight
+from octavo.cost.mesh.shapes import BF16, BLOCK, CODE, FLOAT, Shapes, Weight
 from octavo.cost.rates import IN_BF16, PlanError
-from octavo.granularity import BLOCK
 
 PAIR = CODE + FLOAT / BLOCK  # bytes of a code and its share of a block's scale
 # bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's

@@ -18,6 +18,7 @@ from octavo.cost.rates import PlanError
 from octavo.cost.work import ATTENTION_FLOP, Work, blocks_of, on_meta
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
+BLOCK = 128  # elements that share a scale in an optimizer's state and in messages
 TRACED_BLOCKS = 8  # that are run in place of all, if all are alike
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
 GPT_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
