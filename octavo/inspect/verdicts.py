@@ -36,8 +36,8 @@ EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
 ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
 OTHER_WEIGHTS = "all weights that are no layer's"
-# by which gradients change where a finding does not say it, and the least share of them that is told from none
-OF_GRADIENTS_THAT_LEAP, LEAST_SHARE = 4.0, 1e-9
+# the factor of a change of gradients whose finding has none, and the least factor: a fall to 0 counts as one to this
+LEAP, LEAST_FACTOR = 4.0, 1e-9
 SAID = 3  # departures that the sentence names
 
 
@@ -141,19 +141,19 @@ class _Twins:
         return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
 
     def has_gradients_alone(self, finding: Finding, at: int) -> bool:
-        """Return whether gradients differ by then, a frozen layer's its own, and change less in high precision.
+        """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
-        That is by the square root of what is said at most: a layer that is frozen, and gets no gradient, has one there.
+        A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
-        first, columns = self.first_of_gradients, [*self.record.layers[: self.cosines.shape[1] - 1]]
-        if finding.kind == "frozen" and finding.layer in columns:
-            cosines = self.cosines[at : at + OVER, columns.index(finding.layer)]
+        first, layers = self.first_of_gradients, self.record.layers[: self.cosines.shape[1] - 1]
+        if finding.kind == "frozen" and finding.layer in layers:
+            cosines = self.cosines[at : at + OVER, layers.index(finding.layer)]
             first = at if _median(cosines) < COSINE else None
         if first is None or first > at:
             return False
         change = _median(self.norms[at : at + OVER]) / _median(self.norms[:first])
-        said = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", OF_GRADIENTS_THAT_LEAP)
-        return change > 0 and abs(math.log(change)) < abs(math.log(max(said, LEAST_SHARE))) / 2
+        said = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
+        return change > 0 and abs(math.log(change)) < abs(math.log(max(said, LEAST_FACTOR))) / 2
 
     @cached_property
     def first_of_all(self) -> tuple[int, int | None] | None:
