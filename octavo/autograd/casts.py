@@ -210,7 +210,8 @@ def _cast(
     if not is_norm:
         besides = besides[1:] if request.keep else ()
         if request.value is not None:
-            besides = (sums_or_norm[-1] if named["value_transposed"] else sums_or_norm[-1].t(),)
+            _, codes = sums_or_norm
+            besides = (codes if named["value_transposed"] else codes.t(),)
     whole = offsets is None and cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
         (q_RC, scale_inv) if as_is else None,

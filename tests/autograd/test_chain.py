@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import octavo
-from octavo import recipes
+from octavo import HigherOrderGradientError, recipes
 from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, Norm, cast_role
 from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
@@ -100,6 +100,40 @@ def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
             chain = Chain(Norm("rms_norm", 1e-5, False), (layer(weight, recipe),), "", torch.float32, returns)
             run_chain(torch.ones(T, K, requires_grad=True), (torch.ones(K), None), [(weight, None)], chain)
             assert written.pop() == (returns or (needs_dw and recipe.grad_weight is None))
+
+
+def test_only_the_norms_output_is_read():
+    """Then no gradient reaches the layer, and its delayed state has seen none."""
+    (parameters_of_layer,), recipe = weights((N, K)), recipes.delayed()
+    x, gamma = torch.randn(T, K, requires_grad=True), torch.rand(K, requires_grad=True)
+    described = layer(parameters_of_layer[0], recipe)
+    chain = Chain(Norm("rms_norm", EPS, False), (described,), "", torch.float32, True)
+    history = [tensor.clone() for tensor in described.state]
+    with CountOps() as ops:
+        _, y = run_chain(x, (gamma, None), [parameters_of_layer], chain)
+        calls = dict(ops.calls)
+        grads = torch.autograd.grad(y.sum(), (x, gamma, *parameters_of_layer), allow_unused=True)
+    assert ops.calls["matmul"] == calls["matmul"] == 1
+    assert grads[2:] == (None, None) and all(map(torch.equal, described.state, history))
+    expected = torch.autograd.grad(rms_norm(x, gamma, EPS).sum(), (x, gamma))
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_gradients_of_gradients_are_refused():
+    (w, b), (w2, b2) = weights((F, K), (N, F))
+    recipe, x, h = recipes.dynamic(), torch.randn(T, K, requires_grad=True), torch.randn(T, F, requires_grad=True)
+    layers = layer(w, recipe), layer(w2, recipe)
+    chain = Chain(None, layers, "gelu", torch.float32, False)
+    for leaf, y in (
+        (x, run_chain(x, (None, None), [(w, b), (w2, b2)], chain)),
+        (x, run_chain(x, (None, None), [(w, b)], chain._replace(layers=layers[:1]))),
+        (h, activated_linear(h, None, w2, b2, layers[1], "gelu")),
+        (x, linear(x, w, b, layers[0])),
+    ):
+        with pytest.raises(HigherOrderGradientError, match=r"create_graph=True.*high_precision"):
+            torch.autograd.grad(y.sum(), leaf, create_graph=True)
+        with pytest.raises(HigherOrderGradientError, match=r"in batches.*high_precision"):
+            torch.autograd.grad(y, leaf, torch.ones(2, *y.shape), is_grads_batched=True)
 
 
 def test_no_weight_is_saved_for_gradients_that_nobody_asks_for():

@@ -11,6 +11,7 @@ from octavo.autograd.rows import Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
 from octavo.kernels.arguments import CastSource
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast
+from tests.support.definitions import same_bits
 from tests.support.parallel_tasks import Pair, parallel, step
 
 
@@ -84,3 +85,19 @@ def test_both_casts_to_four_bits_read_one_amax_of_all_ranks(role, history_length
     for (codes, scale_inv), expected in zip(shared[:2], alone[:2], strict=True):
         assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
         assert torch.equal(scale_inv, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("roles", "dim"), [((True, True, False), None), ((False, True, True), 1), ((True, False, True), 0)], ids=str
+)
+def test_ranks_round_their_parts_of_a_gradient_as_one_process_rounds_the_whole(roles, dim, monkeypatch):
+    """Random bits are of an element's place in the whole, of which ranks have columns, rows, or all."""
+    grad, request = torch.randn(64, 96), CastRequest(recipes.nvfp4(), GRAD_OUTPUT, True, True)
+    monkeypatch.setattr(shared_scales, "maximum_over_ranks", lambda amax, group: grad.abs().amax().view(1, 1))
+    expected = cast_role(grad, request, None)
+    for rank, x in enumerate((grad, grad) if dim is None else grad.chunk(2, dim)):
+        operands = cast_role(x, request, None, Rows(parts=Parts("no group of this name", roles, rank=rank)))
+        dims = dim, {0: 1, 1: 0}.get(dim)  # as it lies, and transposed
+        for pair, pair_of_whole, dim_of_pair in zip(operands[:2], expected[:2], dims, strict=True):
+            for part, whole in zip(pair, pair_of_whole, strict=True):
+                assert same_bits(part, whole if dim_of_pair is None else whole.chunk(2, dim_of_pair)[rank])

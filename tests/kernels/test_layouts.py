@@ -5,6 +5,7 @@ from octavo.granularity import MX, NV, PADDING
 from octavo.kernels import layouts
 from octavo.kernels.layouts import (
     contraction_multiple,
+    is_small_block,
     multiply_tiles_,
     needs_transposed_codes,
     padded,
@@ -40,6 +41,12 @@ def test_padded() -> None:
             padded(10, multiple)
 
 
+def test_small_blocks_are_powers_of_two_up_to_128() -> None:
+    for size in range(-1, 260):
+        is_small = size.bit_count() == 1 and 0 < size <= 128
+        assert is_small_block((size, 1)) == is_small_block((128, size)) == is_small, size
+
+
 def test_multiplying_is_in_place_where_no_tile_is_ragged() -> None:
     for tile in TILES:
         x = torch.ones(128, 128)
@@ -49,7 +56,7 @@ def test_multiplying_is_in_place_where_no_tile_is_ragged() -> None:
         assert bool((result == 2).all())
 
 
-@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (130, 5), (256, 12), (7, 33), (0, 3), (3, 0)])
+@pytest.mark.parametrize("shape", [(128, 4), (129, 4), (128, 5), (130, 5), (1, 1), (256, 12), (7, 33), (0, 3), (3, 0)])
 def test_scales_of_blocks_of_32_lie_in_parts_of_128_rows(shape: tuple[int, int]) -> None:
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
     codes = torch.randint(255, shape, dtype=torch.uint8)

@@ -1,7 +1,12 @@
 import itertools
+import re
+from collections.abc import Callable
+from ctypes import CDLL, c_char_p, c_int, c_int64, c_void_p
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import row_slices, threads_for
@@ -24,3 +29,14 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int],
 def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert [threads_for(elements) for elements in (0, 100, 1 << 17, 1 << 20)] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "load"), [("cast", codes.compiled), ("nvfp4", codes.compiled_packed)])
+def test_functions_take_the_parameters_of_their_source(name: str, load: Callable[[Tensor], CDLL | None]) -> None:
+    functions, source = load(torch.ones(1)), Path(codes.__file__).with_name(f"{name}.cpp").read_text(encoding="utf-8")
+    declared = re.findall(r'^extern "C" \w+ (octavo_\w+)\(([^)]*)\)', source, re.MULTILINE)
+    assert functions is not None and declared
+    for function, parameters in declared:
+        types = [parameter.split()[-1 if "*" in parameter else 0] for parameter in parameters.split(",")]
+        numbers = {"int": c_int, "int64_t": c_int64, "*s": c_char_p}
+        assert getattr(functions, function).argtypes == [numbers.get(of, c_void_p) for of in types], function

@@ -1,12 +1,14 @@
 """A CPU's products, and gradients of norms, in chunks: bit for bit the reference's, which has none."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.granularity import Tile, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels import capability, cpu, reference
 from octavo.kernels.cpu import codes
 from tests.support.casts import DTYPES, E4M3, E5M2, laid
@@ -56,6 +58,17 @@ def test_products(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     more = None if bias is None else bias.expand(2, cols)
     offsets = torch.tensor([rows // 3, rows], dtype=torch.int32)
     alike("grouped_matmul", *a, *twice, offsets, more, case["dtype"], False)
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
+def test_any_two_scales(fast: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 0, of numbers whose product float32 holds as a subnormal or not at all, and of none."""
+    monkeypatch.setattr(capability, "fast_dtype", lambda device: fast)
+    scales = [0.0, *(2.0**exponent for exponent in (-140, -126, -63, 0, 63, 127)), math.inf, math.nan]
+    codes = [torch.randint(-4, 5, (rows, 40)).float().to(E4M3) for rows in (7, 11)]
+    for pair in itertools.product(scales, repeat=2):
+        a, b = ((q, torch.full((1, 1), scale), (ALL, ALL)) for q, scale in zip(codes, pair, strict=True))
+        alike("matmul", *a, *b, None, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])

@@ -11,10 +11,20 @@ import torch
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
-from octavo.kernels.reference.optimizer_state import MASTER_KINDS
+from octavo.kernels.reference.optimizer_state import MASTER_KINDS, MasterWeight
 from octavo.kernels.reference.optimizer_step import optimizer_step
 from tests.support.fp8_weights import BITS
-from tests.support.optimizer_both import ADAM, IN_FP8, MASTERS, OTHER, dealt_weights, differences, update_of_case
+from tests.support.optimizer_both import (
+    ADAM,
+    IN_FP8,
+    MASTERS,
+    OTHER,
+    SCHEMES,
+    dealt_weights,
+    differences,
+    update_of,
+    update_of_case,
+)
 
 SHAPES = [(1, 1), (1, 300), (3, 128), (130, 256), (200, 300), (64, 384), (5, 1000)]
 KINDS = [*MASTERS, *IN_FP8]
@@ -48,6 +58,18 @@ def test_any_update_has_the_bits_of_the_reference(threads: int, monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert differences_of(threads, 120 // threads, recorded) == []
     assert taken == [True] * (120 // threads)
+
+
+def test_plain_weights_of_16_bits_are_updated_as_the_reference_does() -> None:
+    """They are their own masters, which the source reads as float32 alone."""
+    for number, dtype in enumerate((torch.float16, torch.bfloat16)):
+        update = update_of((5, 200), SCHEMES["fp8"], number=number)._replace(group=0)
+        update = update._replace(master=MasterWeight(update.master.weight.to(dtype), "weight"))
+        before = update.master.weight.clone()
+        ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
+        optimizer_step([theirs], [ADAM._replace(clip=True)])
+        optimizer_step([ours], [ADAM._replace(clip=True)], step_in_place=step_in_place)
+        assert differences([ours], [theirs]) == [] and not torch.equal(theirs.master.weight, before)
 
 
 def test_kinds_of_masters_have_the_numbers_of_saved_states_and_of_the_source() -> None:
