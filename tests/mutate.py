@@ -48,7 +48,8 @@ TESTS = [
         for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", "nvfp4", "nvfp4_cpu", *BESIDE)
     ),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
-    *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/integration/test_seams.py"),
+    *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/weights/test_gathered.py"),
+    *("tests/nn/test_freed_weights.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,

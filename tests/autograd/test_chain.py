@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,50 @@ def test_any_tensors_may_ask_for_gradients(left):
         for needs in (tuple(i == one for i in range(5)), tuple(i != one for i in range(5))):
             for asked, gradient, expected in zip(needs, run(needs), whole, strict=True):
                 assert torch.equal(gradient, expected) if asked else gradient is None
+
+
+FUNCTIONS_OF_LAYERS: dict[str, Any] = {
+    "linear": lambda recipe, x, w, b: linear(x, w, b, layer(w, recipe)),
+    "chain of one": lambda recipe, x, w, b: run_chain(
+        x, (None, None), [(w, b)], Chain(None, (layer(w, recipe),), "", torch.float32, False)
+    ),
+    "chain": lambda recipe, x, w, b, w2, b2: run_chain(
+        x,
+        (None, None),
+        [(w, b), (w2, b2)],
+        Chain(None, (layer(w, recipe), layer(w2, recipe)), "gelu", torch.float32, False),
+    ),
+    "activated": lambda recipe, x, w, b: activated_linear(x, None, w, b, layer(w, recipe), "gelu"),
+    "gated": lambda recipe, x, w, b: activated_linear(x, x + 1, w, b, layer(w, recipe), "swiglu"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_LAYERS)
+def test_a_pass_computes_the_gradients_that_it_is_asked_for(name):
+    """Those of other tensors, which a later pass over the graph may ask for, cost no product."""
+    first, second = weights((F, K), (N, F))
+    leaves = [torch.randn(T, K, requires_grad=True), *first, *(second if name == "chain" else ())]
+    y = FUNCTIONS_OF_LAYERS[name](recipes.dynamic(), *leaves)
+    grad = torch.randn_like(y)
+    whole = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    for wanted in itertools.product([False, True], repeat=len(leaves)):
+        if any(wanted):
+            asked, expected = ([*itertools.compress(tensors, wanted)] for tensors in (leaves, whole))
+            with CountOps() as ops:
+                gradients_of_asked = torch.autograd.grad(y, asked, grad, retain_graph=True)
+            products = wanted[0] + wanted[1] + (name == "chain" and wanted[3] + any(wanted[:3]))
+            assert ops.calls["matmul"] == products and all(map(torch.equal, gradients_of_asked, expected)), wanted
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_LAYERS)
+def test_without_gradients_each_input_is_cast_for_the_output_alone(name):
+    first, second = weights((F, K), (N, F))
+    leaves = [torch.randn(T, K), *first, *(second if name == "chain" else ())]
+    with torch.no_grad(), CountOps() as ops:
+        FUNCTIONS_OF_LAYERS[name](recipes.rowwise(), *leaves)
+    layers = len(leaves) // 2
+    of_weights = {"cast_two_scalings": layers}  # which this file's ``layer`` casts in both layouts
+    assert ops.calls == {"cast": layers, "matmul": layers} | of_weights
 
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):

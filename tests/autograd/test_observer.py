@@ -7,6 +7,11 @@ import torch
 
 import octavo
 from octavo import PerTensor, recipes
+from octavo.autograd.casts import CastRequest, cast_role
+from octavo.autograd.observer import Observer
+from octavo.autograd.products import Layer, linear
+from octavo.kernels.arguments import Counted
+from octavo.scaling.recipe import WEIGHT
 
 np = pytest.importorskip("numpy")
 
@@ -38,3 +43,23 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
         counted = np.bincount(np.clip(exponents - record.lowest, 0, 63).ravel(), minlength=64)
         assert (record.exponents[0, place] == counted).all()
     assert record.measures["flushed"][0, 0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("needs", "noted"), [((True, True), [1, 40]), ((True, False), [1, 40]), ((False, True), [1, 48])], ids=str
+)
+def test_a_fault_of_a_gradient_is_noted_once(needs: tuple[bool, bool], noted: list[int]) -> None:
+    """By the product that reads its rows; where the input needs no gradient, by the one that reads its columns."""
+    of_input, of_gradient = (
+        (torch.tensor([7]).int(), torch.zeros(len(Counted.faults)), torch.zeros(1).int()) for _ in range(2)
+    )
+    x, weight = (
+        torch.randn(shape).requires_grad_(need) for shape, need in zip(((40, 32), (48, 32)), needs, strict=True)
+    )
+    operands = cast_role(weight.detach(), CastRequest(recipes.dynamic(), WEIGHT, True, True), None)
+    layer = Layer(operands, recipes.dynamic(), None, True, Observer(notes=(of_input, of_gradient)))
+    grad = torch.randn(40, 48)
+    grad[3, 5] = torch.nan
+    linear(x, weight, None, layer).backward(grad)
+    assert of_input[1][:2].tolist() == [0, 40] and int(of_input[2]) == 0
+    assert of_gradient[1][:2].tolist() == noted and int(of_gradient[2]) == 7

@@ -121,12 +121,16 @@ def two_ranks():
     dist.destroy_process_group()
 
 
-def test_fsdp2_keeps_no_codes_of_a_weight_that_it_gathers_as_it_is(two_ranks):
+def test_fsdp2_keeps_no_codes_of_a_weight_that_it_gathers_as_it_is(two_ranks, caplog, monkeypatch):
+    """Nor does a warning name FSDP2 to those who have it."""
+    monkeypatch.setattr(capability, "_warned", set())
     model = nn.Sequential(nn.Embedding(2 * K, K), nn.Linear(K, 2 * K, bias=False))
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, RECIPES["delayed"]), mesh=two_ranks, reshard_after_forward=True)
     assert model[1].fp8.gather.way(model[1]).kind == "as it is"
-    assert saved_bytes(model, torch.arange(4)) == 0
+    with caplog.at_level(logging.WARNING, "octavo"):
+        assert saved_bytes(model, torch.arange(4)) == 0
+    assert not [one for one in caplog.messages if "FSDP2" in one]
 
 
 def test_a_weight_that_nobody_gathered_for_backward_is_an_error():

@@ -128,6 +128,14 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
         octavo.nn.KeptWeights(linear)
 
 
+def test_a_move_leaves_a_sharded_weight_to_be_gathered(mesh):
+    linear = layer(recipes.dynamic(), mesh)
+    for move in (nn.Module.bfloat16, lambda linear: linear.to("meta"), lambda linear: linear.to_empty(device="cpu")):
+        move(linear)
+        assert type(linear.weight._local_tensor) is ShardedWeight and linear.fp8.gather.parameter is linear.weight
+        assert linear.fp8.gather.way(linear).kind == "in FP8"
+
+
 def gathered(codes):
     """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import octavo
-from octavo import recipes
+from octavo import recipes, step_count
+from octavo.step_count import _OptimizerSteps
+from octavo.weights import kept
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 
 KEPT = {
@@ -105,6 +107,24 @@ def test_what_ends_it(change):
     assert forward_casts(net) == 2
     change(net, kept_weights)
     assert forward_casts(net) == 4
+
+
+def test_a_step_of_any_optimizer_ends_it_though_nothing_else_counts_steps(monkeypatch):
+    """It may write weights that it does not own, which no version shows."""
+    steps, handles = _OptimizerSteps(), []
+    monkeypatch.setattr(kept, "OPTIMIZER_STEPS", steps)
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        register = getattr(step_count, name)
+        monkeypatch.setattr(step_count, name, lambda hook, register=register: handles.append(register(hook)))
+    net = model(recipes.dynamic())
+    octavo.nn.KeptWeights(net).cast()
+    try:
+        assert forward_casts(net) == 2
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        assert forward_casts(net) == 4
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Twice(nn.Module):

@@ -99,6 +99,25 @@ def test_converted_twice():
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (40, 100), (300, 200)], ids=str)
+@each_recipe
+def test_a_weight_that_is_stored_so_already_stays_where_it_is(recipe, shape):
+    for layer in (nn.Linear(*shape), octavo.nn.GroupedLinear(3, *shape, recipe=STORED[recipe]())):
+        weight = store(layer, STORED[recipe]()).weight
+        address = weight.qdata.data_ptr()
+        store(layer, STORED[recipe]())
+        assert layer.weight.qdata.data_ptr() == address
+
+
+@both
+def test_a_weight_is_widened_for_a_product_in_high_precision(recipe):
+    """To the values that its codes stand for; its gradient is the plain weight's."""
+    model = net(recipe)
+    twin, x = widened(model), inputs()
+    octavo.set_recipe(model, recipes.high_precision())
+    assert_equal(trace(model, x), trace(twin, x))
+
+
 def test_restored_weights_are_plain():
     model = net()
     model[0].weight.requires_grad_(False)  # which so gives up what its cast rounded away
