@@ -80,11 +80,13 @@ BLAMES_FP8 = "FP8 is the cause", "FP8 takes part"
 CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradients, though not the loss"
 BROADER = {  # kinds whose sentence says that these are not told apart
     "batch": ("batch", "labels", "jump"),
+    "forward": ("forward", "jump"),
     "labels": ("labels", "gradients"),
     "drift": ("gradients", "learning rate", "options", "state", "decay"),
     "state": ("state", "options"),
 }
 QUANTITIES = {  # a departure's: the first of these that its name has says the kind of quantity
+    "for the same batch": "inputs",
     "loss scale": "loss scale",
     "gradient": "gradients",
     "update": "updates",

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from octavo.inspect.record import Record, np
+from octavo.inspect.record import Record, innermost, np
 from octavo.inspect.twin import LOSS
 from octavo.inspect.weights import GROUP
 
@@ -34,6 +34,7 @@ FAMILIES = (
     "learning rate",
     "loss scale",
     "writes",
+    "forward",
     "inputs",
     "loss",
     "gradients",
@@ -70,12 +71,16 @@ class Departure(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by."""
+    """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by.
+
+    ``module``: whose output it is, of numbers of the family "forward".
+    """
 
     family: str
     name: str
     values: Any
     unit: float = 1.0
+    module: str = ""
 
     def course(self) -> Any | None:
         """Return the logarithms by record, 0 as a thousandth of the median; None for a number with too few values."""
@@ -117,6 +122,9 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     for its, of_family in zip(places, change.of_families, strict=True):
         if of_family >= change.of_families.max() / 2:
             place = its[change.evidence[its].argmax()]
+            if numbers[place].family == "forward":  # of a module and those around it the innermost
+                over = [numbers[each].module for each in its if change.evidence[each] >= change.evidence[place] / 2]
+                place = next(each for each in its if numbers[each].module == innermost(over))
             times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
             first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
     return first
@@ -193,6 +201,9 @@ def _numbers(record: Record) -> Iterator[_Number]:
             yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
+    for place, module in enumerate(record.modules):
+        own = record.of_modules["own"][:, place]
+        yield _Number("forward", f"the output of {module or 'the model'} for the same batch", own, LOUD, module)
     sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
     for (layer, role), size in sizes.items():
         family, what = OF_ROLES[role]

@@ -73,6 +73,7 @@ KINDS = {
     "decay": Kind(BETWEEN, OUTSIDE | WHOLE),
     "repeats": Kind(DATA, OUTSIDE | WHOLE),
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    "forward": Kind(FORWARD, ONCE | WHOLE),
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
     "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
