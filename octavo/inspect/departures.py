@@ -44,7 +44,8 @@ FAMILIES = (
 PAST = 16  # records before a change, and as many after it, that it is judged by
 LEAST = 3  # records before a change
 NOISE = 0.02  # the least noise of a logarithm: smaller changes mean nothing
-QUIET, LOUD = 10.0, 0.3  # units of numbers whose least noise is a tenth of that, or three times as much
+# units of numbers whose least noise is a tenth of that, three times as much, or five times
+QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
 # Of all families, beyond which a run changed, as 43 of 72 healthy runs do: by a schedule, a loss scale, or by chance
 EVIDENCE = 7.5
 BY_CHANCE = 1.0  # the mean evidence of a number that does not change, of windows of any length
@@ -202,8 +203,8 @@ def _numbers(record: Record) -> Iterator[_Number]:
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
     for place, module in enumerate(record.modules):
-        own = record.of_modules["own"][:, place]
-        yield _Number("forward", f"the output of {module or 'the model'} for the same batch", own, LOUD, module)
+        name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
+        yield _Number("forward", name, changes, FAINT, module)
     sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
     for (layer, role), size in sizes.items():
         family, what = OF_ROLES[role]

@@ -1,10 +1,10 @@
-"""What each module computes of one batch, and how far it moves from a recorded step to the next."""
+"""Samples of what modules compute of one batch, and how far these move from a recorded step to the next."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,17 +36,15 @@ class ModuleOutputs:
         """Sample what each module gets and returns in a block, of the first call of each."""
 
         def hook_of(name: str) -> Any:
-            def sample(_: nn.Module, inputs: Any, output: Any) -> None:
-                for place, values in enumerate((inputs, output)):
-                    tensors = values if isinstance(values, tuple) else (values,)
-                    first = next((x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()), None)
-                    if first is not None:
-                        self._samples.setdefault((name, place), strided(on_this_rank(first.detach())).float().clone())
+            def sample(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                for place, values in enumerate(((*args, *kwargs.values()), output)):
+                    if (first := _first_of(values)) is not None:
+                        self._samples.setdefault((name, place), strided(on_this_rank(first)).float().clone())
 
             return sample
 
         self._samples = {}
-        hooks = [module.register_forward_hook(hook_of(name)) for name, module in self._modules.items()]
+        hooks = [m.register_forward_hook(hook_of(name), with_kwargs=True) for name, m in self._modules.items()]
         try:
             yield
         finally:
@@ -70,3 +68,11 @@ class ModuleOutputs:
             is_alike = [one == other for one, other in zip(last[0], lengths, strict=True)]
             sums = sums.where(torch.tensor(is_alike, device=device)[:, None], 0.0)
         return sums.view(-1, 4)
+
+
+def _first_of(values: Any) -> Tensor | None:
+    """Return the first tensor of floating point numbers among arguments or outputs, without its graph."""
+    if isinstance(values, Mapping):
+        values = tuple(values.values())
+    tensors = values if isinstance(values, tuple) else (values,)
+    return next((x.detach() for x in tensors if isinstance(x, Tensor) and x.is_floating_point()), None)

@@ -6,8 +6,9 @@ A killed run leaves a readable record, too:
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py); for
-                        experts also the arrays of recorder.arrays_of
+                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py) and outputs
+                        [modules, 4], modules by name (module_outputs.py); for experts also the arrays of
+                        recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -185,7 +186,7 @@ class Record:
         experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
         of_others: as ``weights``, each [steps, others].
-        modules: names of the modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
+        modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
         of_modules: of_outputs' by name, each [steps, modules], float64; nan where no twin ran, and in the first one.
         lowest: the first exponent, -48.
 

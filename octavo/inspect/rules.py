@@ -253,7 +253,7 @@ RULES: Sequence[Rule] = (
         *("idle expert", 0.0, tests.idle_experts, "gives no tokens to expert {expert} of {count}"),
         "balance the router: a bias for each expert, or a loss for balance; look at its scores",
     ),
-    # times the largest earlier change of a module's output of the same batch, in itself and beside its input and weights
+    # times the largest earlier change of a module's output of the same batch, beside its input's and weights' too
     Rule(
         *("forward", 4.0, tests.forward),
         "{who}computes something else of the same input: its output changed by {now}, by {most} at most before",

@@ -195,7 +195,7 @@ class Training:
 
     @cached_property
     def weights_changed(self) -> Any:
-        """By how many times more than ever each weight changed since the last recorded step's forward, at least 1.
+        """Factors by which each weight changed more than ever since the last recorded step's forward, at least 1.
 
         [steps, names], by the optimizer, in that step and until this one, or by something else.
         """
@@ -206,7 +206,7 @@ class Training:
 
     @cached_property
     def forward_leaps(self) -> Any:
-        """By how many times more than ever each module's output of the same batch changed: [steps, modules].
+        """Factors by which each module's output of the same batch changed more than ever: [steps, modules].
 
         The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
         0 where it means nothing.
@@ -221,7 +221,7 @@ class Training:
         return np.where(of["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     def where_to_look(self, step: int) -> str:
-        """Return where the cause of a loss may be: not in the forward, if modules compute the same of the same batch."""
+        """Return where the cause of a loss may be: not in the forward, if modules compute what they did of one batch."""
         at = bisect_left(self.steps, step)
         around = slice(max(0, at - 1), at + 2)
         is_compared = at >= FEW and (self.record.of_modules.get("output", np.zeros(0))[around] > 0).any()

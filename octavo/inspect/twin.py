@@ -216,6 +216,7 @@ class Twin:
         self._control: Tensor | None = None
         # the first recorded step's first forward, and what modules computed of it in the last recorded step
         self._first: tuple[_Call, ModuleOutputs] | None = None
+        self._first_runs = True
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
@@ -387,14 +388,21 @@ class Twin:
     def _outputs_of_first(self, calls: Sequence[_Call]) -> Tensor:
         """Run the first recorded step's first forward; return how far outputs moved since the last recorded step.
 
-        See ModuleOutputs.moved.
+        See ModuleOutputs.moved; 0 from then on where it failed, as with an argument that can be read once.
         """
         if self._first is None or not self._first[1].is_of(self._model):
             self._first = calls[0]._replace(outputs=[], versions={}), ModuleOutputs(self._model)
         call, outputs = self._first
-        with torch.no_grad(), outputs.sampled():
-            self._forward_again(call)
-        return outputs.moved(_device_of(self._model))
+        try:
+            if self._first_runs:
+                with torch.no_grad(), outputs.sampled():
+                    self._forward_again(call)
+        except Exception:
+            if not forget_failed_pass(self._model):
+                raise
+            self._first_runs = False
+        self._first_runs = not self._ranks.any(not self._first_runs)
+        return outputs.moved(_device_of(self._model)) * self._first_runs
 
     def _forward_again(self, call: _Call) -> list[Tensor]:
         """Run a forward again; return its outputs."""

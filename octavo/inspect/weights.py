@@ -243,6 +243,7 @@ def tied_of(model: nn.Module) -> set[str]:
 
 
 def strided(tensor: Tensor) -> Tensor:
+    """Return at most SAMPLED elements of a tensor, at equal distances."""
     flat = tensor.reshape(-1)
     step = _distance(len(flat))
     return flat[: step * SAMPLED : step]

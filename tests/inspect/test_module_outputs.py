@@ -1,4 +1,4 @@
-"""A record tells a change of the forward from one of the data: modules compute the first recorded batch in each record."""
+"""A record tells a change of the forward from one of the data, as modules compute the first batch in each record."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +91,35 @@ def test_outputs_are_compared_with_those_of_the_run_before() -> None:
     torch.testing.assert_close(moved[1][1, (1, 3)], torch.stack(sizes), rtol=1e-5, atol=0)
     assert moved[2][1, 2] > 0 and not moved[2][2:].any() and z.shape == (3, 8)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Batch:
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | None = x
+
+
+def test_a_first_batch_that_is_gone_ends_the_comparison_and_not_the_twin(tmp_path: Path) -> None:
+    """As of an argument that is none of torch's containers, and that the training empties."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = octavo.nn.Linear(32, 32)
+
+        def forward(self, batch: Batch) -> Tensor:
+            assert batch.x is not None
+            return self.layer(batch.x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
+        for _ in range(3):
+            batch = Batch(torch.randn(16, 32))
+            (loss := model(batch).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batch.x = None
+            recorder.step(loss=loss)
+    record = octavo.inspect.load(tmp_path)
+    assert record.events == [] and np.isfinite(record.weights["twin_cosine"]).all()
+    assert record.modules == ["", "layer"] and np.isnan(record.of_modules["output"]).all()
