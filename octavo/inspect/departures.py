@@ -214,6 +214,8 @@ def _numbers(record: Record) -> Iterator[_Number]:
             of_operands = math.prod(sizes[layer, role] for role in OF_ROLES)
             agreed = record.weights["gradient"][:, place] / of_operands
             yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
+    for layer, cosines in zip(record.layers, record.weights["twin_cosine"].T, strict=True):
+        yield _Number("gradients", f"the gradient of {layer}, beside the twin's,", 1 - cosines, FAINT)
     for names, measures in ((record.layers, record.weights), (record.others, record.of_others)):
         for place, name in enumerate(names if measures else ()):
             of = {measure: values[:, place] for measure, values in measures.items()}

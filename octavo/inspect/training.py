@@ -221,7 +221,7 @@ class Training:
         return np.where(of["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     def where_to_look(self, step: int) -> str:
-        """Return where the cause of a loss may be: not in the forward, if modules compute what they did of one batch."""
+        """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
         at = bisect_left(self.steps, step)
         around = slice(max(0, at - 1), at + 2)
         is_compared = at >= FEW and (self.record.of_modules.get("output", np.zeros(0))[around] > 0).any()
