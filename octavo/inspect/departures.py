@@ -214,12 +214,12 @@ def _numbers(record: Record) -> Iterator[_Number]:
             of_operands = math.prod(sizes[layer, role] for role in OF_ROLES)
             agreed = record.weights["gradient"][:, place] / of_operands
             yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
-    for layer, cosines in zip(record.layers, record.weights["twin_cosine"].T, strict=True):
-        yield _Number("gradients", f"the gradient of {layer}, beside the twin's,", 1 - cosines, FAINT)
     for names, measures in ((record.layers, record.weights), (record.others, record.of_others)):
         for place, name in enumerate(names if measures else ()):
             of = {measure: values[:, place] for measure, values in measures.items()}
             yield _Number("gradients", f"the gradient of {name}", of["gradient"])
+            if "twin_cosine" in of:
+                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - of["twin_cosine"], FAINT)
             yield _Number("updates", f"the update of {name}", of["update"], LOUD)
             yield _Number("weights", f"the weight of {name}", of["size"])
             written = 1e-3 + of["outside"] / of["size"]
