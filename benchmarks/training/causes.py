@@ -699,7 +699,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     known = (FAULTS, FIRST_DRAW, HELD_OUT, THIRD_DRAW)
     variations = {kind: fault for draw in known for kind, fault in draw.items()}
-    faulty = (*known, FOURTH_DRAW, FIFTH_DRAW, SIXTH_DRAW, SEVENTH_DRAW, EIGHTH_DRAW, NINTH_DRAW, variations, variations)
+    faulty = (*known, FOURTH_DRAW, FIFTH_DRAW, SIXTH_DRAW, SEVENTH_DRAW, EIGHTH_DRAW, NINTH_DRAW, *[variations] * 2)
     healthy = (HEALTHY, FOURTH_HEALTHY, FIFTH_HEALTHY, SIXTH_HEALTHY, SEVENTH_HEALTHY, EIGHTH_HEALTHY, NINTH_HEALTHY)
     groups = dict(zip((*DRAWS, *HEALTHY_DRAWS), (*faulty, *healthy), strict=True))
     with tempfile.TemporaryDirectory() as folder:
