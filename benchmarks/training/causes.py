@@ -76,7 +76,7 @@ HEALTHY_DRAWS = ("healthy", *(f"{draw.split()[0]} healthy" for draw in NUMBERED[
 HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
 SHOWN = ("kind", "model", "seed", "layer", "cause at", "said", "level", "fp8", "fp8 said", "departure", "sentence")
 PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note said")
-BLAMES_FP8 = "FP8 is the cause", "FP8 takes part"
+BLAMES_FP8 = "FP8 is the cause", "FP8 takes part", "FP8 harms gradients"
 CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradients, though not the loss"
 BROADER = {  # kinds whose sentence says that these are not told apart
     "batch": ("batch", "labels", "jump"),
