@@ -447,14 +447,31 @@ def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
-        at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
-        soon, later = loss[at : at + FEW], loss[at + FEW : at + 2 * FEW]
-        goes_on = len(later) == 0 or np.mean(later) - np.mean(soon) > (np.mean(soon) - level) / 3
+        at, goes_on = _where_it_rises(np.array(loss), at)
         more = run.largest_rise(bisect_left(run.steps, steps[at]))
         texts = {"was": level, "now": now, "more": more, "look": run.where_to_look(steps[at])}
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
         rule = climbs._replace(level="" if is_beyond else "note") if goes_on else stays
         yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
+
+
+def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:
+    """Return the place near another where a loss rises, and whether it goes on to rise, by the least squares.
+
+    Before that place the loss is constant with noise; from it on it is constant too, or a line that begins there.
+    """
+    window = loss[max(0, near - 16) : near + 4 * FEW]
+    first = max(0, near - 16)
+    errors = []
+    for at in range(max(1, near - FEW), min(near + 2 * FEW, len(loss) - 1)):
+        before, since = window[: at - first], window[at - first :]
+        level, places = before.mean(), np.arange(1, len(since) + 1)
+        slope = (places * (since - level)).sum() / (places**2).sum()
+        of_before = ((before - level) ** 2).sum()
+        errors.append((of_before + ((since - since.mean()) ** 2).sum(), at, False))
+        errors.append((of_before + ((since - level - slope * places) ** 2).sum(), at, True))
+    _, at, goes_on = min(errors)
+    return at, goes_on
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
