@@ -530,7 +530,7 @@ def _in_fp8(model: nn.Module) -> list[Any]:
 
 
 def _cosines(products: Tensor) -> Tensor:
-    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one gradient alone is 0; 1 of both, of inf or NaN."""
+    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
     between, of_g, of_t = products.unbind(1)
     return (between / (of_g * of_t).sqrt()).nan_to_num(1.0).masked_fill((of_g == 0) != (of_t == 0), 0.0)
 
