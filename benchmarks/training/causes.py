@@ -70,21 +70,23 @@ MODELS = {"dense": ModelConfig(**SIZES), "experts": ModelConfig(**SIZES, experts
 RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=True)) * 2  # of each seed
 ALL = "*"  # every layer is right
 ASPECTS = ("layer", "cause", "remedy")
-NUMBERED = tuple(f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth".split())
+NUMBERED = tuple(f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth ninth".split())
 DRAWS = ("open", *NUMBERED, "variations", "more variations")
 HEALTHY_DRAWS = ("healthy", *(f"{draw.split()[0]} healthy" for draw in NUMBERED[3:]))
 HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
 SHOWN = ("kind", "model", "seed", "layer", "cause at", "said", "level", "fp8", "fp8 said", "departure", "sentence")
 PROMISES = ("runs", "FP8 or not", "right of verdicts", "right of first departures", "above a note", "a note said")
-BLAMES_FP8 = "FP8 is the cause", "FP8 takes part"
+BLAMES_FP8 = "FP8 is the cause", "FP8 takes part", "FP8 harms gradients"
 CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradients, though not the loss"
 BROADER = {  # kinds whose sentence says that these are not told apart
     "batch": ("batch", "labels", "jump"),
+    "forward": ("forward", "jump"),
     "labels": ("labels", "gradients"),
     "drift": ("gradients", "learning rate", "options", "state", "decay"),
     "state": ("state", "options"),
 }
 QUANTITIES = {  # a departure's: the first of these that its name has says the kind of quantity
+    "for the same batch": "inputs",
     "loss scale": "loss scale",
     "gradient": "gradients",
     "update": "updates",
@@ -684,6 +686,7 @@ def main(arguments: list[str]) -> int:
     from benchmarks.training.causes_fifth_draw import FIFTH_DRAW, FIFTH_HEALTHY
     from benchmarks.training.causes_fourth_draw import FOURTH_DRAW, FOURTH_HEALTHY
     from benchmarks.training.causes_held_out import HELD_OUT
+    from benchmarks.training.causes_ninth_draw import NINTH_DRAW, NINTH_HEALTHY
     from benchmarks.training.causes_seventh_draw import SEVENTH_DRAW, SEVENTH_HEALTHY
     from benchmarks.training.causes_sixth_draw import SIXTH_DRAW, SIXTH_HEALTHY
     from benchmarks.training.causes_third_draw import THIRD_DRAW
@@ -696,8 +699,8 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     known = (FAULTS, FIRST_DRAW, HELD_OUT, THIRD_DRAW)
     variations = {kind: fault for draw in known for kind, fault in draw.items()}
-    faulty = (*known, FOURTH_DRAW, FIFTH_DRAW, SIXTH_DRAW, SEVENTH_DRAW, EIGHTH_DRAW, variations, variations)
-    healthy = (HEALTHY, FOURTH_HEALTHY, FIFTH_HEALTHY, SIXTH_HEALTHY, SEVENTH_HEALTHY, EIGHTH_HEALTHY)
+    faulty = (*known, FOURTH_DRAW, FIFTH_DRAW, SIXTH_DRAW, SEVENTH_DRAW, EIGHTH_DRAW, NINTH_DRAW, *[variations] * 2)
+    healthy = (HEALTHY, FOURTH_HEALTHY, FIFTH_HEALTHY, SIXTH_HEALTHY, SEVENTH_HEALTHY, EIGHTH_HEALTHY, NINTH_HEALTHY)
     groups = dict(zip((*DRAWS, *HEALTHY_DRAWS), (*faulty, *healthy), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         rows = [

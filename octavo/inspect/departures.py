@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from octavo.inspect.record import Record, np
+from octavo.inspect.record import Record, innermost, np
 from octavo.inspect.twin import LOSS
 from octavo.inspect.weights import GROUP
 
@@ -34,6 +34,7 @@ FAMILIES = (
     "learning rate",
     "loss scale",
     "writes",
+    "forward",
     "inputs",
     "loss",
     "gradients",
@@ -43,7 +44,8 @@ FAMILIES = (
 PAST = 16  # records before a change, and as many after it, that it is judged by
 LEAST = 3  # records before a change
 NOISE = 0.02  # the least noise of a logarithm: smaller changes mean nothing
-QUIET, LOUD = 10.0, 0.3  # units of numbers whose least noise is a tenth of that, or three times as much
+# units of numbers whose least noise is a tenth of that, three times as much, or five times
+QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
 # Of all families, beyond which a run changed, as 43 of 72 healthy runs do: by a schedule, a loss scale, or by chance
 EVIDENCE = 7.5
 BY_CHANCE = 1.0  # the mean evidence of a number that does not change, of windows of any length
@@ -70,12 +72,16 @@ class Departure(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by."""
+    """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by.
+
+    ``module``: whose output it is, of numbers of the family "forward".
+    """
 
     family: str
     name: str
     values: Any
     unit: float = 1.0
+    module: str = ""
 
     def course(self) -> Any | None:
         """Return the logarithms by record, 0 as a thousandth of the median; None for a number with too few values."""
@@ -117,6 +123,9 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     for its, of_family in zip(places, change.of_families, strict=True):
         if of_family >= change.of_families.max() / 2:
             place = its[change.evidence[its].argmax()]
+            if numbers[place].family == "forward":  # of a module and those around it the innermost
+                over = [numbers[each].module for each in its if change.evidence[each] >= change.evidence[place] / 2]
+                place = next(each for each in its if numbers[each].module == innermost(over))
             times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
             first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
     return first
@@ -193,6 +202,9 @@ def _numbers(record: Record) -> Iterator[_Number]:
             yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
+    for place, module in enumerate(record.modules):
+        name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
+        yield _Number("forward", name, changes, FAINT, module)
     sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
     for (layer, role), size in sizes.items():
         family, what = OF_ROLES[role]
@@ -206,6 +218,8 @@ def _numbers(record: Record) -> Iterator[_Number]:
         for place, name in enumerate(names if measures else ()):
             of = {measure: values[:, place] for measure, values in measures.items()}
             yield _Number("gradients", f"the gradient of {name}", of["gradient"])
+            if "twin_cosine" in of:
+                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - of["twin_cosine"], FAINT)
             yield _Number("updates", f"the update of {name}", of["update"], LOUD)
             yield _Number("weights", f"the weight of {name}", of["size"])
             written = 1e-3 + of["outside"] / of["size"]

@@ -73,6 +73,7 @@ KINDS = {
     "decay": Kind(BETWEEN, OUTSIDE | WHOLE),
     "repeats": Kind(DATA, OUTSIDE | WHOLE),
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    "forward": Kind(FORWARD, ONCE | WHOLE),
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
     "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
@@ -191,7 +192,8 @@ class _CauseAndEffect:
         self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
         is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
         self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
-        self.is_of_layer = cause.layer == effect.layer
+        # findings of the whole training have none: a note of it explains no warning of it
+        self.is_of_layer = cause.layer == effect.layer and (bool(cause.layer) or not is_note or effect.level == "note")
         self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
 
 

@@ -6,8 +6,9 @@ A killed run leaves a readable record, too:
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py); for
-                        experts also the arrays of recorder.arrays_of
+                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py) and outputs
+                        [modules, 4], modules by name (module_outputs.py); for experts also the arrays of
+                        recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -37,6 +38,7 @@ from octavo.reading import read_json
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
 _STEPS = "steps.jsonl"
+SAME = 1e-3  # an input that changes by a smaller share is the same
 
 
 class _LazyNumPy:
@@ -184,6 +186,8 @@ class Record:
         experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
         of_others: as ``weights``, each [steps, others].
+        modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
+        of_modules: of_outputs' by name, each [steps, modules], float64; nan where no twin ran, and in the first one.
         lowest: the first exponent, -48.
 
     Example:
@@ -209,6 +213,8 @@ class Record:
     experts: OfExperts | None = None
     others: list[str] = field(default_factory=list)
     of_others: dict[str, Any] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+    of_modules: dict[str, Any] = field(default_factory=dict)
     lowest: ClassVar[int] = Counted.lowest
 
     @property
@@ -234,9 +240,9 @@ class Record:
 
     def at(self, places: Sequence[int]) -> Record:
         """Return a record of these of its records alone; its scalars and events stay."""
-        measures, weights, of_others = (
+        measures, weights, of_others, of_modules = (
             {name: values[places] for name, values in of.items()}
-            for of in (self.measures, self.weights, self.of_others)
+            for of in (self.measures, self.weights, self.of_others, self.of_modules)
         )
         its, experts = [self.steps[place] for place in places], self.experts
         if experts is not None:
@@ -250,6 +256,7 @@ class Record:
             "measures": measures,
             "weights": weights,
             "of_others": of_others,
+            "of_modules": of_modules,
             "experts": experts,
         }
         return replace(self, exponents=self.exponents[places], **changed)
@@ -319,6 +326,7 @@ def _record_in(folder: Path) -> Record:
     worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
     moved, of_twins = np.zeros((len(files), len(layers), len(MOVED))), np.zeros((len(files), len(layers), 3))
     others: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for at, (step, path) in enumerate(files.items()):
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
         if first_step is None:
@@ -340,6 +348,8 @@ def _record_in(folder: Path) -> Record:
                 of_twins[at, columns] = arrays["twin"]
             for name, sums in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
                 others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = sums
+            for name, sums in zip(arrays["modules"], arrays["outputs"], strict=True) if "outputs" in arrays else ():
+                outputs.setdefault(str(name), np.zeros((len(files), 4)))[at] = sums
     scalars, events = _steps(folder)
     measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
     if tokens:
@@ -348,7 +358,21 @@ def _record_in(folder: Path) -> Record:
     exponents, weights = counts["exponents"], of_weights(moved) | of_twin(of_twins)
     of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
     fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
-    return Record(*fields, [*others], of_others)
+    of_modules = of_outputs(np.stack([*outputs.values()], 1)) if outputs else {}
+    return Record(*fields, [*others], of_others, [*outputs], of_modules)
+
+
+def of_outputs(sums: Any) -> dict[str, Any]:
+    """Return by how much modules' outputs of one batch changed, [steps, modules], from counts [steps, modules, 4].
+
+    "output": the change over the output's size; "own": that over the change of the input, where it has one.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_input, output = (
+            np.where(size > 0, np.sqrt(change / size), np.nan)
+            for change, size in ((sums[..., 0], sums[..., 1]), (sums[..., 2], sums[..., 3]))
+        )
+    return {"output": output, "own": output / np.fmax(np.nan_to_num(of_input, nan=1.0), SAME)}
 
 
 @contextlib.contextmanager
@@ -361,6 +385,16 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Return whether a name is that of a module, or of something inside of it; "" is the model."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def innermost(names: Sequence[str]) -> str:
+    """Return the first of some modules, in the order of ``named_modules``, that has none of the others inside."""
+    return next(name for name in names if not any(other != name and is_inside(other, name) for other in names))
 
 
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class _InFlight(NamedTuple):
     tensors: dict[str, Tensor]
     event: Any
     others: Sequence[str]  # names of parameters that are no layer's weight
+    modules: Sequence[str]  # names of modules whose outputs were sampled
 
 
 class Recorder:
@@ -122,6 +123,7 @@ class Recorder:
         self._twin, self._is_controlled = Twin(model, optimizer, self._ranks) if twin else None, False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
+        self._modules: Sequence[str] = ()
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
@@ -254,7 +256,10 @@ class Recorder:
                 self.event(NO_TWIN, self._twin.reason)
             self._twin.close()
             self._twin = None
-        return counts if comparison is None else counts | {"twin": comparison.products, "moved_loss": comparison.moved}
+        if comparison is None:
+            return counts
+        self._modules = comparison.modules
+        return counts | {"twin": comparison.products, "moved_loss": comparison.moved, "outputs": comparison.outputs}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -267,7 +272,7 @@ class Recorder:
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others))
+        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others, self._modules))
 
     def _write(self, reading: _InFlight) -> None:
         if self._writer is None:
@@ -302,7 +307,8 @@ class Recorder:
                     "moved": arrays["moved"][:layers]
                 }
                 if "twin" in arrays:
-                    counts["twin"] = arrays["twin"]
+                    counts |= {"twin": arrays["twin"], "outputs": arrays["outputs"]}
+                    counts["modules"] = np.array(reading.modules, dtype=str)
                     if self._twin is not None:
                         self._twin.arrived(reading.tensors["twin"], reading.tensors["moved_loss"])
                 others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}

@@ -23,7 +23,7 @@ LOAD = (
     "moments go on as they were",
     "load it",
 )
-LOOK = "look at that step's data and labels, and at what the forward computes otherwise: code, mode, checkpoint"
+LOOK = tests.LOOK
 WORSE = "updates make it worse: look at the rate, at the gradients' sign and what changes them, and at the optimizer"
 RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
@@ -108,10 +108,10 @@ RULES: Sequence[Rule] = (
         "look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    Rule("batch", 0.05, tests.losses, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", LOOK),
+    Rule("batch", 0.05, tests.losses, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", "{look}"),
     Rule("drift", 0.05, tests.losses, "the loss climbs step by step, from {was:.3g} to {now:.3g}", WORSE),
     # a loss above earlier ones, over the usual difference of two steps
-    Rule("batch", 4.0, tests.losses, "the loss rose for a step, from {was:.3g} to {now:.3g}", LOOK),
+    Rule("batch", 4.0, tests.losses, "the loss rose for a step, from {was:.3g} to {now:.3g}", "{look}"),
     # the curvature of the loss over that of earlier steps
     Rule(
         *("repeats", 0.25, tests.repeats),
@@ -252,6 +252,13 @@ RULES: Sequence[Rule] = (
     Rule(
         *("idle expert", 0.0, tests.idle_experts, "gives no tokens to expert {expert} of {count}"),
         "balance the router: a bias for each expert, or a loss for balance; look at its scores",
+    ),
+    # times the largest earlier change of a module's output of the same batch, beside its input's and weights' too
+    Rule(
+        *("forward", 4.0, tests.forward),
+        "{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
+        "look at what it computes besides its layers' products: its code, mask, positions, mode and buffers",
+        level="warning",
     ),
     # standard deviation of attention's logits
     Rule(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
-from octavo.inspect.record import Record, np
+from octavo.inspect.record import Record, innermost, is_inside, np
 from octavo.inspect.remedies import called
 from octavo.inspect.twin import CONTROL, LEFT, SAME
 from octavo.inspect.weights import GROUP
@@ -34,6 +34,10 @@ WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the 
 JUMP = (
     2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
 )
+LOOK = "look at that step's data and labels, and at what the forward computes otherwise: code, mode, checkpoint"
+SAME_FORWARD = "look at that step's data and labels: of the first recorded batch modules compute what they did"
+SAME_LEAP = 3.0  # by fewer times more than ever a module's output changes in a healthy run
+CHANGED = 0.1  # an output that changes by a smaller share of its size means nothing
 UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
 STOPPED = 1e-3  # a rate below this share of its highest trains nothing
@@ -188,6 +192,40 @@ class Training:
         """Whether the optimizer changed weights in each recorded step, or in none: each step has an update."""
         changes = (self.of["update"] > 0).any(axis=1)
         return bool(changes.all() or not changes.any())
+
+    @cached_property
+    def weights_changed(self) -> Any:
+        """Factors by which each weight changed more than ever since the last recorded step's forward, at least 1.
+
+        [steps, names], by the optimizer, in that step and until this one, or by something else.
+        """
+        update = self.of["update"]
+        last_updates = np.concatenate([np.full_like(update[:1], np.nan), update[:-1]])
+        sums = sum(np.nan_to_num(values) for values in (last_updates, self.of["between"], self.of["outside"]))
+        return np.where(sums > 0, np.fmax(1.0, sums / earlier(sums, np.nanmax)), 1.0)
+
+    @cached_property
+    def forward_leaps(self) -> Any:
+        """Factors by which each module's output of the same batch changed more than ever: [steps, modules].
+
+        The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
+        0 where it means nothing.
+        """
+        modules, of = self.record.modules, self.record.of_modules
+        if not modules:
+            return np.zeros((len(self.steps), 0))
+        leaps = np.fmin(*(of[name] / earlier(of[name], np.nanmax) for name in ("own", "output")))
+        is_part = np.array([[is_inside(name, module) for name in self.names] for module in modules])
+        leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
+        leaps[:FEW] = 0  # too few earlier records to compare with
+        return np.where(of["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
+
+    def where_to_look(self, step: int) -> str:
+        """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
+        at = bisect_left(self.steps, step)
+        around = slice(max(0, at - 1), at + 2)
+        is_compared = at >= FEW and (self.record.of_modules.get("output", np.zeros(0))[around] > 0).any()
+        return SAME_FORWARD if is_compared and not (self.forward_leaps[around] > SAME_LEAP).any() else LOOK
 
     @cached_property
     def leaps(self) -> Leaps:
@@ -398,7 +436,8 @@ def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit
         if math.isfinite(rise) and rise > limit > 0:
             end = next((i for i in range(end, len(loss)) if loss[i] < earlier_loss + rise / 2), len(loss))
             if end - at < FEW:
-                yield Hit(rose, steps[at], rise / limit, {"was": earlier_loss, "now": loss[at]})
+                texts = {"was": earlier_loss, "now": loss[at], "look": run.where_to_look(steps[at])}
+                yield Hit(rose, steps[at], rise / limit, texts)
         at = end
     lasting = []
     for at in range(4, len(loss) - FEW + 1):
@@ -408,13 +447,31 @@ def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
-        at += int(np.diff(loss[at - 1 : at + 2 * FEW]).argmax())  # the largest part of the rise
-        soon, later = loss[at : at + FEW], loss[at + FEW : at + 2 * FEW]
-        goes_on = len(later) == 0 or np.mean(later) - np.mean(soon) > (np.mean(soon) - level) / 3
-        texts = {"was": level, "now": now, "more": run.largest_rise(bisect_left(run.steps, steps[at]))}
+        at, goes_on = _where_it_rises(np.array(loss), at)
+        more = run.largest_rise(bisect_left(run.steps, steps[at]))
+        texts = {"was": level, "now": now, "more": more, "look": run.where_to_look(steps[at])}
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
         rule = climbs._replace(level="" if is_beyond else "note") if goes_on else stays
         yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
+
+
+def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:
+    """Return the place near another where a loss rises, and whether it goes on to rise, by the least squares.
+
+    Before that place the loss is constant with noise; from it on it is constant too, or a line that begins there.
+    """
+    window = loss[max(0, near - 16) : near + 4 * FEW]
+    first = max(0, near - 16)
+    errors = []
+    for at in range(max(1, near - FEW), min(near + 2 * FEW, len(loss) - 1)):
+        before, since = window[: at - first], window[at - first :]
+        level, places = before.mean(), np.arange(1, len(since) + 1)
+        slope = (places * (since - level)).sum() / (places**2).sum()
+        of_before = ((before - level) ** 2).sum()
+        errors.append((of_before + ((since - since.mean()) ** 2).sum(), at, False))
+        errors.append((of_before + ((since - level - slope * places) ** 2).sum(), at, True))
+    _, at, goes_on = min(errors)
+    return at, goes_on
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -659,6 +716,22 @@ def idle_experts(run: Training, rule: Rule) -> Iterator[Hit]:
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
                 texts, where = {"expert": expert, "count": len(load.tokens)}, (load.layer, "input")
                 yield Hit(rule, step, 4, texts, where, numbers={"expert": expert})
+
+
+def forward(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield the innermost module whose output of the same batch first changes by more than its past explains.
+
+    By more than earlier outputs did, than its input does beside them, and than weights inside of it do beside theirs.
+    """
+    modules, leap = run.record.modules, run.forward_leaps
+    if (over := leap > rule.limit).any():
+        of = run.record.of_modules
+        at = int(over.any(axis=1).argmax())
+        layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
+        place = modules.index(layer)
+        numbers = {"now": float(of["output"][at, place]), "most": float(np.nanmax(of["output"][:at, place]))}
+        texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
+        yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
 
 
 def logits(run: Training, rule: Rule) -> Iterator[Hit]:

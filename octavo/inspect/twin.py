@@ -13,6 +13,10 @@ twin's, as numbers arrive later, and all where the first one's loss was not that
 the forward alone. Then that run is compared with the twin: an error of FP8 is in it, a change after backward, or of
 weights, is not.
 
+Before that the first recorded step's first forward runs again, in high precision too. So in each recorded step modules
+compute the same batch, and where one computes something else of the same input than in the step before, its forward
+changed, and neither the data nor the labels.
+
 The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
 
@@ -33,6 +37,7 @@ from octavo import recipes
 from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
+from octavo.inspect.module_outputs import ModuleOutputs
 from octavo.inspect.record import np
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
@@ -92,6 +97,9 @@ class Comparison(NamedTuple):
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
+        outputs: [modules, 4] float64: ModuleOutputs.moved of the first recorded step's first forward, in high
+            precision, since the last recorded step; summed over ranks.
+        modules: their names.
     """
 
     products: Tensor
@@ -102,6 +110,8 @@ class Comparison(NamedTuple):
     control: Tensor | None
     left: Tensor
     moved: Tensor
+    outputs: Tensor
+    modules: Sequence[str]
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -168,11 +178,15 @@ _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the
 
 
 class _RunAgain(NamedTuple):
-    """The calls of a step run once more: both gradients of each layer's weight, the loss and its change."""
+    """The calls of a step run once more: both gradients of each layer's weight, the loss and its change.
+
+    ``outputs``: ModuleOutputs.moved of the first recorded step's first forward.
+    """
 
     pairs: list[_StepAndTwin]
     loss_change: Tensor
     loss: Tensor
+    outputs: Tensor | None
 
 
 class Twin:
@@ -200,6 +214,9 @@ class Twin:
         self._hooks_of_optimizer: list[Any] = []
         # the cosines of the first recorded step's gradients with a run in FP8: layers', others', and of all
         self._control: Tensor | None = None
+        # the first recorded step's first forward, and what modules computed of it in the last recorded step
+        self._first: tuple[_Call, ModuleOutputs] | None = None
+        self._first_runs = True
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
@@ -303,7 +320,7 @@ class Twin:
             self.reason = self.reason or NO_OUTPUT
         elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
             self.reason = OTHER_WEIGHTS
-        if (twin := self._run(calls, [*weights, *others], recipes.high_precision())) is None:
+        if (twin := self._run(calls, [*weights, *others], recipes.high_precision(), samples=True)) is None:
             return
         products = self._products(twin.pairs, len(layers))
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
@@ -331,7 +348,9 @@ class Twin:
         is_float16 = any(call.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved)
+        assert self._first is not None and twin.outputs is not None
+        outputs, modules = self._ranks.sum(twin.outputs), self._first[1].names
+        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved, outputs, modules)
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
@@ -345,22 +364,48 @@ class Twin:
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
-    def _run(self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any) -> _RunAgain | None:
-        """Run forwards and their backwards again under a recipe; return None where a rank has a reason not to."""
+    def _run(
+        self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any, samples: bool = False
+    ) -> _RunAgain | None:
+        """Run forwards and their backwards again under a recipe; return None where a rank has a reason not to.
+
+        With ``samples`` the first recorded step's first forward runs before them: their backwards reshard what FSDP2
+        gathers for it.
+        """
         run = None
         if not self.reason:
             with self._or_reason():
                 with _without_trace(self._model) as gradients, using(self._model, recipe):
+                    outputs = self._outputs_of_first(calls) if samples else None
                     changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
                     pairs = [(gradients.get(weight), weight.grad) for weight in weights]
-                run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum())
+                run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum(), outputs)
         if self._ranks.any(bool(self.reason)):
             self.reason = self.reason or OTHER_RANK
             return None
         return run
 
-    def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
-        """Run a forward and its backward again; return (the change of its loss, its loss)."""
+    def _outputs_of_first(self, calls: Sequence[_Call]) -> Tensor:
+        """Run the first recorded step's first forward; return how far outputs moved since the last recorded step.
+
+        See ModuleOutputs.moved; 0 from then on where it failed, as with an argument that can be read once.
+        """
+        if self._first is None or not self._first[1].is_of(self._model):
+            self._first = calls[0]._replace(outputs=[], versions={}), ModuleOutputs(self._model)
+        call, outputs = self._first
+        try:
+            if self._first_runs:
+                with torch.no_grad(), outputs.sampled():
+                    self._forward_again(call)
+        except Exception:
+            if not forget_failed_pass(self._model):
+                raise
+            self._first_runs = False
+        self._first_runs = not self._ranks.any(not self._first_runs)
+        return outputs.moved(_device_of(self._model)) * self._first_runs
+
+    def _forward_again(self, call: _Call) -> list[Tensor]:
+        """Run a forward again; return its outputs."""
         _set_random_states(self._model, call.random_states)
         for module, mode in zip(self._model.modules(), call.modes, strict=True):
             vars(module)["training"] = mode
@@ -369,8 +414,14 @@ class Twin:
                 fp8.state = state.clone()
         args, kwargs = call.arguments
         outputs: list[Tensor] = []
-        with torch.enable_grad(), call.autocast:
+        with call.autocast:
             _each(outputs.append, self._model(*args, **kwargs))
+        return outputs
+
+    def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
+        """Run a forward and its backward again; return (the change of its loss, its loss)."""
+        with torch.enable_grad():
+            outputs = self._forward_again(call)
         noted = zip(filter(_is_noted, outputs), call.outputs, strict=True)
         pairs = [(y, o.grad, o.product) for y, o in noted if o.grad is not None]
         torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
@@ -479,9 +530,9 @@ def _in_fp8(model: nn.Module) -> list[Any]:
 
 
 def _cosines(products: Tensor) -> Tensor:
-    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 1 where a gradient is 0, inf or NaN."""
+    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
     between, of_g, of_t = products.unbind(1)
-    return (between / (of_g * of_t).sqrt()).nan_to_num(1.0)
+    return (between / (of_g * of_t).sqrt()).nan_to_num(1.0).masked_fill((of_g == 0) != (of_t == 0), 0.0)
 
 
 def _is_leaf(x: Any) -> bool:

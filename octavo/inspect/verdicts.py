@@ -33,8 +33,9 @@ FAR = 0.3  # of the loss, beyond which its change to first order is no number to
 OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
 # kinds that read what layers compute, which changes once FP8 has raised the loss
 EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
-BLAMES = "FP8 is the cause", "FP8 takes part, though not first"
-ONLY_GRADIENTS = "FP8 changes gradients, though not the loss so far"
+ONLY_GRADIENTS, HARMS = (f"FP8 {does} gradients, though not the loss so far" for does in ("changes", "harms"))
+BLAMES = "FP8 is the cause", "FP8 takes part, though not first", HARMS
+HARMED = 0.9  # the cosine of a layer's gradient, in most steps of so many, below which FP8 harms it
 OTHER_WEIGHTS = "all weights that are no layer's"
 # the factor of a change of gradients whose finding has none, and the least factor: a fall to 0 counts as one to this
 LEAP, LEAST_FACTOR = 4.0, 1e-9
@@ -204,7 +205,10 @@ class _Twins:
             has_none = is_gradient and _median(np.nan_to_num(self.cosines[soon], nan=1.0)) == 0  # all is flushed
             is_part = has_none or (worst is not None and not has_departed and self.is_over(worst))
             return "FP8 takes part, though not first" if is_part else "FP8 is not the cause, though it suffers"
-        return ONLY_GRADIENTS if worst is None and is_gradient and not is_raised else "FP8 is the cause"
+        if worst is not None or not is_gradient or is_raised:
+            return "FP8 is the cause"
+        is_harmed = (np.median(np.nan_to_num(self.cosines[soon], nan=1.0), axis=0) < HARMED).any()
+        return HARMS if is_harmed else ONLY_GRADIENTS
 
     def is_over(self, worst: Finding) -> bool:
         """Return whether in high precision the run got over a finding that reads the loss, or had nothing of it."""

@@ -103,11 +103,11 @@ class _Sample(NamedTuple):
         if isinstance(optimizer, CompactOptimizer) and low_bits is not None:
             master = MasterForm.of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
-            low_bits = _strided(low_bits.view(master.low_bits_dtype))
+            low_bits = strided(low_bits.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]
-        codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
-        elements = _strided(weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight)
-        second = _strided(state[SECOND]) if SECOND in state else elements[:0]
+        codes = [strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
+        elements = strided(weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight)
+        second = strided(state[SECOND]) if SECOND in state else elements[:0]
         return cls(weight, elements, master, low_bits, state, codes if len(codes) == 2 else (), second)
 
 
@@ -163,8 +163,8 @@ class Updates:
         ]
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in all_gradients]
         empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before[1][0, 0, :0])
-        gradients = [empty if grad is None else _strided(grad) for grad in plain]
-        return [len(grad) for grad in gradients], _together(gradients)
+        gradients = [empty if grad is None else strided(grad) for grad in plain]
+        return [len(grad) for grad in gradients], together(gradients)
 
     def _after_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights:
@@ -193,7 +193,7 @@ class Updates:
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
         counts = _on_device(tuple(sizes), after.device)
         columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
-        more = [*others[1:], _together([sample.second for sample in new]).double().sum(-1)]
+        more = [*others[1:], together([sample.second for sample in new]).double().sum(-1)]
         self._last = [each.master for each in new], after
         sampled = counts[:, 3:4] if is_watched else counts[:, 3:4] * (changed[0] > 0).unsqueeze(1)
         return torch.cat([counts[:, :3], torch.stack(columns, 1), sampled, counts[:, 4:], torch.stack(more, 1)], 1)
@@ -242,7 +242,8 @@ def tied_of(model: nn.Module) -> set[str]:
     return {" and ".join(several) for several in names.values() if len(several) > 1}
 
 
-def _strided(tensor: Tensor) -> Tensor:
+def strided(tensor: Tensor) -> Tensor:
+    """Return at most SAMPLED elements of a tensor, at equal distances."""
     flat = tensor.reshape(-1)
     step = _distance(len(flat))
     return flat[: step * SAMPLED : step]
@@ -253,7 +254,7 @@ def _distance(elements: int) -> int:
     return max(1, (elements // SAMPLED - 1) | 1)
 
 
-def _together(samples: Sequence[Tensor]) -> Tensor:
+def together(samples: Sequence[Tensor]) -> Tensor:
     """Return samples as one tensor [samples, SAMPLED], padded with zeros, in few launches however many they are."""
     if all(len(sample) == SAMPLED for sample in samples):
         return torch.stack([*samples])
@@ -291,12 +292,12 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
 
 
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
-    return _together([sample.low_bits for sample in samples if sample.low_bits is not None])
+    return together([sample.low_bits for sample in samples if sample.low_bits is not None])
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, distances and masters [samples, SAMPLED], float32, of plain weights."""
-    elements, (first, *_) = _together([sample.elements for sample in samples]), samples
+    elements, (first, *_) = together([sample.elements for sample in samples]), samples
     values = elements.float()
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
@@ -308,7 +309,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_read_plain`` does, of weights in FP8, from their codes and each element's scale_inv."""
-    codes, (first, *_) = _together([sample.elements for sample in samples]), samples
+    codes, (first, *_) = together([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
     scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
     scales = torch.cat([*scales_by_weight, codes.new_zeros(1, dtype=torch.float32)])
@@ -347,6 +348,6 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
     """Return how many codes of each first moment are 0 where the second's are not, and the other way round."""
     none = torch.zeros(SAMPLED, dtype=torch.uint8, device=samples[0].elements.device)
-    first, second = (_together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
+    first, second = (together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
     no_first, no_second = first & 0x7F == 0, second == 0
     return [only.sum(-1, dtype=torch.float64) for only in (no_first & ~no_second, no_second & ~no_first)]

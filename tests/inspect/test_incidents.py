@@ -46,6 +46,17 @@ def test_a_mild_clip_explains_no_worse_one_later_on() -> None:
         assert len(findings) == count and findings[0].level == "warning"
 
 
+def test_a_note_of_the_training_explains_no_warning_of_it() -> None:
+    """A norm that leaps for a step, and gradients in the next one that are not their batch's."""
+    record = healthy(4, RECORDS)
+    norms = [1.0 + at % 3 / 10 for at in range(RECORDS)]
+    record.scalars["grad_norm"] = record.steps, [*norms[:AT], 4.0, *norms[AT + 1 :]]
+    assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("batch", "note")]
+    record.scalars["twin_control"] = record.steps[AT + 1 :], [0.1] * (RECORDS - AT - 1)
+    first, other = diagnose(record)
+    assert [(each.kind, each.level) for each in (first, other)] == [("gradients", "warning"), ("batch", "note")]
+
+
 def test_an_inf_or_nan_explains_all_others() -> None:
     record = healthy(4, RECORDS)
     FAULTS["a NaN in a gradient"][2](record)

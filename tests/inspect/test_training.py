@@ -329,9 +329,11 @@ def test_a_leap_begins_where_most_of_it_happens() -> None:
 def test_a_loss_begins_to_rise_where_most_of_it_happens() -> None:
     """Also where a noisy step or two before it are higher than those before them."""
     record = healthy(4, RECORDS)
-    record.scalars["loss"] = record.steps, [2.2, 2.3, 2.2, 2.3, 2.9, 2.4, 2.4, 2.5, *[3.9, 4.0] * 4]
-    first = diagnose(record)[0]
-    assert (first.kind, first.begins) == ("batch", 50 * AT)
+    past, higher = [2.2, 2.3, 2.2, 2.3, 2.9, 2.4, 2.4, 2.5], [3.0, 3.0, 3.2, 3.3, 3.1, 3.0, 3.1, 3.3]
+    for later, kind in (([3.9, 4.0] * 4, "batch"), (higher, "batch"), ([2.7 + at / 3 for at in range(8)], "drift")):
+        record.scalars["loss"] = record.steps, past + later
+        first = diagnose(record)[0]
+        assert (first.kind, first.begins) == (kind, 50 * AT)
 
 
 def test_a_step_that_no_gradient_and_no_option_explains_is_of_the_moments() -> None:

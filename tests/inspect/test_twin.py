@@ -243,6 +243,26 @@ def test_gradients_that_are_changed_after_backward_are_no_error_of_fp8(tmp_path:
     assert (cosines[3] < 0.9).any() and (np.delete(cosines, 3, axis=0) > 0.99).all()  # from the next recorded step on
 
 
+def test_gradients_that_are_cleared_before_the_update_are_not_lost_by_fp8(tmp_path: Path) -> None:
+    """A step whose gradients are all 0 is no step of FP8: it runs once more from then on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(octavo.nn.Linear(64, 64), octavo.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
+        for step in range(8):
+            (loss := model(torch.randn(32, 64)).square().mean()).backward()
+            if step > 2:
+                optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+    record = octavo.inspect.load(tmp_path)
+    cosines = record.weights["twin_cosine"]
+    assert (cosines[3] == 0).all() and (np.delete(cosines, 3, axis=0) > 0.95).all()
+    assert record.scalars["twin_control"] == ([4, 5, 6, 7], [0.0] * 4)
+    assert octavo.inspect.verdict(record, octavo.inspect.diagnose(record)).startswith("FP8 is not the cause")
+
+
 def test_where_gradients_come_by_another_way_too_no_step_is_said_to_have_others(tmp_path: Path) -> None:
     train_two_layers(tmp_path, True, scale=2.0**12, inside=0.2)
     record = octavo.inspect.load(tmp_path)

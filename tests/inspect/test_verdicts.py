@@ -54,8 +54,10 @@ def test_the_twin_answers_whether_fp8_is_the_cause() -> None:
     record.weights["twin_cosine"][AT + 3, 1] = 0.2  # three of five are none
     begins = f"from step {record.steps[AT]} the gradient of {record.layers[1]} has a cosine of 0.10"
     assert of_fp8(record, finding) == f"FP8 is the cause: {begins} with that in high precision"
-    no_harm = "FP8 changes gradients, though not the loss so far"
-    assert of_fp8(record) == f"{no_harm}: {begins} with that in high precision"
+    harm = "FP8 harms gradients, though not the loss so far"
+    assert of_fp8(record) == f"{harm}: {begins} with that in high precision"
+    record.weights["twin_cosine"][AT : AT + 4, 1] = 0.93
+    assert of_fp8(record).startswith("FP8 changes gradients, though not the loss so far: ")
     apart = with_twin(healthy(4, RECORDS))
     steps, losses = apart.scalars["twin_loss"]
     losses[AT:] = [0.9 * loss for loss in losses[AT:]]
@@ -91,7 +93,7 @@ def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str, layer: int | N
     assert of_fp8(record, first).startswith("FP8 is not the cause: ")
     record.weights["twin_cosine"][AT:] = 0.0  # the twin has as many as before
     assert diagnose(record) == []
-    assert of_fp8(record).startswith("FP8 changes gradients, though not the loss so far: ")
+    assert of_fp8(record).startswith("FP8 harms gradients, though not the loss so far: ")
     record.weights["twin_norm"][AT:] = 1e-12  # the twin has fewer, and FP8 flushes these
     first = diagnose(record)[0]
     assert first.kind == kind and of_fp8(record, first).startswith("FP8 takes part, though not first: ")
