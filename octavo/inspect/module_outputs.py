@@ -5,13 +5,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from octavo.inspect.record import np
 from octavo.inspect.weights import strided, together
 from octavo.weights.fsdp2 import on_this_rank
+
+
+class Moved(NamedTuple):
+    """How far inputs and outputs of modules moved since the run before.
+
+    Attributes:
+        sums: float64 [modules, 4], squared norms: of an input's change and of the input, and of the output's; 0 where a
+            module did not run in both, or has tensors of another size.
+        values: float32 [2 * modules, samples]: of inputs and outputs now, padded with zeros.
+        lengths: how many of them are samples.
+        modules: their names.
+    """
+
+    sums: Tensor
+    values: Tensor
+    lengths: list[int]
+    modules: list[str]
 
 
 class ModuleOutputs:
@@ -51,23 +70,24 @@ class ModuleOutputs:
             for hook in hooks:
                 hook.remove()
 
-    def moved(self, device: torch.device) -> Tensor:
-        """Return by how much inputs and outputs changed since the run before: float64 [modules, 4], for the next run.
-
-        Squared norms of an input's change and of the input, and of the output's; 0 where a module did not run in both,
-        or has tensors of another size.
-        """
+    def moved(self, device: torch.device) -> Moved:
+        """Return by how much inputs and outputs changed since the block before, for the next one."""
         none = torch.zeros(0, device=device)
         samples = [self._samples.get(which, none) for which in itertools.product(self.names, range(2))]
         lengths, values = [*map(len, samples)], together(samples)
         last, self._last, self._samples = self._last, (lengths, values), {}
-        if last is None:
-            return torch.zeros(len(self.names), 4, dtype=torch.float64, device=device)
-        sums = torch.stack([(values - last[1]).square().sum(1), values.square().sum(1)], 1).double()
-        if last[0] != lengths:
-            is_alike = [one == other for one, other in zip(last[0], lengths, strict=True)]
+        last_lengths, last_values = last or ([-1] * len(lengths), values)
+        sums = torch.stack([(values - last_values).square().sum(1), values.square().sum(1)], 1).double()
+        if last_lengths != lengths:
+            is_alike = [one == other for one, other in zip(last_lengths, lengths, strict=True)]
             sums = sums.where(torch.tensor(is_alike, device=device)[:, None], 0.0)
-        return sums.view(-1, 4)
+        return Moved(sums.view(-1, 4), values, lengths, self.names)
+
+    def go_on(self, path: Path, device: torch.device) -> None:
+        """Compare the next block with what ``Moved.write`` wrote, if that is of the same modules."""
+        with contextlib.suppress(Exception), np.load(path) as arrays:  # whatever a damaged file makes NumPy raise
+            if arrays["modules"].tolist() == self.names:
+                self._last = arrays["lengths"].tolist(), torch.from_numpy(arrays["values"]).to(device)
 
 
 def _first_of(values: Any) -> Tensor | None:

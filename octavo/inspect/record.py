@@ -9,6 +9,7 @@ A killed run leaves a readable record, too:
                         others, parameters by name; where a twin ran, twin [weights, 3] (twin.py) and outputs
                         [modules, 4], modules by name (module_outputs.py); for experts also the arrays of
                         recorder.arrays_of
+    batch-<rank>.pt, outputs.npz    the first recorded batch, and what modules compute of it (first_batch.py)
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -75,6 +76,11 @@ class RecordWriter:
         """Write a step's counts: arrays by name."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
             np.savez_compressed(file, **counts)
+
+    def write_arrays(self, name: str, arrays: Mapping[str, Any]) -> None:
+        """Write arrays by name to a file, in place of those that it has."""
+        with replacing(self.folder / name) as file:
+            np.savez(file, **arrays)
 
     def add_lines(self, *lines: Mapping[str, Any]) -> None:
         """Add lines to steps.jsonl: a step's numbers by name, or an event with its text."""

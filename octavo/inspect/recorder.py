@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.findings import severities
+from octavo.inspect.first_batch import OUTPUTS
+from octavo.inspect.module_outputs import Moved
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
@@ -50,7 +52,7 @@ class _InFlight(NamedTuple):
     tensors: dict[str, Tensor]
     event: Any
     others: Sequence[str]  # names of parameters that are no layer's weight
-    modules: Sequence[str]  # names of modules whose outputs were sampled
+    outputs: Moved | None  # of modules, whose tensors are among ``tensors``
 
 
 class Recorder:
@@ -120,10 +122,11 @@ class Recorder:
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
         self._tied, self._updates = tied_of(model), Updates(optimizer)
-        self._twin, self._is_controlled = Twin(model, optimizer, self._ranks) if twin else None, False
+        self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
+        self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._modules: Sequence[str] = ()
+        self._outputs: Moved | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
@@ -258,8 +261,9 @@ class Recorder:
             self._twin = None
         if comparison is None:
             return counts
-        self._modules = comparison.modules
-        return counts | {"twin": comparison.products, "moved_loss": comparison.moved, "outputs": comparison.outputs}
+        self._outputs = outputs = comparison.outputs
+        of_outputs = {} if outputs is None else {"outputs": outputs.sums, "samples": outputs.values}
+        return counts | {"twin": comparison.products, "moved_loss": comparison.moved} | of_outputs
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -272,7 +276,7 @@ class Recorder:
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others, self._modules))
+        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others, self._outputs))
 
     def _write(self, reading: _InFlight) -> None:
         if self._writer is None:
@@ -307,10 +311,14 @@ class Recorder:
                     "moved": arrays["moved"][:layers]
                 }
                 if "twin" in arrays:
-                    counts |= {"twin": arrays["twin"], "outputs": arrays["outputs"]}
-                    counts["modules"] = np.array(reading.modules, dtype=str)
+                    counts["twin"] = arrays["twin"]
                     if self._twin is not None:
                         self._twin.arrived(reading.tensors["twin"], reading.tensors["moved_loss"])
+                if reading.outputs is not None and "outputs" in arrays:
+                    modules = np.array(reading.outputs.modules, dtype=str)
+                    counts |= {"outputs": arrays["outputs"], "modules": modules}
+                    samples = {"lengths": reading.outputs.lengths, "values": arrays["samples"], "modules": modules}
+                    self._writer.write_arrays(OUTPUTS, samples)
                 others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,14 +36,13 @@ from octavo import recipes
 from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
-from octavo.inspect.module_outputs import ModuleOutputs
-from octavo.inspect.record import np
+from octavo.inspect.first_batch import FirstBatch
+from octavo.inspect.forwards import Forward, device_of, each, random_states, set_random_states
+from octavo.inspect.module_outputs import Moved
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
-from octavo.nn.recipe_module import RecipeModule
-from octavo.private import hooks_after_gradients, pytree
-from octavo.scaling.delayed import State
+from octavo.private import hooks_after_gradients
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
@@ -97,9 +95,7 @@ class Comparison(NamedTuple):
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
-        outputs: [modules, 4] float64: ModuleOutputs.moved of the first recorded step's first forward, in high
-            precision, since the last recorded step; summed over ranks.
-        modules: their names.
+        outputs: by how far modules' outputs of the first recorded batch moved since the last recorded step.
     """
 
     products: Tensor
@@ -110,8 +106,7 @@ class Comparison(NamedTuple):
     control: Tensor | None
     left: Tensor
     moved: Tensor
-    outputs: Tensor
-    modules: Sequence[str]
+    outputs: Moved | None
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -159,15 +154,10 @@ class _NotesGradient(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """A forward of the model: what it takes to run it again, and its outputs that need a gradient."""
+    """A forward of the model, and its outputs that need a gradient."""
 
-    arguments: Any
-    modes: list[bool]  # whether each module is in training
-    random_states: list[Any]
-    autocast: Any  # a context manager
-    is_float16: bool
+    forward: Forward
     versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
-    delayed: list[State | None]  # of the FP8 modules, before its backward writes them
     outputs: list[_NotedOutput]
 
     def gradients(self) -> list[Tensor]:
@@ -180,13 +170,13 @@ _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the
 class _RunAgain(NamedTuple):
     """The calls of a step run once more: both gradients of each layer's weight, the loss and its change.
 
-    ``outputs``: ModuleOutputs.moved of the first recorded step's first forward.
+    ``outputs``: what FirstBatch.run returned.
     """
 
     pairs: list[_StepAndTwin]
     loss_change: Tensor
     loss: Tensor
-    outputs: Tensor | None
+    outputs: Moved | None
 
 
 class Twin:
@@ -196,13 +186,16 @@ class Twin:
         model: whose forwards are noted; they run again without DistributedDataParallel and torch.compile around it.
         optimizer: before whose update the twin runs.
         ranks: that train together.
+        folder, resumes: of the record, where the first batch lies, and whether a run goes on that has one there.
 
     Attributes:
         reason: why there is no twin; empty if there is one.
         runs_in_fp8: whether a recorded step runs once more in FP8 too, and that run's gradients are compared.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path | None = None, resumes: bool = False
+    ) -> None:
         self.reason, self.runs_in_fp8 = "", False
         self._comparison: Comparison | None = None
         self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
@@ -214,9 +207,8 @@ class Twin:
         self._hooks_of_optimizer: list[Any] = []
         # the cosines of the first recorded step's gradients with a run in FP8: layers', others', and of all
         self._control: Tensor | None = None
-        # the first recorded step's first forward, and what modules computed of it in the last recorded step
-        self._first: tuple[_Call, ModuleOutputs] | None = None
-        self._first_runs = True
+        self._first: FirstBatch | None = None
+        self._folder, self._resumes = folder, resumes
         self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
         self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         if not isinstance(hooked, torch.optim.Optimizer):
@@ -264,11 +256,7 @@ class Twin:
         call, model = None, self._model
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._of_forward:
             with self._or_reason():
-                autocast, is_float16 = _autocast(_device_of(model).type)
-                modes = [module.training for module in model.modules()]
-                how = modes, _random_states(model), autocast, is_float16, _versions(model)
-                delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
-                call = _Call(_each(_copied, (args, kwargs)), *how, delayed, [])
+                call = _Call(Forward.of(model, args, kwargs), _versions(model), [])
         self._of_forward.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
@@ -283,7 +271,7 @@ class Twin:
             return cast(Tensor, _NotesGradient.apply(y, output))
 
         with self._or_reason():
-            return _each(noted, result)
+            return each(noted, result)
         return None
 
     @contextlib.contextmanager
@@ -304,7 +292,7 @@ class Twin:
     def _before_update(self) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
             return
-        if _device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         left, layers, calls = self._left, self._layers, [call for call in self._calls if call.gradients()]
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
@@ -345,12 +333,10 @@ class Twin:
             twin = twin._replace(loss_change=twin.loss_change - control.loss_change)
         doubt = self._doubt()
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
-        is_float16 = any(call.is_float16 for call in calls)
+        is_float16 = any(call.forward.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        assert self._first is not None and twin.outputs is not None
-        outputs, modules = self._ranks.sum(twin.outputs), self._first[1].names
-        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved, outputs, modules)
+        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved, twin.outputs)
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
@@ -376,7 +362,7 @@ class Twin:
         if not self.reason:
             with self._or_reason():
                 with _without_trace(self._model) as gradients, using(self._model, recipe):
-                    outputs = self._outputs_of_first(calls) if samples else None
+                    outputs = self._run_first_batch(calls) if samples else None
                     changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
                     pairs = [(gradients.get(weight), weight.grad) for weight in weights]
                 run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum(), outputs)
@@ -385,47 +371,20 @@ class Twin:
             return None
         return run
 
-    def _outputs_of_first(self, calls: Sequence[_Call]) -> Tensor:
-        """Run the first recorded step's first forward; return how far outputs moved since the last recorded step.
-
-        See ModuleOutputs.moved; 0 from then on where it failed, as with an argument that can be read once.
-        """
-        if self._first is None or not self._first[1].is_of(self._model):
-            self._first = calls[0]._replace(outputs=[], versions={}), ModuleOutputs(self._model)
-        call, outputs = self._first
-        try:
-            if self._first_runs:
-                with torch.no_grad(), outputs.sampled():
-                    self._forward_again(call)
-        except Exception:
-            if not forget_failed_pass(self._model):
-                raise
-            self._first_runs = False
-        self._first_runs = not self._ranks.any(not self._first_runs)
-        return outputs.moved(_device_of(self._model)) * self._first_runs
-
-    def _forward_again(self, call: _Call) -> list[Tensor]:
-        """Run a forward again; return its outputs."""
-        _set_random_states(self._model, call.random_states)
-        for module, mode in zip(self._model.modules(), call.modes, strict=True):
-            vars(module)["training"] = mode
-        for fp8, state in zip(_in_fp8(self._model), call.delayed, strict=True):
-            if fp8.state is not None and state is not None:
-                fp8.state = state.clone()
-        args, kwargs = call.arguments
-        outputs: list[Tensor] = []
-        with call.autocast:
-            _each(outputs.append, self._model(*args, **kwargs))
-        return outputs
+    def _run_first_batch(self, calls: Sequence[_Call]) -> Moved | None:
+        """Run the first recorded batch forward; return how far outputs moved since the last recorded step."""
+        if self._first is None or not self._first.is_of(self._model):
+            self._first = FirstBatch(self._model, calls[0].forward, self._ranks, self._folder, self._resumes)
+        return self._first.run()
 
     def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return (the change of its loss, its loss)."""
         with torch.enable_grad():
-            outputs = self._forward_again(call)
+            outputs = call.forward.again(self._model)
         noted = zip(filter(_is_noted, outputs), call.outputs, strict=True)
         pairs = [(y, o.grad, o.product) for y, o in noted if o.grad is not None]
         torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
-        zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
         losses = [_dot(whole(y.detach()), whole(grad)) for y, grad, _ in pairs]
         change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
         return change, sum(losses, zero) if all(y.numel() == 1 for y, *_ in pairs) else zero + math.nan
@@ -453,7 +412,7 @@ class Twin:
 
     def _squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""
-        zero = torch.zeros((), dtype=torch.float64, device=_device_of(self._model))
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
         local = [None if grad is None else on_this_rank(grad) for grad in gradients]
         return torch.stack([zero if grad is None else _dot(grad, grad) for grad in local])
 
@@ -461,7 +420,7 @@ class Twin:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
         grad, twin = pair
         if grad is None or twin is None:
-            return torch.zeros(3, dtype=torch.float64, device=_device_of(self._model))
+            return torch.zeros(3, dtype=torch.float64, device=device_of(self._model))
         g, t = on_this_rank(grad).float(), on_this_rank(twin).float()
         t = self._ranks.mean(t) if is_replicated else t
         g = self._ranks.mean(g) if is_replicated and are_runs else g
@@ -481,7 +440,7 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes, states = _attributes(model), _random_states(model)
+    attributes, states = _attributes(model), random_states(model)
     try:
         for leaf in gradients:
             leaf.grad = None
@@ -503,7 +462,7 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        _set_random_states(model, states)
+        set_random_states(model, states)
 
 
 def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -525,10 +484,6 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
             observe(module, counts=counts)
 
 
-def _in_fp8(model: nn.Module) -> list[Any]:
-    return [module.fp8 for module in model.modules() if isinstance(module, RecipeModule)]
-
-
 def _cosines(products: Tensor) -> Tensor:
     """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
     between, of_g, of_t = products.unbind(1)
@@ -543,57 +498,8 @@ def _is_noted(y: Tensor) -> bool:
     return y.requires_grad and not y.is_leaf
 
 
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _each(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a nested value with each of its tensors changed; of a dataclass a copy."""
-
-    def changed(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return change(x)
-        if not dataclasses.is_dataclass(x) or isinstance(x, type):
-            return x
-        copied = copy.copy(x)
-        for field in dataclasses.fields(x):
-            if hasattr(x, field.name):
-                object.__setattr__(copied, field.name, _each(change, getattr(x, field.name)))
-        return copied
-
-    return pytree.tree_map(changed, value)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _versions(model: nn.Module) -> dict[nn.Parameter, int]:
     return {parameter: parameter._version for parameter in model.parameters()}
-
-
-def _autocast(kind: str) -> tuple[Any, bool]:
-    """Return a context manager of autocast as it is now on a kind of device, and whether it casts to float16."""
-    if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext(), False
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    context = torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
-    return context, enabled and dtype == torch.float16
-
-
-def _random_states(model: nn.Module) -> list[Any]:
-    """Return the states of the generators of Python, NumPy, the CPU and the device."""
-    device = _device_of(model)
-    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *of_device]
-
-
-def _set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    for state in states[3:]:
-        torch.cuda.set_rng_state(state, _device_of(model))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

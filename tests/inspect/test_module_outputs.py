@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,35 @@ def leave(branch: Branch) -> None:
     pass
 
 
+def built() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Branch() for _ in range(3)))
+    return octavo.convert(model, octavo.recipes.dynamic(), select=lambda module, name: True)
+
+
+def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, folder: Path, steps: range, **targets: Any) -> None:
+    """Train on random numbers; from step AT on ``change`` is done to the second branch, and targets are multiplied."""
+    change, of_data = targets.get("change", leave), targets.get("of_data", 1.0)
+    data = torch.Generator().manual_seed(steps.start)
+    target = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    with octavo.inspect.record(model, folder, 1, optimizer=optimizer, step=steps.start) as recorder:
+        for step in steps:
+            if step == AT:
+                change(model[1])
+            x = torch.randn(256, 32, generator=data)
+            loss = (model(x) - x @ target * (of_data if step >= AT else 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+
+
+def forward_findings(folder: Path) -> list[tuple[str, int]]:
+    findings = octavo.inspect.diagnose(octavo.inspect.load(folder))
+    every = [each for finding in findings for each in (finding, *finding.consequences)]
+    return [(each.layer, each.begins) for each in every if each.kind == "forward"]
+
+
 @pytest.mark.parametrize(
     ("change", "of_data", "kind", "layer"),
     [(fade, 1.0, "forward", "1"), (write, 1.0, "overwritten", "1.down"), (leave, 10.0, "batch", "")],
@@ -46,29 +76,44 @@ def leave(branch: Branch) -> None:
 def test_a_change_of_the_forward_is_told_from_one_of_weights_or_data(
     change: Callable[[Branch], None], of_data: float, kind: str, layer: str, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Branch() for _ in range(3)))
-    octavo.convert(model, octavo.recipes.dynamic(), select=lambda module, name: True)
-    optimizer, target = torch.optim.Adam(model.parameters(), 1e-3), torch.randn(32, 32)
-    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
-        for step in range(STEPS):
-            if step == AT:
-                change(model[1])
-            x = torch.randn(256, 32)
-            loss = (model(x) - x @ target * (of_data if step >= AT else 1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss=loss)
+    model = built()
+    train(model, torch.optim.Adam(model.parameters(), 1e-3), tmp_path, range(STEPS), change=change, of_data=of_data)
     record = octavo.inspect.load(tmp_path)
-    findings = octavo.inspect.diagnose(record)
-    assert (findings[0].kind, findings[0].layer, findings[0].begins) == (kind, layer, AT)
-    is_forward = [each.kind == "forward" for finding in findings for each in (finding, *finding.consequences)]
-    assert any(is_forward) == (kind == "forward")
+    first, *_ = octavo.inspect.diagnose(record)
+    assert (first.kind, first.layer, first.begins) == (kind, layer, AT)
+    assert forward_findings(tmp_path) == ([("1", AT)] if kind == "forward" else [])
     if kind == "batch":
-        assert "compute what they did" in findings[0].sentence
-    first = departures(record)[0]
-    assert first.step == AT and (first.name == "the output of 1 for the same batch") == (kind == "forward")
+        assert "compute what they did" in first.sentence
+    departure = departures(record)[0]
+    assert departure.step == AT and (departure.name == "the output of 1 for the same batch") == (kind == "forward")
+
+
+def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> None:
+    """Its code, its weights; where the first batch is damaged, or of other shapes, it begins anew."""
+    cases: dict[str, Callable[[Path, nn.Sequential], object]] = {
+        "nothing": lambda folder, model: None,
+        "code": lambda folder, model: fade(model[1]),
+        "weights": lambda folder, model: model[2].up.reset_parameters(),
+        "damage": lambda folder, model: (folder / "batch-0.pt").write_bytes(b"?") and fade(model[1]),
+        "outputs": lambda folder, model: (folder / "outputs.npz").write_bytes(b"?") and fade(model[1]),
+    }
+    found = {}
+    for name, change in cases.items():
+        model = built()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        train(model, optimizer, folder := tmp_path / name, range(AT))
+        resumed = built()
+        resumed.load_state_dict(model.state_dict())
+        other = torch.optim.Adam(resumed.parameters(), 1e-3)
+        other.load_state_dict(optimizer.state_dict())
+        change(folder, resumed)
+        train(resumed, other, folder, range(AT, STEPS))
+        found[name] = forward_findings(folder)
+        record = octavo.inspect.load(folder)
+        is_compared = np.isfinite(record.of_modules["output"][:, 0])
+        assert is_compared[1:AT].all() and is_compared[AT + 1 :].all()
+        assert is_compared[AT] == (name not in ("damage", "outputs"))
+    assert found == {"nothing": [], "code": [("1", AT)], "weights": [("2.up", AT)], "damage": [], "outputs": []}
 
 
 def test_outputs_are_compared_with_those_of_the_run_before() -> None:
@@ -80,7 +125,7 @@ def test_outputs_are_compared_with_those_of_the_run_before() -> None:
         with outputs.sampled():
             y = model["a"](x)
             z = model[last](y[:rows])
-        moved.append(outputs.moved(x.device))
+        moved.append(outputs.moved(x.device).sums)
         with torch.no_grad():
             model["a"].bias += 1
     assert outputs.names == ["", "a", "b", "c"] and not moved[0].any()

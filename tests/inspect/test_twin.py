@@ -177,6 +177,26 @@ def test_ranks_run_one_twin_without_a_trace(wrap: str, recipe: str, pool: Any, t
     assert (record.weights["twin_cosine"] > 0.9).all()
 
 
+def resumed_on_ranks(mesh: Any, wrap: str, folder: str) -> None:
+    """Train, and go on with another model object."""
+    for step in (0, 4):
+        model: Any = built("delayed")
+        if wrap == "ddp":
+            model = DistributedDataParallel(model, process_group=mesh.get_group())
+        else:
+            fully_shard(model, mesh=mesh)
+        train(model, 2, Path(folder), 4, rank=mesh.get_local_rank(), step=step, group=mesh.get_group())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_ranks_that_go_on_compare_with_those_before(wrap: str, pool: Any, tmp_path: Path) -> None:
+    pool.run(resumed_on_ranks, (2,), wrap, str(tmp_path))
+    record, batches = octavo.inspect.load(tmp_path), sorted(path.name for path in tmp_path.glob("batch-*"))
+    assert record.steps == [0, 2, 4, 6] and batches == ["batch-0.pt", "batch-1.pt"]
+    assert np.isfinite(record.of_modules["output"][:, 0]).tolist() == [False, True, True, True]
+
+
 @pytest.mark.parametrize("clears", [True, False])
 def test_gradients_of_an_earlier_step_are_no_error_of_fp8(clears: bool, tmp_path: Path) -> None:
     """Clearing them between forward and backward, and several backwards in a step, are as usual."""

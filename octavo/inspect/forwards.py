@@ -1,0 +1,117 @@
+"""Forwards of a model that can run again: their arguments, modes, random numbers and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.inspect.record import np
+from octavo.nn.recipe_module import RecipeModule
+from octavo.private import pytree
+from octavo.scaling.delayed import State
+
+
+class Autocast(NamedTuple):
+    """The arguments of torch.autocast, as they were; None where a device has none."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool
+
+    @classmethod
+    def now(cls, kind: str) -> Autocast | None:
+        """Return autocast as it is now on a kind of device."""
+        if not torch.amp.is_autocast_available(kind):
+            return None
+        how = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        return cls(kind, *how)
+
+
+class Forward(NamedTuple):
+    """A forward of a model: what it takes to run it again."""
+
+    arguments: Any
+    modes: list[bool]  # whether each module is in training
+    random_states: list[Any]
+    autocast: Autocast | None
+    delayed: list[State | None]  # of the FP8 modules, before its backward writes them; empty where none is put back
+
+    @classmethod
+    def of(cls, model: nn.Module, args: Any, kwargs: Any) -> Forward:
+        """Return the forward that a model is about to run."""
+        modes, autocast = [module.training for module in model.modules()], Autocast.now(device_of(model).type)
+        delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
+        return cls(each(_copied, (args, kwargs)), modes, random_states(model), autocast, delayed)
+
+    @property
+    def is_float16(self) -> bool:
+        """Whether autocast casts to float16."""
+        return self.autocast is not None and self.autocast.enabled and self.autocast.dtype == torch.float16
+
+    def again(self, model: nn.Module) -> list[Tensor]:
+        """Run the forward again; return its outputs."""
+        set_random_states(model, self.random_states)
+        for module, mode in zip(model.modules(), self.modes, strict=True):
+            vars(module)["training"] = mode
+        for fp8, state in zip(_in_fp8(model), self.delayed, strict=True) if self.delayed else ():
+            if fp8.state is not None and state is not None:
+                fp8.state = state.clone()
+        args, kwargs = each(_copied, self.arguments)
+        outputs: list[Tensor] = []
+        with contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast):
+            each(outputs.append, model(*args, **kwargs))
+        return outputs
+
+
+def each(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a nested value with each of its tensors changed; of a dataclass a copy."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return change(x)
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        copied = copy.copy(x)
+        for field in dataclasses.fields(x):
+            if hasattr(x, field.name):
+                object.__setattr__(copied, field.name, each(change, getattr(x, field.name)))
+        return copied
+
+    return pytree.tree_map(changed, value)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    return next(model.parameters()).device
+
+
+def random_states(model: nn.Module) -> list[Any]:
+    """Return the states of the generators of Python, NumPy, the CPU and the device."""
+    device = device_of(model)
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *of_device]
+
+
+def set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
+    """Put back ``random_states``."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    for state in states[3:]:
+        torch.cuda.set_rng_state(state, device_of(model))
+
+
+def _in_fp8(model: nn.Module) -> list[Any]:
+    return [module.fp8 for module in model.modules() if isinstance(module, RecipeModule)]
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
