@@ -2,9 +2,9 @@
 
 Files in the record's folder, of which a run that is resumed reads those of the run before it:
 
-    batch-<rank>.pt    what it takes to run a rank's first forward again: written once, if the batch is small, and only
-                       tensors, numbers and texts are its arguments
-    outputs.npz        what modules of rank 0 computed of it in the last recorded step
+    batch-<rank>.npz    what it takes to run a rank's first forward again, as torch.save wrote it, under a CRC-32: once,
+                        if the batch is small, and only tensors, numbers and texts are its arguments
+    outputs.npz         what modules of rank 0 computed of it in the last recorded step
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.forwards import Autocast, Forward, device_of
 from octavo.inspect.module_outputs import ModuleOutputs, Moved
+from octavo.inspect.record import np
 from octavo.private import pytree
-from octavo.reading import check_records
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
 
 OUTPUTS = "outputs.npz"
@@ -45,7 +45,7 @@ class FirstBatch:
         self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path | None, resumes: bool = False
     ) -> None:
         self._model, self._ranks, self._outputs, self._runs = model, ranks, ModuleOutputs(model), True
-        path = None if folder is None else folder / f"batch-{ranks.rank}.pt"
+        path = None if folder is None else folder / f"batch-{ranks.rank}.npz"
         earlier = _read(path, model, ranks) if path is not None and resumes else None
         if ranks.any(earlier is None):
             self._forward = forward._replace(delayed=[])
@@ -95,21 +95,21 @@ def _write(path: Path, forward: Forward, model: nn.Module, ranks: Ranks) -> None
     size = sum(x.nbytes for x in leaves if isinstance(x, Tensor))
     if not are_plain or size > LARGEST:
         return path.unlink(missing_ok=True)
-    name, keys, *rest = forward.random_states[_NUMPY]
     states = [*forward.random_states]
-    states[_NUMPY] = [name, keys.tolist(), *rest]
+    states[_NUMPY] = [x.tolist() if isinstance(x, np.ndarray) else x for x in states[_NUMPY]]
     autocast = None if forward.autocast is None else tuple(forward.autocast)
     fields = forward._asdict() | {"random_states": states, "autocast": autocast}
+    torch.save({"setting": _setting(model, ranks), "forward": fields}, saved := io.BytesIO())
     with replacing(path) as file:
-        torch.save({"setting": _setting(model, ranks), "forward": fields}, file)
+        np.savez(file, saved=np.frombuffer(saved.getbuffer(), dtype="uint8"))
 
 
 def _read(path: Path, model: nn.Module, ranks: Ranks) -> Forward | None:
     """Return the forward that a run wrote; None where there is none, or one of another model or other ranks."""
     with contextlib.suppress(Exception):  # whatever a damaged file makes torch raise: then it begins anew
-        saved = path.read_bytes()
-        check_records(saved)
-        fields = torch.load(io.BytesIO(saved), map_location=device_of(model), weights_only=True)
+        with np.load(path) as arrays:
+            saved = io.BytesIO(arrays["saved"].tobytes())
+        fields = torch.load(saved, map_location=device_of(model), weights_only=True)
         forward = Forward(**fields["forward"])
         is_own = fields["setting"] == _setting(model, ranks) and len(forward.modes) == len([*model.modules()])
         # generators' states lie on the CPU; the last one is the device's

@@ -17,7 +17,7 @@ from octavo.weights.fsdp2 import on_this_rank
 
 
 class Moved(NamedTuple):
-    """How far inputs and outputs of modules moved since the run before.
+    """The distances by which inputs and outputs of modules moved since the run before.
 
     Attributes:
         sums: float64 [modules, 4], squared norms: of an input's change and of the input, and of the output's; 0 where a

@@ -9,7 +9,7 @@ A killed run leaves a readable record, too:
                         others, parameters by name; where a twin ran, twin [weights, 3] (twin.py) and outputs
                         [modules, 4], modules by name (module_outputs.py); for experts also the arrays of
                         recorder.arrays_of
-    batch-<rank>.pt, outputs.npz    the first recorded batch, and what modules compute of it (first_batch.py)
+    batch-<rank>.npz, outputs.npz    the first recorded batch, and what modules compute of it (first_batch.py)
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 

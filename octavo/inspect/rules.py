@@ -257,7 +257,7 @@ RULES: Sequence[Rule] = (
     Rule(
         *("forward", 4.0, tests.forward),
         "{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
-        "look at what it computes besides its layers' products (its code, mask, positions, mode and buffers), and, of a "
+        "look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, of a "
         "run that was resumed, at the weights that it loaded",
         level="warning",
     ),

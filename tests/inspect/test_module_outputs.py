@@ -94,7 +94,7 @@ def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> N
         "nothing": lambda folder, model: None,
         "code": lambda folder, model: fade(model[1]),
         "weights": lambda folder, model: model[2].up.reset_parameters(),
-        "damage": lambda folder, model: (folder / "batch-0.pt").write_bytes(b"?") and fade(model[1]),
+        "damage": lambda folder, model: (folder / "batch-0.npz").write_bytes(b"?") and fade(model[1]),
         "outputs": lambda folder, model: (folder / "outputs.npz").write_bytes(b"?") and fade(model[1]),
     }
     found = {}

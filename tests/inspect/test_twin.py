@@ -193,7 +193,7 @@ def resumed_on_ranks(mesh: Any, wrap: str, folder: str) -> None:
 def test_ranks_that_go_on_compare_with_those_before(wrap: str, pool: Any, tmp_path: Path) -> None:
     pool.run(resumed_on_ranks, (2,), wrap, str(tmp_path))
     record, batches = octavo.inspect.load(tmp_path), sorted(path.name for path in tmp_path.glob("batch-*"))
-    assert record.steps == [0, 2, 4, 6] and batches == ["batch-0.pt", "batch-1.pt"]
+    assert record.steps == [0, 2, 4, 6] and batches == ["batch-0.npz", "batch-1.npz"]
     assert np.isfinite(record.of_modules["output"][:, 0]).tolist() == [False, True, True, True]
 
 
