@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.forwards import Autocast, Forward, device_of
-from octavo.inspect.module_outputs import ModuleOutputs, Moved
+from octavo.inspect.module_outputs import ModuleOutputs, OutputChanges
 from octavo.inspect.record import np
 from octavo.private import pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
@@ -62,7 +62,7 @@ class FirstBatch:
         """Return whether a model's modules are those that are compared."""
         return self._outputs.is_of(model)
 
-    def run(self) -> Moved | None:
+    def run(self) -> OutputChanges | None:
         """Run the first batch; return how far outputs moved; None from then on where that failed on a rank.
 
         Such as of an argument that can be read once.

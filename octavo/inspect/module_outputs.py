@@ -16,7 +16,7 @@ from octavo.inspect.weights import strided, together
 from octavo.weights.fsdp2 import on_this_rank
 
 
-class Moved(NamedTuple):
+class OutputChanges(NamedTuple):
     """The distances by which inputs and outputs of modules moved since the run before.
 
     Attributes:
@@ -70,9 +70,9 @@ class ModuleOutputs:
             for hook in hooks:
                 hook.remove()
 
-    def moved(self, device: torch.device) -> Moved:
+    def moved(self, device: torch.device) -> OutputChanges:
         """Return by how much inputs and outputs changed since the block before, for the next one."""
-        none = torch.zeros(0, device=device)
+        none = torch.zeros(0, dtype=torch.float32, device=device)
         samples = [self._samples.get(which, none) for which in itertools.product(self.names, range(2))]
         lengths, values = [*map(len, samples)], together(samples)
         last, self._last, self._samples = self._last, (lengths, values), {}
@@ -81,10 +81,10 @@ class ModuleOutputs:
         if last_lengths != lengths:
             is_alike = [one == other for one, other in zip(last_lengths, lengths, strict=True)]
             sums = sums.where(torch.tensor(is_alike, device=device)[:, None], 0.0)
-        return Moved(sums.view(-1, 4), values, lengths, self.names)
+        return OutputChanges(sums.view(-1, 4), values, lengths, self.names)
 
     def go_on(self, path: Path, device: torch.device) -> None:
-        """Compare the next block with what ``Moved.write`` wrote, if that is of the same modules."""
+        """Compare the next block with the samples that a file has, if these are of the same modules."""
         with contextlib.suppress(Exception), np.load(path) as arrays:  # whatever a damaged file makes NumPy raise
             if arrays["modules"].tolist() == self.names:
                 self._last = arrays["lengths"].tolist(), torch.from_numpy(arrays["values"]).to(device)

@@ -18,7 +18,7 @@ from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.findings import severities
 from octavo.inspect.first_batch import OUTPUTS
-from octavo.inspect.module_outputs import Moved
+from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
@@ -52,7 +52,7 @@ class _InFlight(NamedTuple):
     tensors: dict[str, Tensor]
     event: Any
     others: Sequence[str]  # names of parameters that are no layer's weight
-    outputs: Moved | None  # of modules, whose tensors are among ``tensors``
+    outputs: OutputChanges | None  # of modules, whose tensors are among ``tensors``
 
 
 class Recorder:
@@ -126,7 +126,7 @@ class Recorder:
         self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._outputs: Moved | None = None
+        self._outputs: OutputChanges | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._switches = 0 if schedule is None else len(schedule.switches)

@@ -38,7 +38,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
 from octavo.inspect.forwards import Forward, device_of, each, random_states, set_random_states
-from octavo.inspect.module_outputs import Moved
+from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.nn.convert import using
@@ -106,7 +106,7 @@ class Comparison(NamedTuple):
     control: Tensor | None
     left: Tensor
     moved: Tensor
-    outputs: Moved | None
+    outputs: OutputChanges | None
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
@@ -176,7 +176,7 @@ class _RunAgain(NamedTuple):
     pairs: list[_StepAndTwin]
     loss_change: Tensor
     loss: Tensor
-    outputs: Moved | None
+    outputs: OutputChanges | None
 
 
 class Twin:
@@ -371,7 +371,7 @@ class Twin:
             return None
         return run
 
-    def _run_first_batch(self, calls: Sequence[_Call]) -> Moved | None:
+    def _run_first_batch(self, calls: Sequence[_Call]) -> OutputChanges | None:
         """Run the first recorded batch forward; return how far outputs moved since the last recorded step."""
         if self._first is None or not self._first.is_of(self._model):
             self._first = FirstBatch(self._model, calls[0].forward, self._ranks, self._folder, self._resumes)

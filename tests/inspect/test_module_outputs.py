@@ -1,119 +1,12 @@
-"""A record tells a change of the forward from one of the data, as modules compute the first batch in each record."""
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+"""What modules compute of one batch is compared from one run of it to the next."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import octavo
-from octavo.inspect.departures import departures
+pytest.importorskip("numpy")
+
 from octavo.inspect.module_outputs import ModuleOutputs
-
-np = pytest.importorskip("numpy")
-
-AT, STEPS = 5, 9
-
-
-class Branch(nn.Module):
-    """A residual branch; in the steps of a fault it multiplies what it adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.times = nn.Linear(32, 64), nn.Linear(64, 32), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.times * self.down(self.up(x).relu())
-
-
-def fade(branch: Branch) -> None:
-    branch.times = 0.1
-
-
-def write(branch: Branch) -> None:
-    branch.down.weight.data.mul_(0.1)
-
-
-def leave(branch: Branch) -> None:
-    pass
-
-
-def built() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Branch() for _ in range(3)))
-    return octavo.convert(model, octavo.recipes.dynamic(), select=lambda module, name: True)
-
-
-def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, folder: Path, steps: range, **targets: Any) -> None:
-    """Train on random numbers; from step AT on ``change`` is done to the second branch, and targets are multiplied."""
-    change, of_data = targets.get("change", leave), targets.get("of_data", 1.0)
-    data = torch.Generator().manual_seed(steps.start)
-    target = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
-    with octavo.inspect.record(model, folder, 1, optimizer=optimizer, step=steps.start) as recorder:
-        for step in steps:
-            if step == AT:
-                change(model[1])
-            x = torch.randn(256, 32, generator=data)
-            loss = (model(x) - x @ target * (of_data if step >= AT else 1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss=loss)
-
-
-def forward_findings(folder: Path) -> list[tuple[str, int]]:
-    findings = octavo.inspect.diagnose(octavo.inspect.load(folder))
-    every = [each for finding in findings for each in (finding, *finding.consequences)]
-    return [(each.layer, each.begins) for each in every if each.kind == "forward"]
-
-
-@pytest.mark.parametrize(
-    ("change", "of_data", "kind", "layer"),
-    [(fade, 1.0, "forward", "1"), (write, 1.0, "overwritten", "1.down"), (leave, 10.0, "batch", "")],
-)
-def test_a_change_of_the_forward_is_told_from_one_of_weights_or_data(
-    change: Callable[[Branch], None], of_data: float, kind: str, layer: str, tmp_path: Path
-) -> None:
-    model = built()
-    train(model, torch.optim.Adam(model.parameters(), 1e-3), tmp_path, range(STEPS), change=change, of_data=of_data)
-    record = octavo.inspect.load(tmp_path)
-    first, *_ = octavo.inspect.diagnose(record)
-    assert (first.kind, first.layer, first.begins) == (kind, layer, AT)
-    assert forward_findings(tmp_path) == ([("1", AT)] if kind == "forward" else [])
-    if kind == "batch":
-        assert "compute what they did" in first.sentence
-    departure = departures(record)[0]
-    assert departure.step == AT and (departure.name == "the output of 1 for the same batch") == (kind == "forward")
-
-
-def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> None:
-    """Its code, its weights; where the first batch is damaged, or of other shapes, it begins anew."""
-    cases: dict[str, Callable[[Path, nn.Sequential], object]] = {
-        "nothing": lambda folder, model: None,
-        "code": lambda folder, model: fade(model[1]),
-        "weights": lambda folder, model: model[2].up.reset_parameters(),
-        "damage": lambda folder, model: (folder / "batch-0.npz").write_bytes(b"?") and fade(model[1]),
-        "outputs": lambda folder, model: (folder / "outputs.npz").write_bytes(b"?") and fade(model[1]),
-    }
-    found = {}
-    for name, change in cases.items():
-        model = built()
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        train(model, optimizer, folder := tmp_path / name, range(AT))
-        resumed = built()
-        resumed.load_state_dict(model.state_dict())
-        other = torch.optim.Adam(resumed.parameters(), 1e-3)
-        other.load_state_dict(optimizer.state_dict())
-        change(folder, resumed)
-        train(resumed, other, folder, range(AT, STEPS))
-        found[name] = forward_findings(folder)
-        record = octavo.inspect.load(folder)
-        is_compared = np.isfinite(record.of_modules["output"][:, 0])
-        assert is_compared[1:AT].all() and is_compared[AT + 1 :].all()
-        assert is_compared[AT] == (name not in ("damage", "outputs"))
-    assert found == {"nothing": [], "code": [("1", AT)], "weights": [("2.up", AT)], "damage": [], "outputs": []}
 
 
 def test_outputs_are_compared_with_those_of_the_run_before() -> None:
@@ -136,35 +29,3 @@ def test_outputs_are_compared_with_those_of_the_run_before() -> None:
     torch.testing.assert_close(moved[1][1, (1, 3)], torch.stack(sizes), rtol=1e-5, atol=0)
     assert moved[2][1, 2] > 0 and not moved[2][2:].any() and z.shape == (3, 8)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-class Batch:
-    def __init__(self, x: Tensor) -> None:
-        self.x: Tensor | None = x
-
-
-def test_a_first_batch_that_is_gone_ends_the_comparison_and_not_the_twin(tmp_path: Path) -> None:
-    """As of an argument that is none of torch's containers, and that the training empties."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = octavo.nn.Linear(32, 32)
-
-        def forward(self, batch: Batch) -> Tensor:
-            assert batch.x is not None
-            return self.layer(batch.x)
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
-        for _ in range(3):
-            batch = Batch(torch.randn(16, 32))
-            (loss := model(batch).square().mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            batch.x = None
-            recorder.step(loss=loss)
-    record = octavo.inspect.load(tmp_path)
-    assert record.events == [] and np.isfinite(record.weights["twin_cosine"]).all()
-    assert record.modules == ["", "layer"] and np.isnan(record.of_modules["output"]).all()
