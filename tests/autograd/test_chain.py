@@ -15,6 +15,7 @@ from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
+from octavo.autograd.rows import Parts, Rows
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.kernels.reference.activation import FUNCTIONS, activate
 from octavo.scaling.recipe import WEIGHT
@@ -179,6 +180,20 @@ def test_gradients_of_gradients_are_refused():
             torch.autograd.grad(y.sum(), leaf, create_graph=True)
         with pytest.raises(HigherOrderGradientError, match=r"in batches.*high_precision"):
             torch.autograd.grad(y, leaf, torch.ones(2, *y.shape), is_grads_batched=True)
+
+
+def test_ranks_that_have_rows_of_the_weight_sum_the_inputs_gradient(monkeypatch):
+    monkeypatch.setattr(module, "summed", lambda dx, group: 3 * dx)
+    ((w, b),) = weights((N, K))
+    x, described = torch.randn(T, K, requires_grad=True), layer(w, recipes.blockwise())
+    grads = []
+    for parts in (
+        None,
+        *(Parts("no group of this name", roles) for roles in ((True, True, False), (False, True, True))),
+    ):
+        chain = Chain(None, (described._replace(rows=Rows(parts=parts)),), "", torch.float32, False)
+        grads += torch.autograd.grad(run_chain(x, (None, None), [(w, b)], chain).sum(), x)
+    assert all(torch.equal(grad, 3 * grads[0]) for grad in grads[1:])
 
 
 def test_no_weight_is_saved_for_gradients_that_nobody_asks_for():

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
 from octavo.autograd.casts import CastRequest, cast_role
-from octavo.autograd.products import Layer, backward_plan, cast_gradient, linear, to_save
+from octavo.autograd.products import Layer, backward_plan, cast_gradient, commit_forward, linear, to_save
+from octavo.scaling.delayed import have_same_inputs
 from octavo.scaling.recipe import INPUT, PRODUCTS, WEIGHT
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 from tests.support.passes import end_step
@@ -102,6 +103,18 @@ def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
         assert state.scale.ne(0).tolist() == rows
         assert state.amax_history[:, 0].ne(0).tolist() == rows
         assert not state.amax_history[:, 1].any()  # committed once
+
+
+def test_layers_that_cast_no_input_still_share_its_history():
+    recipe, (x, weight, *_) = recipes.delayed(2), data()
+    state, other = delayed_state(recipe), delayed_state(recipe)
+    operands = cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None)
+    plan = backward_plan(Layer(operands, recipe, state, True), x.dtype, weight, None, number=1)
+    amax = torch.ones(1, 1)
+    for of_input, shares in ((None, True), (amax, False)):
+        assert have_same_inputs(state, other)
+        commit_forward(plan, of_input, amax)
+        assert have_same_inputs(state, other) == torch.equal(state.amax_history[0], other.amax_history[0]) == shares
 
 
 def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():

@@ -14,12 +14,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
 from octavo.autograd.casts import CastRequest, cast_role
+from octavo.autograd.rows import Rows
+from octavo.distributed import expert_parallel
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
 from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
 from octavo.weights.gathered import ShardCast
+from octavo.weights.stored import local_stored
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
+from tests.support.expert_models import built as built_experts
 from tests.support.helpers import padded_as_on_gpu, to_fp8
 
 
@@ -134,6 +138,18 @@ def test_a_move_leaves_a_sharded_weight_to_be_gathered(mesh):
         move(linear)
         assert type(linear.weight._local_tensor) is ShardedWeight and linear.fp8.gather.parameter is linear.weight
         assert linear.fp8.gather.way(linear).kind == "in FP8"
+
+
+@pytest.mark.parametrize("kind", ["stored", "stored transposed"])
+def test_products_read_a_ranks_stored_experts_themselves(kind, mesh):
+    net = built_experts(kind, "dynamic", 8, storage="fp8")
+    expert_parallel(net, mesh, exact=True)
+    for part in (net.experts.gate_up, net.experts.down):
+        stored, tensors = local_stored(part.weight_parameter), part.operands()
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        operands = part.layer_of(torch.randn(8, tensors[0].shape[-1]), tensors, True, Rows(ends)).weight
+        assert all(pair[0].data_ptr() == stored.qdata.data_ptr() for pair in (operands.as_is, operands.transposed))
+        assert operands.as_is[0].shape == tensors[0].shape
 
 
 def gathered(codes):

@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.optimizer_state import FLOAT16_FACTOR, MASTER_KINDS, Fp8Weight, MasterWeight, pieces
+from octavo.kernels.reference.optimizer_state import (
+    FLOAT16_FACTOR,
+    MASTER_KINDS,
+    Fp8Weight,
+    MasterWeight,
+    pieces,
+    remainder_of,
+    values_with,
+)
 from tests.support.fp8_weights import BITS, RESTS, amax_of, master_of, random32, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one
@@ -292,3 +300,16 @@ def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
     assert torch.equal(read_back, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
     if RESTS[kind] in (torch.int8, torch.int16):
         assert all(int(m.low_bits[place]) == 0 for place in places)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (3, 5, 300)], ids=str)
+def test_a_remainder_beside_codes_reads_values_to_twelve_bits(shape: tuple[int, ...]) -> None:
+    """The last bit is 2^-11 of a number's power of two; half of it is lost at most, or all next to a tie of codes."""
+    values, scale_inv = torch.randn(shape) * torch.logspace(-6, 0, shape[-1]), torch.full((1, 1), 2.0**-5)
+    scale_inv = scale_inv if len(shape) == 2 else scale_inv.expand(shape[0], 1, 1)
+    scaled = values / 2.0**-5
+    codes = scaled.to(E4M3.dtype).view(torch.uint8)
+    remainder = remainder_of(values, codes, scale_inv)
+    errors = (values_with(codes, scale_inv, remainder) / 2.0**-5 - scaled).abs()
+    last_bit = scaled.abs().clamp(min=E4M3.smallest_normal).log2().floor().exp2() * 2.0**-11
+    assert (errors <= torch.where(remainder == 127, last_bit, last_bit / 2)).all()
