@@ -57,8 +57,9 @@ class ModuleOutputs:
         def hook_of(name: str) -> Any:
             def sample(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 for place, values in enumerate(((*args, *kwargs.values()), output)):
-                    if (first := _first_of(values)) is not None:
-                        self._samples.setdefault((name, place), strided(on_this_rank(first)).float().clone())
+                    if (name, place) not in self._samples and (first := _first_of(values)) is not None:
+                        sampled = strided(on_this_rank(first)).to(torch.float32, copy=True)
+                        self._samples[name, place] = sampled
 
             return sample
 
