@@ -145,3 +145,31 @@ def test_a_first_batch_that_is_gone_ends_the_comparison_and_not_the_twin(tmp_pat
     record = octavo.inspect.load(tmp_path)
     assert record.events == [] and np.isfinite(record.weights["twin_cosine"]).all()
     assert record.modules == ["", "layer"] and np.isnan(record.of_modules["output"]).all()
+
+
+@pytest.mark.full
+def test_a_llama_that_is_resumed_with_another_rotary_base_is_named(tmp_path: Path) -> None:
+    """Its module, though the weights are those of the checkpoint, and the loss shows nothing."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def train_llama(weights: dict[str, Any] | None, steps: range) -> dict[str, Any]:
+        torch.manual_seed(0)
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256))
+        octavo.convert(llama, octavo.recipes.delayed(), select=lambda module, name: "lm_head" not in name)
+        if weights is not None:
+            llama.load_state_dict(weights)
+            llama.model.rotary_emb.inv_freq = llama.model.rotary_emb.inv_freq.sqrt()
+        optimizer, data = torch.optim.AdamW(llama.parameters(), 1e-3), torch.Generator().manual_seed(steps.start)
+        with octavo.inspect.record(llama, tmp_path, 2, optimizer=optimizer, step=steps.start) as recorder:
+            for _ in steps:
+                tokens = torch.randint(256, (4, 32), generator=data)
+                loss = llama(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+        return llama.state_dict()
+
+    train_llama(train_llama(None, range(10)), range(10, 16))
+    assert forward_findings(tmp_path) == [("model.rotary_emb", 10)]
