@@ -70,7 +70,9 @@ MODELS = {"dense": ModelConfig(**SIZES), "experts": ModelConfig(**SIZES, experts
 RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=True)) * 2  # of each seed
 ALL = "*"  # every layer is right
 ASPECTS = ("layer", "cause", "remedy")
-NUMBERED = tuple(f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth ninth".split())
+NUMBERED = tuple(
+    f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth ninth tenth".split()
+)
 DRAWS = ("open", *NUMBERED, "variations", "more variations")
 HEALTHY_DRAWS = ("healthy", *(f"{draw.split()[0]} healthy" for draw in NUMBERED[3:]))
 HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
@@ -689,6 +691,7 @@ def main(arguments: list[str]) -> int:
     from benchmarks.training.causes_ninth_draw import NINTH_DRAW, NINTH_HEALTHY
     from benchmarks.training.causes_seventh_draw import SEVENTH_DRAW, SEVENTH_HEALTHY
     from benchmarks.training.causes_sixth_draw import SIXTH_DRAW, SIXTH_HEALTHY
+    from benchmarks.training.causes_tenth_draw import TENTH_DRAW, TENTH_HEALTHY
     from benchmarks.training.causes_third_draw import THIRD_DRAW
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks causes", description=__doc__)
@@ -699,8 +702,27 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     known = (FAULTS, FIRST_DRAW, HELD_OUT, THIRD_DRAW)
     variations = {kind: fault for draw in known for kind, fault in draw.items()}
-    faulty = (*known, FOURTH_DRAW, FIFTH_DRAW, SIXTH_DRAW, SEVENTH_DRAW, EIGHTH_DRAW, NINTH_DRAW, *[variations] * 2)
-    healthy = (HEALTHY, FOURTH_HEALTHY, FIFTH_HEALTHY, SIXTH_HEALTHY, SEVENTH_HEALTHY, EIGHTH_HEALTHY, NINTH_HEALTHY)
+    faulty = (
+        *known,
+        FOURTH_DRAW,
+        FIFTH_DRAW,
+        SIXTH_DRAW,
+        SEVENTH_DRAW,
+        EIGHTH_DRAW,
+        NINTH_DRAW,
+        TENTH_DRAW,
+        *[variations] * 2,
+    )
+    healthy = (
+        HEALTHY,
+        FOURTH_HEALTHY,
+        FIFTH_HEALTHY,
+        SIXTH_HEALTHY,
+        SEVENTH_HEALTHY,
+        EIGHTH_HEALTHY,
+        NINTH_HEALTHY,
+        TENTH_HEALTHY,
+    )
     groups = dict(zip((*DRAWS, *HEALTHY_DRAWS), (*faulty, *healthy), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         rows = [
