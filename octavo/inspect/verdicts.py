@@ -28,6 +28,7 @@ from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
 OVER, AMONG = 3, 5
 APART, COSINE = 0.006, 0.95
 OTHERWISE = 2.0  # times these limits, where something else than a cast is found: it disturbs scales
+FOUR_BITS = 3.0  # times these limits in a model with casts to four bits, whose loss is 0.7 % and cosine 0.91 as it is
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
@@ -118,6 +119,7 @@ class _Twins:
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
+        self.room = FOUR_BITS if any(row.cast.is_packed for row in record.rows) else 1.0
         norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
         self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
@@ -178,7 +180,8 @@ class _Twins:
 
     def times(self) -> Any:
         """Return distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
-        return np.concatenate([np.stack([self.apart, -self.apart], 1) / APART, (1 - self.cosines) / (1 - COSINE)], 1)
+        apart = np.stack([self.apart, -self.apart], 1) / APART
+        return np.concatenate([apart, (1 - self.cosines) / (1 - COSINE)], 1) / self.room
 
     def at_the_cast(self, worst: Finding | None) -> tuple[int, int | None] | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""

@@ -232,3 +232,27 @@ def test_four_bit_blocks_whose_scales_are_rounded_to_0(tmp_path: Path) -> None:
     assert "the scales of all blocks are rounded to 0, because of a margin of 24" in first.cause
     record = recorded(tmp_path / "mended", mended(recipe, first.rules))
     assert record.measures["flushed"][-1, [row.layer == first.layer for row in record.rows]].max() < 0.1
+
+
+def test_four_bits_flush_what_their_blocks_do(tmp_path: Path) -> None:
+    """A GELU's outputs lie far below their block's amax; where a block's scale is lost, the SQNR tells."""
+    for margin, kinds in ((0, []), (16, ["flushed"])):
+        torch.manual_seed(0)
+        recipe = octavo.recipes.nvfp4(history_length=16, margin=margin)
+        layers = (octavo.nn.Linear(64, 128, recipe=recipe), octavo.nn.Linear(128, 64, recipe=recipe))
+        model = nn.Sequential(layers[0], nn.GELU(), layers[1])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with octavo.inspect.record(model, folder := tmp_path / str(margin), 1, optimizer=optimizer) as recorder:
+            for _ in range(4):
+                x = torch.randn(256, 64)
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+        record = octavo.inspect.load(folder)
+        findings = octavo.inspect.diagnose(record)
+        assert sorted({each.kind for each in findings if each.level != "note"}) == kinds
+        assert octavo.inspect.verdict(record, findings).startswith(
+            "FP8 is the cause" if kinds else "FP8 changes little"
+        )
