@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, NamedTuple
 
-from octavo.inspect.record import Record, np
+from octavo.inspect.record import Record, is_inside, np
 from octavo.inspect.remedies import as_text
 from octavo.scaling.recipe import RecipeRule
 
@@ -193,12 +193,15 @@ class _CauseAndEffect:
         is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
         self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
         # findings of the whole training have none: a note of it explains no warning of it
+        self.is_inside = effect.kind == "forward" and not cause.products and bool(cause.layer) and not is_note
+        self.is_inside &= is_inside(cause.layer, effect.layer)  # such as units that something masks
         self.is_of_layer = cause.layer == effect.layer and (bool(cause.layer) or not is_note or effect.level == "note")
         self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
 
 
 # the first row that is true of two findings says within how many records the first one explains the second
 EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
+    (lambda pair: pair.is_inside, SOON),
     (lambda pair: pair.is_from_outside and pair.is_large_step, SOON),
     (lambda pair: pair.is_from_outside, NEVER),
     (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
@@ -222,6 +225,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
         if part is None:
             part = OF_ROLES.get(finding.role, FORWARD)
+        place = len(layers) if finding.kind == "forward" else place  # what is inside of the module comes first
         part = BETWEEN if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products else part
         level = PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
         return at(finding), part, -place if finding.role == "grad_output" else place, level

@@ -75,7 +75,7 @@ def measured(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """
     twins = _Twins(record)
     return [
-        replace(finding, level="note") if finding.products and twins.clear(finding) else finding
+        replace(finding, level="note") if twins.make_a_note(finding) else finding
         for finding in findings
         if not (finding.kind in EFFECTS and twins.has_alone(finding))
     ]
@@ -124,6 +124,13 @@ class _Twins:
         self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
         self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
+
+    def make_a_note(self, finding: Finding) -> bool:
+        """Return whether a cast changes nothing, or a forward changed by less than FP8 does to the loss since then."""
+        if finding.kind == "forward":
+            first = self.first_apart(finding)
+            return first is not None and self.cause(finding, first[0], first[1] is not None) == BLAMES[0]
+        return bool(finding.products) and self.clear(finding)
 
     def clear(self, finding: Finding) -> bool:
         """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
