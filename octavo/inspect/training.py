@@ -157,15 +157,19 @@ class Training:
         """The steps whose loss is inf or NaN."""
         return [step for step, value in zip(*self.loss, strict=True) if not math.isfinite(value)]
 
-    def largest_rise(self, at: int) -> str:
-        """Return which layer's input, or last gradient of an output, is many times as large from a record on."""
+    def rises(self, at: int) -> dict[str, float]:
+        """Return by how many times a layer's input, or the last gradient of an output, is larger from a record on."""
         names = {(layer, "input"): f"the input of {layer}" for layer in self.layers}
         names[self.layers[-1], "grad_output"] = f"the gradient of {self.layers[-1]}'s output"
         sizes = np.stack([self.measure("rms", *where) for where in names], 1)
         before, since = sizes[max(0, at - BEFORE) : at], sizes[at : at + FEW]
         times = np.nan_to_num(np.nanmedian(since, axis=0) / np.nanmedian(before, axis=0))
-        place = int(times.argmax())
-        return f", and {[*names.values()][place]} is {times[place]:.3g} times as large" * bool(times[place] > JUMP)
+        return dict(zip(names.values(), times.tolist(), strict=True))
+
+    def largest_rise(self, at: int) -> str:
+        """Return in words which of ``rises`` is the largest, if it is many times as large."""
+        name, times = max(self.rises(at).items(), key=lambda pair: pair[1])
+        return f", and {name} is {times:.3g} times as large" if times > JUMP else ""
 
     def is_rare(self, at: int, layer: str) -> bool:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
@@ -224,8 +228,10 @@ class Training:
         """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
         at = bisect_left(self.steps, step)
         around = slice(max(0, at - 1), at + 2)
-        is_compared = at >= FEW and (self.record.of_modules.get("output", np.zeros(0))[around] > 0).any()
-        return SAME_FORWARD if is_compared and not (self.forward_leaps[around] > SAME_LEAP).any() else LOOK
+        outputs, (*inputs, _) = self.record.of_modules.get("output", np.zeros(0)), self.rises(at).values()
+        if at < FEW or max(inputs) > JUMP or not (outputs[around] > 0).any():
+            return LOOK
+        return LOOK if (self.forward_leaps[around] > SAME_LEAP).any() else SAME_FORWARD
 
     @cached_property
     def leaps(self) -> Leaps:

@@ -221,11 +221,11 @@ class _Twins:
         return HARMS if is_harmed else ONLY_GRADIENTS
 
     def is_over(self, worst: Finding) -> bool:
-        """Return whether in high precision the run got over a finding that reads the loss, or had nothing of it."""
+        """Return whether in high precision the loss got over a finding that reads it or the forward, or had nothing."""
         halves = np.split(self.of_twins, [bisect_left(self.steps, worst.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
         is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
-        return worst.kind in OF_LOSS and is_well
+        return worst.kind in (*OF_LOSS, "forward") and is_well
 
     def usual(self, worst: Finding | None) -> int:
         """Return the place of a step of the worst finding whose loss is as far from its twin's as in most."""
