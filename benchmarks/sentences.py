@@ -330,11 +330,9 @@ SENTENCES: Mapping[str, Mapping[str, Numbers]] = {
         "That changes `high_precision` by {}.": lambda: rounded(
             compiled_differences("inductor", AUTOCAST, "high_precision"), 4
         ),
-        "change by {} to {}, the recipe map by {}, and single amaxes in the histories of `delayed` by {}": lambda: [
-            *ends(compiled_differences("inductor", AUTOCAST, "dynamic", "rowwise", "blockwise", "mx"), 3),
-            *rounded(compiled_differences("inductor", AUTOCAST, "recipe map"), 3),
-            *rounded(compiled_differences("inductor", AUTOCAST, "delayed"), 3),
-        ],
+        "On this CPU no step of the table has one: FP8 recipes change by {}·10⁻⁷ at most": lambda: rounded(
+            [1e7 * max(compiled_differences("inductor", AUTOCAST))], 1
+        ),
         "octavo's for rotary positions also copies the values, {} GB a block": lambda: rounded(
             [
                 moved("fuse=True, compiled", "rotary positions", "forward")
