@@ -72,8 +72,10 @@ class Recorder:
         step: in a run that is resumed, how many steps it had done: the record of later steps is deleted.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
         twin: compute each recorded step once more in high precision, before the optimizer's update, and record how far
-            losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. It leaves
-            no trace in the training; it takes a forward and a backward, and memory for their activations and gradients.
+            losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. Before it
+            the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
+            one of the data. Neither leaves a trace in the training; they take two forwards and a backward, and memory
+            for their activations and gradients.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
