@@ -46,6 +46,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import importlib
 import math
 import random
 import tempfile
@@ -695,14 +696,7 @@ TABLES = {
 
 
 def main(arguments: list[str]) -> int:
-    from benchmarks.training.causes_eighth_draw import EIGHTH_DRAW, EIGHTH_HEALTHY
-    from benchmarks.training.causes_fifth_draw import FIFTH_DRAW, FIFTH_HEALTHY
-    from benchmarks.training.causes_fourth_draw import FOURTH_DRAW, FOURTH_HEALTHY
     from benchmarks.training.causes_held_out import HELD_OUT
-    from benchmarks.training.causes_ninth_draw import NINTH_DRAW, NINTH_HEALTHY
-    from benchmarks.training.causes_seventh_draw import SEVENTH_DRAW, SEVENTH_HEALTHY
-    from benchmarks.training.causes_sixth_draw import SIXTH_DRAW, SIXTH_HEALTHY
-    from benchmarks.training.causes_tenth_draw import TENTH_DRAW, TENTH_HEALTHY
     from benchmarks.training.causes_third_draw import THIRD_DRAW
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks causes", description=__doc__)
@@ -713,28 +707,13 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     known = (FAULTS, FIRST_DRAW, HELD_OUT, THIRD_DRAW)
     variations = {kind: fault for draw in known for kind, fault in draw.items()}
-    faulty = (
-        *known,
-        FOURTH_DRAW,
-        FIFTH_DRAW,
-        SIXTH_DRAW,
-        SEVENTH_DRAW,
-        EIGHTH_DRAW,
-        NINTH_DRAW,
-        TENTH_DRAW,
-        *[variations] * 2,
+    names = [draw.split()[0] for draw in NUMBERED[3:]]
+    later = {name: importlib.import_module(f"benchmarks.training.causes_{name}_draw") for name in names}
+    faulty, healthy = (
+        [getattr(module, f"{name.upper()}_{which}") for name, module in later.items()] for which in ("DRAW", "HEALTHY")
     )
-    healthy = (
-        HEALTHY,
-        FOURTH_HEALTHY,
-        FIFTH_HEALTHY,
-        SIXTH_HEALTHY,
-        SEVENTH_HEALTHY,
-        EIGHTH_HEALTHY,
-        NINTH_HEALTHY,
-        TENTH_HEALTHY,
-    )
-    groups = dict(zip((*DRAWS, *HEALTHY_DRAWS), (*faulty, *healthy), strict=True))
+    kinds = *known, *faulty, variations, variations, HEALTHY, *healthy
+    groups = dict(zip((*DRAWS, *HEALTHY_DRAWS), kinds, strict=True))
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             {"diagnosis": "after", **row}
