@@ -91,6 +91,7 @@ CLEARS_FP8 = "FP8 is not the cause", "FP8 changes little", "FP8 changes gradient
 BROADER = {  # kinds whose sentence says that these are not told apart
     "batch": ("batch", "labels", "jump"),
     "forward": ("forward", "jump"),
+    "backward": ("backward", "gradients"),
     "labels": ("labels", "gradients"),
     "drift": ("gradients", "learning rate", "options", "state", "decay"),
     "state": ("state", "options"),

@@ -31,6 +31,7 @@ from octavo.inspect.twin import (
     NO_TWIN,
     OTHER_GRADIENTS,
     OTHERS,
+    SLOPE,
     Comparison,
     Twin,
 )
@@ -156,6 +157,7 @@ class Recorder:
             if comparison is not None:
                 numbers[CONTROL] = comparison.control
                 numbers[LEFT] = comparison.left
+                numbers[SLOPE] = comparison.slope
             if comparison is not None and comparison.others is not None:
                 between, of_step, twins = comparison.others
                 numbers[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())

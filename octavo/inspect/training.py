@@ -19,7 +19,7 @@ from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, innermost, is_inside, np
 from octavo.inspect.remedies import called
-from octavo.inspect.twin import CONTROL, LEFT, SAME
+from octavo.inspect.twin import CONTROL, LEFT, SAME, SLOPE
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
@@ -738,6 +738,21 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
         numbers = {"now": float(of["output"][at, place]), "most": float(np.nanmax(of["output"][:at, place]))}
         texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
+
+
+def slope(run: Training, changes: Rule, stays: Rule) -> Iterator[Hit]:
+    """Yield the first of some records in a row whose slope is beyond all earlier ones; or one that never was 1."""
+    slopes = run.record.scalar(SLOPE)
+    for at in range(FEW, len(slopes) - FEW + 1):
+        past, since = slopes[max(0, at - BEFORE) : at], slopes[at : at + FEW]
+        was, now = float(np.nanmedian(past)), float(np.median(since))
+        is_beyond = bool((since < np.nanmin(past)).all() or (since > np.nanmax(past)).all())
+        if is_beyond and abs(now - was) > changes.limit:
+            yield Hit(changes, run.steps[at], abs(now - was) / changes.limit, {"was": was, "now": now})
+            return
+    now = float(np.nanmedian(slopes))
+    if abs(now - 1) > stays.limit:
+        yield Hit(stays, run.steps[0], abs(now - 1) / stays.limit, {"now": now})
 
 
 def logits(run: Training, rule: Rule) -> Iterator[Hit]:
