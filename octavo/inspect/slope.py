@@ -8,13 +8,14 @@ than the gradient of what forward computes. It takes no gradient from before, wh
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks
-from octavo.weights.fsdp2 import on_this_rank, reshard
+from octavo.weights.fsdp2 import on_this_rank
 
 OF_LOSS = 0.01  # the change of a loss that is aimed at, as a share of it
 OF_OUTPUTS = 0.5  # of other outputs' products with their gradients: in root mean squares of their terms
@@ -32,6 +33,15 @@ def aimed_change(y: Tensor, grad: Tensor) -> Tensor:
     """Return by how much an output's product with its gradient should change: far more than it is rounded by."""
     product = (dot(y, y) * dot(grad, grad)).sqrt()
     return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
+
+
+def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
+    """Return a weight moved along its gradient; in bf16 rounded by chance, as most moves are below its distances."""
+    moved = weight - grad.to(torch.promote_types(weight.dtype, torch.float32)) * step
+    if weight.dtype != torch.bfloat16:
+        return moved
+    bits = moved.view(torch.int32) + torch.randint(1 << 16, weight.shape, dtype=torch.int32, device=weight.device)
+    return (bits & -(1 << 16)).view(torch.float32)
 
 
 @torch.no_grad()
@@ -57,7 +67,7 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
     weights = [weight.clone() for weight, _ in moved]
     try:
         for weight, grad in moved:
-            weight.sub_((grad * step).to(weight.dtype))
+            weight.copy_(_moved(weight, grad, step))
         says = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
         reshard(model)
         changed = change()
@@ -66,3 +76,13 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
             weight.copy_(w)
         reshard(model)
     return torch.stack([changed, says * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
+
+
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2 gather weights anew for the next forward."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -311,16 +311,6 @@ def forget_failed_pass(model: nn.Module) -> bool:
     return True
 
 
-def reshard(model: nn.Module) -> None:
-    """Make FSDP2 gather weights anew for the next forward."""
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
     taken = {id(param) for param in params}

@@ -63,6 +63,15 @@ def test_right_gradients_have_a_slope_of_1(dtype: torch.dtype, room: float, is_l
         )
 
 
+def test_moves_below_a_weights_distances_count() -> None:
+    """A move that rounding to nearest would lose moves some of the weights by chance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 2048), nn.ReLU(), nn.Linear(2048, 48)).to(torch.bfloat16)
+    with torch.no_grad():
+        model[0].weight += 8 * model[0].weight.sign()
+    assert abs(slope_of(model, torch.bfloat16, True) - 1) < 0.1
+
+
 def test_weights_in_fp8_stay() -> None:
     """Where all are stored so, nothing can be moved."""
     model = octavo.convert(
