@@ -118,6 +118,7 @@ class _Twins:
         # a loss that is far from the twin's while all gradients agree was multiplied before its backward
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
+        is_multiplied |= is_multiplied.sum() > 1  # as of a sum whose mean is recorded
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
         self.room = FOUR_BITS if any(row.cast.is_packed for row in record.rows) else 1.0
         norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
