@@ -264,7 +264,7 @@ RULES: Sequence[Rule] = (
     ),
     # the change of the loss along the gradients over what they say, less what it was; less 1
     Rule(
-        *("backward", 0.06, tests.slope),
+        *("backward", 0.04, tests.slope),
         "backward no longer computes the gradients of what the model computes: along them its loss changes by "
         "{now:.2f} times what they say, by {was:.2f} times before",
         BACKWARD,

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from octavo.distributed.ranks import Ranks
 from octavo.weights.fsdp2 import on_this_rank
 
-OF_LOSS = 0.01  # the change of a loss that is aimed at, as a share of it
-OF_OUTPUTS = 0.5  # of other outputs' products with their gradients: in root mean squares of their terms
+# By how much the loss should change, in parts of a loss that the model returns, or other outputs' products with
+# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a fifth.
+OF_LOSS, OF_OUTPUTS, IN_FLOAT32 = 0.01, 0.5, 0.2
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -29,9 +30,9 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(a.float() * b.float()).sum(dtype=torch.float64) for a, b in parts]).sum()
 
 
-def aimed_change(y: Tensor, grad: Tensor) -> Tensor:
-    """Return by how much an output's product with its gradient should change: far more than it is rounded by."""
-    product = (dot(y, y) * dot(grad, grad)).sqrt()
+def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
+    """Return by how much an output's product with its gradient should change; whether float32 computes it."""
+    product = (dot(y, y) * dot(grad, grad)).sqrt() * (IN_FLOAT32 if is_float32 else 1.0)
     return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
 
 
@@ -62,11 +63,13 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
     if not moved:
         return aim.new_zeros(2)
     is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
-    squares = torch.stack([dot(grad, grad) for _, grad in moved]).sum()
-    step = aim / (ranks.sum(squares) if is_sharded else squares)
+    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
+    of_grads, of_weights = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
+    shares = torch.where(of_grads > 0, of_weights / of_grads, 0.0)  # each weight by the same part of its size
+    steps = aim * shares / (of_grads * of_weights).sum()
     weights = [weight.clone() for weight, _ in moved]
     try:
-        for weight, grad in moved:
+        for (weight, grad), step in zip(moved, steps, strict=True):
             weight.copy_(_moved(weight, grad, step))
         says = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
         reshard(model)

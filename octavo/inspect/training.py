@@ -743,15 +743,18 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
 
 
-def slope(run: Training, changes: Rule, stays: Rule) -> Iterator[Hit]:
-    """Yield the first of some records in a row whose slope is beyond all earlier ones; or one that never was 1."""
+def slope(run: Training, leaves: Rule, stays: Rule) -> Iterator[Hit]:
+    """Yield the first of some records in a row whose slope is further from 1 than all before; or one that never was 1.
+
+    By the limit, and by more than all before differ, as experts' routing jumps.
+    """
     slopes = run.record.scalar(SLOPE)
-    for at in range(FEW, len(slopes) - FEW + 1):
+    for at in range(FEW + 1, len(slopes) - FEW + 1):
         past, since = slopes[max(0, at - BEFORE) : at], slopes[at : at + FEW]
-        was, now = float(np.nanmedian(past)), float(np.median(since))
-        is_beyond = bool((since < np.nanmin(past)).all() or (since > np.nanmax(past)).all())
-        if is_beyond and abs(now - was) > changes.limit:
-            yield Hit(changes, run.steps[at], abs(now - was) / changes.limit, {"was": was, "now": now})
+        was, now, least, most = np.nanmedian(past), np.median(since), np.nanmin(past), np.nanmax(past)
+        is_beyond = (since < least).all() or (since > most).all()
+        if is_beyond and min(abs(now - was), abs(now - 1) - abs(was - 1)) > max(leaves.limit, most - least):
+            yield Hit(leaves, run.steps[at], float(abs(now - was) / leaves.limit), {"was": was, "now": now})
             return
     now = float(np.nanmedian(slopes))
     if abs(now - 1) > stays.limit:

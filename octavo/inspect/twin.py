@@ -405,7 +405,9 @@ class Twin:
         is_loss, total = all(y.numel() == 1 for y, *_ in pairs), sum(losses, zero)
         along = torch.stack([zero, zero])
         if with_slope:
-            aim = sum((aimed_change(whole(y.detach()), whole(grad)) for y, grad, _ in pairs), zero)
+            dtypes = {parameter.dtype for parameter in self._model.parameters()}
+            is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
+            aim = sum((aimed_change(whole(y.detach()), whole(grad), is_float32) for y, grad, _ in pairs), zero)
 
             def again() -> Tensor:
                 outputs = call.forward.again(self._model)

@@ -42,12 +42,14 @@ def slope_of(model: nn.Module, dtype: torch.dtype, is_loss: bool) -> float:
     y.backward(grad.to(y.dtype))
     y, grad = y.detach(), grad.to(y.dtype)
     total = dot(y, grad)
-    change, says = changes_along(model, Ranks(), aimed_change(y, grad), lambda: dot(outputs(), grad) - total)
+    change, says = changes_along(
+        model, Ranks(), aimed_change(y, grad, dtype == torch.float32), lambda: dot(outputs(), grad) - total
+    )
     return float(change / says)
 
 
 @pytest.mark.parametrize("is_loss", [True, False])
-@pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 0.03), (torch.bfloat16, 0.04)])
+@pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
 def test_right_gradients_have_a_slope_of_1(dtype: torch.dtype, room: float, is_loss: bool) -> None:
     """Weights have the same bits then, and neither they nor a counter of writes has changed."""
     for number, expected in ((1.0, 1.0), (0.0, 1.0), (4.0, 0.4), (-1.0, 0.5)):
