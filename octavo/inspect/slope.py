@@ -18,7 +18,8 @@ from octavo.distributed.ranks import Ranks
 from octavo.weights.fsdp2 import on_this_rank
 
 # By how much the loss should change, in parts of a loss that the model returns, or other outputs' products with
-# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a fifth.
+# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a
+# fifth.
 OF_LOSS, OF_OUTPUTS, IN_FLOAT32 = 0.01, 0.5, 0.2
 
 
