@@ -749,7 +749,7 @@ def slope(run: Training, leaves: Rule, stays: Rule) -> Iterator[Hit]:
     By the limit, and by more than all before differ, as experts' routing jumps.
     """
     slopes = run.record.scalar(SLOPE)
-    for at in range(FEW + 1, len(slopes) - FEW + 1):
+    for at in range(2 * FEW, len(slopes) - FEW + 1):
         past, since = slopes[max(0, at - BEFORE) : at], slopes[at : at + FEW]
         was, now, least, most = np.nanmedian(past), np.median(since), np.nanmin(past), np.nanmax(past)
         is_beyond = (since < least).all() or (since > most).all()

@@ -13,7 +13,7 @@ from octavo.inspect.departures import departures
 
 np = pytest.importorskip("numpy")
 
-AT, STEPS = 5, 9
+AT, STEPS = 6, 10
 
 
 class Branch(nn.Module):
