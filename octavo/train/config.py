@@ -217,7 +217,7 @@ class StateConfig(_Checked):
         super().__post_init__()
         if self.weight_storage == "fp8" and self.master == "split32":
             raise ValueError(
-                "master is 'split32', which weights that live in FP8 don't take: choose auto, split24, split16, fp32, ..."
+                "master is 'split32', which weights that live in FP8 don't take: choose auto or split24"
             )
         if re.fullmatch(OUTSTANDING, self.update_in_backward.strip().upper()) is None:
             raise ValueError(

@@ -11,6 +11,7 @@ from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_extra, save_checkpoint
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
+from octavo.nn.linear import SeparateSplits
 from octavo.train import (
     DivergedError,
     Hooks,
@@ -104,9 +105,8 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_p
     seen.clear()
     with pytest.raises(DivergedError) as caught:  # without a folder nothing is recorded, and the fault is found
         run(changed(recorded, run={"out": None}), "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
-    assert re.fullmatch(
-        r"dynamic diverged: the loss became nan in step 5; an inf .*; try a lower --lr", str(caught.value)
-    )
+    says = r"dynamic diverged: the loss became nan in step 5; an inf .*; try a lower --lr"
+    assert re.fullmatch(says, str(caught.value))
 
 
 def test_a_run_that_diverges_says_too_what_failed_in_the_background(recorded, monkeypatch):
@@ -312,9 +312,8 @@ def test_layers_of_each_split_are_made_again_where_a_run_goes_on(config, tmp_pat
     resumed = run(changed(config, run={"resume": True}), "delayed", hooks=Hooks(on_model=models.append))
     assert curve(resumed) == curve(whole)
     tokens, model = torch.randint(0, 256, (2, 16)), trained_model(tmp_path)
-    assert model.state_dict().keys() == models[
-        0
-    ].state_dict().keys() and "blocks.0.attention.qkv.linear.weight" not in (model.state_dict())
+    assert model.state_dict().keys() == models[0].state_dict().keys()
+    assert isinstance(model.blocks[0].attention.qkv.linear, SeparateSplits)
     assert torch.equal(model(tokens), models[0].eval()(tokens))
 
 

@@ -308,7 +308,7 @@ def fresh_store(rank, seconds=60.0):
 
 
 def test_ranks_of_a_start_meet_beside_those_of_an_earlier_one(rendezvous):
-    """torchrun's store still holds the question of a rank that was killed, which rank 0 answers and waits for no more."""
+    """torchrun's store still holds the question of a rank that was killed, which rank 0 answers."""
     rendezvous.set("octavo/question/1", "of an earlier start")
     with thread_pool(3) as threads:
         first = threads.submit(fresh_store, 0)
