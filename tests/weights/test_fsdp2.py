@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.pair import Operands
 from octavo.errors import UnsupportedOpError
+from octavo.tensor.pair import Operands
 from octavo.weights.fsdp2 import (
     GatheredWeight,
     ShardedWeight,
