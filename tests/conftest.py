@@ -72,6 +72,16 @@ def pool() -> Iterator[Pool]:
     pool.stop()
 
 
+@pytest.fixture
+def lone_mesh() -> Iterator[Any]:
+    """A mesh of one dimension whose one rank is this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 # --- which tests run, and their seconds -------------------------------------------------------------------------------
 
 

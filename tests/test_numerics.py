@@ -6,6 +6,7 @@ import torch
 from gfloat.formats import format_info_binary32, format_info_ocp_e8m0
 
 from octavo import numerics
+from octavo.numerics import E8M0, exponents_of, powers_of
 from tests.support.definitions import FLOAT32_MAX, neighbours, same_bits, scale_invs_of, scale_of, scales_of
 
 LIMITS = [448.0, 57344.0]
@@ -87,6 +88,15 @@ def test_floor_power_of_two() -> None:
     within = scale <= 2.0**126
     assert numerics.floor_power_of_two_by_comparison(scale[within]).tolist() == expected[within].tolist()
     assert numerics.floor_power_of_two(torch.tensor(math.inf)) == math.inf
+
+
+def test_exponents_in_a_graph_are_those_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    powers = torch.exp2(torch.arange(-126, 127).float())
+    exponents = exponents_of(powers)
+    assert exponents.tolist() == list(range(1, 254)) and torch.equal(powers_of(exponents), powers)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(exponents_of(powers), exponents) and torch.equal(exponents_of(powers.to(E8M0)), exponents)
+    assert torch.equal(powers_of(exponents), powers)
 
 
 def test_a_delayed_scale_holds_where_there_is_one():

@@ -242,7 +242,7 @@ def load_checkpoint(
                 if len(place) > 1:
                     _fill([values[key] for values, key in place], tensors[name])
             set_model_state_dict(model, present)
-            if optimizer is not None and filled is None:  # it was saved before its first step
+            if optimizer is not None and filled is None:  # the checkpoint has none: it begins anew
                 optimizer.state.clear()
             elif optimizer is not None:
                 for moments, name, moment in codes:

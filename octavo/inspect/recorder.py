@@ -366,7 +366,7 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
     tables.append((layers, of_weights(counts["moved"])))
     return {
-        f"{name}.{measure}": float(value)
+        ".".join(filter(None, (name, measure))): float(value)
         for names_of_rows, measures in tables
         for measure, values in measures.items()
         for name, value in zip(names_of_rows, values, strict=True)

@@ -150,9 +150,9 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
-    placement, mesh = _placement(norm, linears, weights, input), weights[0].device_mesh
-    if placement is None:
+    if (placement := _placement(norm, linears, weights, input)) is None:
         return None
+    mesh = weights[0].device_mesh
     group = mesh.get_group().group_name
     x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
     wire, of_gamma, shape = None, placement, [*x.shape]

@@ -216,7 +216,7 @@ class StateConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight_storage == "fp8" and self.master == "split32":
-            raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
+            raise ValueError("master is 'split32', which weights that live in FP8 don't take: choose auto or split24")
         if re.fullmatch(OUTSTANDING, self.update_in_backward.strip().upper()) is None:
             raise ValueError(
                 f"update_in_backward is {self.update_in_backward!r}: choose a number of bytes, such as 64MB or 0"

@@ -11,7 +11,7 @@ import octavo
 from octavo import HigherOrderGradientError, recipes
 from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, Norm, cast_role
-from octavo.autograd.chain import Chain, activated_linear, rms_norm, run_chain
+from octavo.autograd.chain import Chain, activated_linear, norm_and_branch, rms_norm, run_chain
 from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
@@ -329,6 +329,15 @@ def test_it_is_the_norm_of_a_fused_module_bit_for_bit(dtype):
     inputs = x, module.norm.weight
     for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (normed, expected)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_branch_alone_has_a_gradient():
+    x, residual, gamma = (torch.randn(size, requires_grad=True) for size in ((5, 8), (5, 8), (8,)))
+    normed, total = norm_and_branch(x, gamma, EPS, residual)
+    assert normed.requires_grad and torch.equal(total, x + residual)
+    grad = torch.randn(5, 8)
+    total.backward(grad)
+    assert torch.equal(x.grad, grad) and torch.equal(residual.grad, grad) and gamma.grad is None
 
 
 def test_second_derivatives_are_torchs():

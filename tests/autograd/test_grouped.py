@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.grouped import (
@@ -10,6 +11,7 @@ from octavo.autograd.grouped import (
     group_sums,
     grouped_linear,
     grouped_mm,
+    rows_of_codes,
     scales_of_rows,
     transposed_codes,
 )
@@ -18,6 +20,17 @@ from octavo.scaling.recipe import WEIGHT
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
 from tests.support.helpers import FP8_RECIPES, delayed_state
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts grouped products in high precision."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.octavo.grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
 
 each_sizes = pytest.mark.parametrize(("sizes", "ungrouped"), SIZES, ids=str)
 
@@ -110,6 +123,18 @@ def test_scales_of_rows_read_every_group_back(sizes: list[int], ungrouped: int, 
         assert torch.allclose(values[of], x[of], rtol=2**-3, atol=2**-9 * x[of].abs().sum().item())
 
 
+def test_a_gradient_that_nobody_asks_for_is_not_computed() -> None:
+    x, b, sizes = torch.randn(7, 4), torch.randn(3, 4, 2), [3, 0, 4]
+    both = [x.clone().requires_grad_(), b.clone().requires_grad_()]
+    expected = torch.autograd.grad(grouped_mm(*both, offsets_of(sizes)).square().sum(), both)
+    for index in range(2):
+        operands = [x, b]
+        operands[index] = operands[index].clone().requires_grad_()
+        with CountCalls() as calls:
+            grouped_mm(*operands, offsets_of(sizes)).square().sum().backward()
+        assert torch.equal(operands[index].grad, expected[index]) and calls.count == 2
+
+
 def test_products_in_high_precision_are_counted() -> None:
     from octavo.nn.summary import forward_flops
 
@@ -128,3 +153,5 @@ def test_codes_are_transposed_as_the_cast_does(sizes: list[int], ungrouped: int,
     codes = transposed_codes(q[: sum(sizes), :24], offsets, pad)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)[:, : codes.shape[1]])
     assert not expected.view(torch.uint8)[:, codes.shape[1] :].any()
+    rows = rows_of_codes(expected, offsets, len(x), pad)[: sum(sizes)]
+    assert torch.equal(rows.view(torch.uint8), q[: sum(sizes), :24].view(torch.uint8))

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, HigherOrderGradientError, PerBlock, PerRow, PerTensor, Recipe
 from octavo.autograd import linear_cross_entropy as module
+from octavo.autograd.linear_cross_entropy import join_scales
 from octavo.nn import linear_cross_entropy
 from octavo.nn.saved import saved_by_kind
+from octavo.numerics import E8M0
 from tests.support.combinations import each_pair
 from tests.support.freed import Fsdp, Zero3
 from tests.support.helpers import FP8_RECIPES
@@ -188,6 +191,17 @@ def test_backward_twice_and_parts_of_it() -> None:
         assert torch.equal(
             torch.autograd.grad(linear_cross_entropy(x.detach(), head, target), head.weight)[0], first[1]
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, E8M0])
+def test_scales_of_chunks_lie_as_their_fake_says(dtype: torch.dtype) -> None:
+    chunks = [torch.exp2(torch.arange(3 * columns).view(3, columns) % 7).to(dtype) for columns in (2, 1, 4)]
+    joined = join_scales(chunks)
+    wide = torch.cat([chunk.float() for chunk in chunks], 1)
+    assert torch.equal(joined.float(), wide) and joined.dtype == dtype
+    with FakeTensorMode() as mode:
+        fake = join_scales([mode.from_tensor(chunk) for chunk in chunks])
+    assert (fake.shape, fake.stride(), fake.dtype) == (joined.shape, joined.stride(), dtype)
 
 
 def test_no_rows() -> None:

@@ -9,9 +9,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
+from octavo import E4M3, Cast, Delayed, HigherOrderGradientError, PerBlock, PerTensor, Recipe, kernels, recipes
 from octavo.autograd.casts import CastRequest, cast_role
-from octavo.autograd.products import Layer, backward_plan, cast_gradient, commit_forward, linear, to_save
+from octavo.autograd.products import (
+    Layer,
+    backward_plan,
+    cast_gradient,
+    commit_forward,
+    gradients_needed_now,
+    linear,
+    refuse_in_backward,
+    to_save,
+    unrounded,
+)
+from octavo.kernels.arguments import RotaryHeads
 from octavo.scaling.delayed import have_same_inputs
 from octavo.scaling.recipe import INPUT, PRODUCTS, WEIGHT
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
@@ -128,6 +139,23 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
             summed = needs[2] and operands_and_gradient[0].column_sum is None
             assert (operands_and_gradient[1] is not None) == (read or summed)
+
+
+def test_a_graph_asks_nothing_of_autograd(monkeypatch):
+    """It computes all gradients that its inputs need, and it is no pass of second derivatives."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert gradients_needed_now(None, (True, False, True), (True, True, False)) == (True, False, True)
+    refuse_in_backward(torch.ones(2), None)
+    monkeypatch.undo()
+    with pytest.raises(HigherOrderGradientError):
+        refuse_in_backward(torch.ones(2, requires_grad=True), None)
+
+
+def test_heads_that_are_turned_are_unrounded_as_they_are_computed():
+    q, k, v = (torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))
+    angles = torch.rand(1, 5, 8) * 6
+    heads = RotaryHeads(q, k, v, angles.cos(), angles.sin(), False)
+    assert torch.equal(unrounded(heads, None), kernels.rotary(*heads).view(10, 64)) and heads.shape == (10, 64)
 
 
 def test_nothing_asks_for_a_gradient():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.autograd.rotary import heads_apart, rotary
+from octavo.autograd.rotary import gradient_of_heads, heads_apart, rotary
 
 B, S, D, COUNTS = 2, 7, 8, (4, 2)
 
@@ -38,6 +38,10 @@ def test_results_and_gradients(dtype: torch.dtype, halves: int) -> None:
     (truth,) = torch.autograd.grad(exact, wide, [grad.double() for grad in grads])
     for one, other in zip((*results, dqkv), (*exact, truth), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_without_a_gradient_nothing_is_cast() -> None:
+    assert gradient_of_heads([None, None, None], COUNTS, torch.ones(1, S, D), torch.zeros(1, S, D)) is None
 
 
 def test_one_of_the_results_alone_has_a_gradient() -> None:

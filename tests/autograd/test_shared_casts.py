@@ -114,6 +114,13 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
     assert id(alive[-MOST_HELD]) in tensors and id(alive[1 - MOST_HELD]) not in tensors
 
 
+def test_which_tensor_a_view_stands_for():
+    x = torch.randn(T, K)
+    assert shared_casts.viewed(x) is x and shared_casts.viewed(x.view(T, K)) is x and shared_casts.viewed(x[:]) is x
+    for other in (x.view(-1), x[1:], x.t(), x.view(torch.int32), x.view(T, 2, K // 2)[:, 0]):
+        assert shared_casts.viewed(other) is other
+
+
 def test_a_trace_by_torch_jit_holds_no_cast_of_before():
     """A cast in a trace would be a constant: the example's codes, whatever input the traced layer has."""
     (first, second), x = layers(recipes.dynamic(), 2), torch.randn(T, K)

@@ -1,6 +1,7 @@
 import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,36 @@ def test_sigterm_ends_it_at_once_from_the_very_first_import(capsys, monkeypatch)
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["info"]) == 130
     assert capsys.readouterr().err == "octavo: interrupted\n" and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_process_that_torchrun_started_ends_without_waiting_for_threads(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["octavo", "--version"])
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    cli.main()
+    assert ended == [0] and capsys.readouterr().out == f"octavo {octavo.__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["octavo", "evaluate"])
+    cli.main()
+    assert ended == [0, 2]
+
+
+def test_a_reader_that_has_gone_is_no_fault_of_the_command(capfd, monkeypatch):
+    """Whatever is printed after it goes to os.devnull, also by Python's exit, which flushes stdout."""
+
+    def printing(arguments):
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch, open(os.dup(1), "w") as stdout:
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr("octavo.cli.command.parser", printing)
+        assert cli.main(["info"]) == 2
+        assert os.fstat(stdout.fileno()).st_rdev == os.stat(os.devnull).st_rdev
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_compiler_that_fails_is_named(capsys, monkeypatch):
+    error = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+    monkeypatch.setattr("octavo.cli.command.parser", lambda arguments: (_ for _ in ()).throw(error("no C++\nmore")))
+    assert cli.main(["train"]) == 2
+    assert one_line(capsys).endswith("--compile failed (no C++): leave it out, or see what torch.compile needs here")

@@ -35,6 +35,21 @@ def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
     assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in info.devices()
 
 
+def test_gpus_of_other_makers_and_no_triton(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: f"GPU {index} of Intel")
+    rows = info.devices()[-3:]
+    assert rows == [
+        ("mps", "Apple GPU", info.EMULATED),
+        *((f"xpu:{index}", f"GPU {index} of Intel", info.EMULATED) for index in range(2)),
+    ]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(info, "devices", lambda: rows[:1])
+    assert "\ntriton   absent\n" in info.describe_machine()
+
+
 def test_each_extra_of_the_package_is_listed():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert info.EXTRAS.keys() == extras.keys() - {"docs", "dev"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +46,17 @@ def test_a_hugging_face_configuration(
         from_hugging_face(tmp_path)
     with pytest.raises(PlanError, match=r"nowhere does not exist: give a config.json"):
         from_hugging_face(Path("nowhere"))
+
+
+def test_what_flags_can_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
+    with pytest.raises(PlanError, match="does not say how long a sequence is: give --context"):
+        context_of(endless)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="--algorithm muon: the model has no list of blocks"):
+        optimizer_of(torch.nn.Linear(4, 4), "muon", "fp32", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PlanError, match="which transformers reads: pip install transformers; or plan the"):
+        from_hugging_face(tmp_path)
 
 
 def test_tokens_are_whole_sequences() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,31 @@ def test_measured_rates_have_what_is_known_of_such_a_device(monkeypatch: pytest.
     monkeypatch.setattr(rates, "device_label", lambda device: mine.device)
     both, published = rates_of(device=CPU), PUBLISHED["H100"]
     assert (both.products, both.attention, both.host) == (mine.products, published.attention, published.host)
+
+
+def test_rates_of_a_file_without_products_are_none() -> None:
+    keep(RATES)
+    fields = dataclasses.asdict(RATES)
+    assert rates._of_file(fields) == RATES
+    with pytest.raises(ValueError, match="products without a rate"):
+        rates._of_file(fields | {"products": fields["products"] | {"row": ()}})
+
+
+def test_a_gpu_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what is published of its kind, or the error says what it lacks; and its memory is asked of torch."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(rates, "device_label", lambda device: "NVIDIA H200, torch 2")
+    assert rates_of(device=gpu) is PUBLISHED["H200"]
+    monkeypatch.setattr(rates, "device_label", lambda device: "a GPU, torch 2")
+    for native, says in (
+        (False, "a GPU, torch 2 has no FP8 hardware"),
+        (True, "rates of this device .a GPU"),
+    ):
+        monkeypatch.setattr(rates, "runs_natively", lambda device, native=native: native)
+        with pytest.raises(PlanError, match=says):
+            rates_of(device=gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    assert memory_of(gpu) == 2**37 and memory_of(torch.device("meta")) == 0
 
 
 def test_published_rates() -> None:

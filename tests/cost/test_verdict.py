@@ -17,8 +17,8 @@ from octavo import cli, recipes
 from octavo.cost import steps, verdict
 from octavo.cost.estimate import FUSED_BF16, Estimate, estimate
 from octavo.cost.from_flags import tokens_of
-from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
-from octavo.cost.verdict import TOKENS, change_that_fits, describe_plan, describe_rates, pays, tables
+from octavo.cost.rates import IN_BF16, PRODUCT_KINDS, PUBLISHED, PlanError, device_label, with_attention
+from octavo.cost.verdict import FEATURES, TOKENS, change_that_fits, describe_plan, describe_rates, pays, tables
 from octavo.cost.work import work_of
 
 H200 = PUBLISHED["H200"]
@@ -71,6 +71,31 @@ def test_whether_a_step_fits() -> None:
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
     text = describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
     assert re.search(r"Too large for the \d+ GiB of NVIDIA H200: larger\.", text) and "delayed is the fastest" in text
+
+
+def test_why_fp8_does_not_pay() -> None:
+    """Each of three reasons; where bf16 alone fits, and the recipes would be faster, nothing is chosen."""
+    bf16, fp8 = two_steps(16384, 8192, 8192)
+    work = 0.9 * bf16.total
+    for products, casts, says in (
+        (0.2 * bf16.total, 0.0, "products are only 20% of the step, and the rest is not made faster"),
+        (work, 0.0, "this device's FP8 products are no faster than its bf16 ones"),
+        (0.5 * work, 0.25 * work, "casts take 50% of what the products gain"),
+    ):
+        first = products if says.startswith("products") else work
+        stand_ins = SimpleNamespace(products=first, total=bf16.total), SimpleNamespace(products=products, casts=casts)
+        assert verdict._why_not(*stand_ins) == says  # type: ignore[arg-type]
+    between = replace(H200, memory=bf16.peak)
+    assert fp8.peak > bf16.peak and fp8.total < 0.97 * bf16.total
+    assert list(verdict._what_to_choose([bf16, fp8], fp8, between, recipe_fits=False)) == []
+    unknown = describe_plan([bf16, fp8], replace(H200, memory=0))
+    assert "fit the" not in unknown and "delayed is the fastest" in unknown
+
+
+def test_where_fp8_products_are_far_faster_each_size_pays() -> None:
+    products = {kind: ((1.0, 1e12 if kind == IN_BF16 else 1e18),) for kind in PRODUCT_KINDS}
+    rates = replace(H200, products=products, copy=1e30, launch=0.0, casts={}, host={})
+    assert set(pays(recipes.dynamic(), rates).values()) == {min(FEATURES)}
 
 
 def test_tables_fit_a_line() -> None:

@@ -49,6 +49,24 @@ def test_operations_between_products_are_one_kernel_where_compiled() -> None:
     assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
 
 
+def test_inputs_that_are_no_tensors_are_given_on() -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            for _ in range(times):
+                x = self.layer(x)
+            return x
+
+    model, x = on_meta(Times()), torch.zeros(4, 8, device="meta")
+    once, thrice = (work_of(model, (x, times)) for times in (1, 3))
+    flop = [sum(layer.flop * sum(layer.products) for layer in work.linears) for work in (once, thrice)]
+    one = 2 * 4 * 8 * 8  # x needs no gradient; of a layer that is called again all calls are counted alike
+    assert flop == [2 * one, 3 * 3 * one]
+
+
 def test_what_backward_needs_and_a_layer_called_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -342,6 +342,44 @@ def test_before_the_first_step_and_without_an_optimizer(tmp_path):
     assert not optimizer.state and torch.equal(train(model, optimizer, 0, 2), losses)
     save_checkpoint(tmp_path, model)
     load_checkpoint(tmp_path, build(seed=1), None)
+    assert optimizer.state
+    load_checkpoint(tmp_path, model, optimizer)
+    assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer's state was converted:UserWarning")
+@pytest.mark.parametrize("moments", ["bf16", "fp32"])
+def test_moments_are_read_by_an_optimizer_of_others(moments, tmp_path):
+    model = build()
+    optimizer = octavo.optim.AdamW(model.parameters(), 1e-2, moments="fp8")
+    train(model, optimizer, 0, 2)
+    save_checkpoint(tmp_path, model, optimizer)
+    other, beside = (octavo.optim.AdamW(model.parameters(), 1e-2, moments=moments) for _ in range(2))
+    beside.load_state_dict(optimizer.state_dict())
+    load_checkpoint(tmp_path, model, other)
+    assert other.state_dict()["state"].keys() == beside.state_dict()["state"].keys()
+    for index, state in beside.state_dict()["state"].items():
+        assert equal(other.state_dict()["state"][index], state)
+
+
+class Extra(nn.Linear):
+    """A layer whose state is more than tensors."""
+
+    said = "nothing"
+
+    def get_extra_state(self):
+        return {"said": self.said}
+
+    def set_extra_state(self, state):
+        self.said = state["said"]
+
+
+def test_what_is_no_tensor_of_a_models_state_comes_back(tmp_path):
+    model, other = Extra(4, 4), Extra(4, 4)
+    model.said = "a word"
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, other)
+    assert other.said == "a word" and torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize(

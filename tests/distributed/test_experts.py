@@ -19,8 +19,10 @@ from octavo import recipes
 from octavo.distributed import expert_parallel
 from octavo.nn.experts import feed_forward
 from octavo.weights.gathered import check_layers_agree
+from tests.nn.test_experts import GroupedExperts
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
+from tests.support.helpers import every_layer
 
 SIZES = [24, 0, 7, 13]  # tokens of each rank
 
@@ -215,11 +217,16 @@ def test_what_is_refused(mesh):
         expert_parallel(net, 2)
     with pytest.raises(ValueError, match=r"holds no octavo\.nn\.Experts"):
         expert_parallel(nn.Linear(2, 2), mesh)
+    two = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "ep"))
+    with pytest.raises(ValueError, match=r"has 2 dimensions: give the one of experts, such as mesh\['ep'\]"):
+        expert_parallel(net, two)
+    titan = octavo.convert(nn.ModuleDict({"experts": GroupedExperts()}), recipes.dynamic(), every_layer)
+    with pytest.raises(ValueError, match="experts: torchtitan exchanges the rows of its experts itself"):
+        expert_parallel(titan, mesh)
     with pytest.raises(ValueError, match="experts: its experts are on several ranks already"):
         expert_parallel(expert_parallel(net, mesh), mesh)
     with pytest.raises(ValueError, match="experts: its weight is a DTensor: call expert_parallel before"):
         expert_parallel(fully_shard(built("octavo", "dynamic", 4), mesh=mesh), mesh)
-    two = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "ep"))
     both = expert_parallel(built("octavo", "dynamic", 4), two["ep"])
     fully_shard(both.experts, mesh=two["fsdp"])
     with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):

@@ -1,8 +1,12 @@
 """Sequence parallelism with inputs gathered in FP8: one rank's results, in half of the bytes."""
 
+import copy
+
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo.distributed import ColwiseParallel, Fp8Reduction, PrepareModuleInput, RowwiseParallel
@@ -87,6 +91,53 @@ def test_checkpointed_and_frozen(pool, recipe):
 def test_compiled_under_fsdp2(pool, recipe, kind):
     """Equal modules, which read weights gathered in FP8, share one graph, as eager bit for bit but for a bias's sum."""
     assert pool.run(trained, (2, 2), recipe, kind, seconds=240) == [[[], []]] * 4
+
+
+class Reader(nn.Module):
+    """A module whose input is prepared, and read by a layer and by others that are not its own."""
+
+    def __init__(self, up, *others):
+        super().__init__()
+        self.up, self.others = up, others
+
+    def forward(self, x):
+        return [self.up(x), *(other(x) for other in self.others)]
+
+
+def test_an_input_gathered_in_fp8_is_refused_by_a_layer_that_it_was_not_gathered_for(lone_mesh):
+    up, other = (octavo.nn.Linear(64, 32, recipe=recipe) for recipe in (octavo.recipes.dynamic(), octavo.recipes.mx()))
+    column = ColwiseParallel(output_layouts=Replicate())
+    prepared = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    model, x = parallelize_module(Reader(up), lone_mesh, {"": prepared, "up": column}), torch.randn(2, 8, 64)
+    for given in (x, distribute_tensor(x, lone_mesh, [Shard(1)])):
+        assert torch.equal(model.eval()(given)[0], whole_layer(up)(x))
+    model.others = (parallelize_module(other, lone_mesh, column),)
+    with pytest.raises(ValueError, match=r"gathered in FP8 by .* reached a layer of the recipe 'mx' whose weight is"):
+        model(x)
+
+
+def whole_layer(layer):
+    """Return a layer with the values of a sharded one."""
+    same = octavo.nn.Linear(layer.in_features, layer.out_features, recipe=layer.recipe).eval()
+    same.load_state_dict({name: tasks.whole(value) for name, value in layer.state_dict().items()})
+    return same
+
+
+def test_inputs_that_no_layer_of_octavos_reads_are_prepared_as_torch_does(lone_mesh):
+    model, x = Reader(nn.Linear(64, 32), torch.relu), torch.randn(2, 8, 64)
+    expected = model(x)
+    for layout in (Shard(1), Replicate()):
+        prepared = PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate(), use_local_output=True)
+        parallel = parallelize_module(copy.deepcopy(model), lone_mesh, prepared)
+        assert all(type(y) is torch.Tensor for y in parallel(x))
+        assert all(map(torch.equal, parallel(x), expected))
+
+
+def test_an_embedding_by_columns(lone_mesh):
+    embedding, tokens = nn.Embedding(51, 64), torch.arange(51)
+    expected = embedding(tokens)
+    parallelize_module(embedding, lone_mesh, ColwiseParallel(output_layouts=Replicate()))
+    assert embedding.weight.placements == (Shard(1),) and torch.equal(embedding(tokens), expected)
 
 
 def test_inputs_on_another_mesh(pool):

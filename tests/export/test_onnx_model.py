@@ -5,7 +5,9 @@ import functools
 import importlib
 import math
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,7 +21,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
-from octavo.export.onnx_model import delayed_argument, program_of
+from octavo.export.onnx_model import delayed_argument, in_float32, program_of
 from tests.support.helpers import FP8_RECIPES, sqnr
 
 onnx = pytest.importorskip("onnx")
@@ -170,6 +172,11 @@ class Branches(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+def with_a_lock(module: nn.Module) -> nn.Module:
+    module.lock = threading.Lock()
+    return module
+
+
 class OfExperts(octavo.nn.GroupedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[0], torch.tensor([1, 4], dtype=torch.int32))
@@ -180,6 +187,7 @@ class OfExperts(octavo.nn.GroupedLinear):
     [
         (Branches(), {}, "torch.export can't trace Branches: "),
         (nn.Linear(K, 4, device="meta"), {}, "meta device"),
+        (with_a_lock(nn.Linear(K, 4)), {}, "Linear can't be copied: .*lock"),
         (nn.Linear(K, 4), {"opset": 20}, "opset=20: use 21 to 24"),
         (nn.Linear(K, 4), {"weights": torch.int8}, "weights=torch.int8"),
         (OfExperts(2, K, 16), {}, "no ONNX for octavo.grouped_matmul.default: experts have none"),
@@ -193,6 +201,16 @@ def test_what_can_not_be_exported(model, options, says, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def model_of(tensors: dict[str, Tensor]):
+    """Return an onnx_ir.Model that gives out these tensors."""
+    initializers = [onnx.numpy_helper.from_array(x.numpy(), name) for name, x in tensors.items()]
+    nodes = [onnx.helper.make_node("Identity", [name], [f"{name} out"]) for name in tensors]
+    value, kind = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+    outputs = [value(f"{name} out", kind, x.shape) for name, x in tensors.items()]
+    graph = onnx.helper.make_graph(nodes, "graph", [], outputs, initializers)
+    return importlib.import_module("onnx_ir").from_proto(onnx.helper.make_model(graph))
+
+
 def test_paths_that_can_not_be_written_and_a_failure_that_keeps_what_was_there(small_bf16, tmp_path, monkeypatch):
     for path, says in ((tmp_path, "is a folder"), (tmp_path / "no" / "m.onnx", "does not exist")):
         with pytest.raises(ExportError, match=says):
@@ -204,6 +222,65 @@ def test_paths_that_can_not_be_written_and_a_failure_that_keeps_what_was_there(s
     with pytest.raises(ZeroDivisionError):
         to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
     assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"] and path.read_text() == "before"
+    monkeypatch.setattr(onnx.checker, "check_model", lambda *args, **options: None)
+    with monkeypatch.context() as patch, pytest.raises(ExportError, match=r"m\.onnx can't be written: No space left"):
+        patch.setattr("os.replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
+    with monkeypatch.context() as patch, pytest.raises(ExportError, match=r"the folder .* can't be written"):
+        patch.setattr("os.access", lambda folder, mode: False)  # root may write anywhere
+        to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
+    assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"] and path.read_text() == "before"
+    monkeypatch.setattr(onnx_model, "_translated", lambda *_: model_of({"x": torch.arange(4.0)}))
+    assert to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path) == path
+    assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"]  # small enough to hold its weights
+    assert onnx.numpy_helper.to_array(onnx.load(path).graph.initializer[0]).tolist() == [0, 1, 2, 3]
+
+
+class Failing:
+    """A program whose translation raises an error."""
+
+    graph = SimpleNamespace(nodes=())
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def run_decompositions(self, table: object) -> None:
+        raise self.error
+
+
+def test_what_torch_can_not_translate_is_said_in_a_line(monkeypatch, tmp_path):
+    """Of torch's errors the first cause; of octavo's own what it says, without the place in the graph."""
+    cause = RuntimeError("the translation failed")
+    cause.__cause__ = NotImplementedError("no function for aten.foo\nin a graph of a thousand lines")
+    for error, says in (
+        (cause, "torch.onnx can't translate the model: no function for aten.foo"),
+        (ExportError("ONNX has no E2M1\nWhile executing %cast"), "ONNX has no E2M1"),
+    ):
+        monkeypatch.setattr(onnx_model, "program_of", lambda *arguments, error=error: Failing(error))
+        with pytest.raises(ExportError) as caught:
+            to_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx")
+        assert str(caught.value) == says and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_which_weights_are_stored_in_another_dtype(dtype):
+    """Parameters, and what bfloat16 holds exactly."""
+    weight = nn.Parameter(torch.randn(32, 64))
+    tensors = {
+        "transposed": weight.detach().t(),
+        "random": torch.randn(32, 64),
+        "powers": 2.0 ** torch.randint(-9, 9, (32, 64)),
+        "small": torch.ones(4),
+    }
+    model = model_of(tensors)
+    onnx_model._store(model, {"weight": weight}, dtype)
+    dtypes = {name: value.dtype.name for name, value in model.graph.initializers.items()}
+    of_weight = "FLOAT16" if dtype == torch.float16 else "FLOAT"
+    assert dtypes == {"transposed": of_weight, "random": "FLOAT", "powers": "BFLOAT16", "small": "FLOAT"}
+    for name, x in tensors.items():
+        expected = x.to(torch.float16).float() if dtypes[name] == "FLOAT16" else x
+        stored = model.graph.initializers[name].const_value.numpy()
+        assert torch.equal(torch.from_numpy(stored.astype("float32")), expected), name
 
 
 def test_the_extra_is_named(monkeypatch, tmp_path):
@@ -239,6 +316,28 @@ def test_weights_are_folded_and_the_rest_computes_the_same():
         x = torch.randn(shape)
         with torch.no_grad():
             assert torch.equal(program.module()(x), module(x))
+
+
+class Scaled(nn.Module):
+    """A model that calls an op on its weight which has one result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / octavo.kernels.amax(self.weight, (1, -1)).view(-1)
+
+
+def test_an_op_of_one_result_is_folded_too():
+    module = Scaled()
+    program = program_of(module, (X,), None)
+    assert ops_of(program) == [] and torch.equal(program.module()(X), module(X))
+
+
+def test_what_is_no_tensor_stays_as_it_is():
+    assert in_float32(True) is True and in_float32("name") == "name"
+    assert in_float32(X.bfloat16()).dtype == torch.float32 and in_float32(X.long()).dtype == torch.int64
 
 
 def test_given_shapes_are_kept():

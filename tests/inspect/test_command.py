@@ -118,6 +118,9 @@ def pair():
 def nothing():
     pass
 
+def one_batch():
+    return torch.nn.Linear(2, 2), int, 3
+
 number = 3
 """
 
@@ -147,6 +150,7 @@ def folder(tmp_path, monkeypatch):
         ("what_if_user:number", "has no function number"),
         ("what_if_user:pair", r"must return \(model, loss, batches\) .* returned \(Linear, int\)"),
         ("what_if_user:nothing", "returned NoneType"),
+        ("what_if_user:one_batch", r"must return \(model, loss, batches\) .* returned \(Linear, type, int\)"),
     ],
 )
 def test_wrong_entry_points(folder, name, says):
@@ -231,6 +235,9 @@ def test_what_a_files_rules_would_bring(folder, capsys):
     assert "exact" in out and "\n2 " not in out
     (folder / "mine.json").write_text('{"default": "mx", "rules": {"head": null}}')
     with pytest.raises(WhatIfError, match=r"mine.json: no module of the model is called head"):
+        what_if_command(options("--rules", "mine.json"), subject)
+    (folder / "mine.json").write_text('{"default": "mxx"}')
+    with pytest.raises(WhatIfError, match=r"mine\.json holds no recipes by layer: .*mxx"):
         what_if_command(options("--rules", "mine.json"), subject)
 
 

@@ -1,5 +1,6 @@
 """The first inf or NaN is found in the place where it was put, with the rows of the steps before it."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -161,6 +162,19 @@ def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: floa
     assert (fault.layer, fault.role, fault.step) == PLACES[place]
     assert [row["step"] for row in fault.before] == list(range(fault.step + 1))
     assert not observers(model)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_fault_that_has_not_arrived_when_the_training_ends_is_found_at_its_end(raises: bool) -> None:
+    """As on a GPU, where the host reads steps that are two steps old; nothing is summed over ranks then."""
+    model = Spoiled(recipes.dynamic())
+    with pytest.raises(FaultError) if raises else contextlib.nullcontext():
+        with octavo.inspect.trace_faults(model, raises=raises) as trace:
+            trace._late = 2
+            train_spoiled(model, range(4), trace, {3: ("before mlp", math.nan)})
+            assert trace.fault is None
+    assert (trace.fault.layer, trace.fault.role, trace.fault.step) == ("mlp.fc1", "input", 3)
+    assert [row["step"] for row in trace.fault.before] == [0, 1, 2, 3] and trace.fault.share == 1 / 40
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -213,6 +213,78 @@ def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
     assert handed[2][1]["weight.changed"] == record.weights["changed"][1, 0] == 0
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_worst_expert_and_the_tokens_of_experts_are_handed_over(named: bool, tmp_path: Path) -> None:
+    experts, handed = octavo.nn.GroupedLinear(3, 32, 16, recipe=recipes.dynamic()), dict[str, float]()
+    model = nn.ModuleDict({"up": experts}) if named else experts
+    x = torch.randn(12, 32)
+    x[2:5] *= torch.logspace(0, -9, 32)  # the second expert's, spread wide
+    with octavo.inspect.record(model, tmp_path, on_record=lambda step, numbers: handed.update(numbers)) as recorder:
+        experts(x.requires_grad_(), torch.tensor([2, 5, 12], dtype=torch.int32)).sum().backward()
+        recorder.step()
+    record, prefix = octavo.inspect.load(tmp_path), "up." * named
+    at = [row.role for row in record.rows].index("input")
+    assert record.experts.worst[0, at] == 1 and handed[f"{prefix}input.worst_expert.flushed"] > 0.3
+    assert handed[f"{prefix}input.flushed"] == record.measures["flushed"][0, at]
+    assert handed[f"{prefix}input.flushed"] * 12 == pytest.approx(handed[f"{prefix}input.worst_expert.flushed"] * 3)
+    assert (handed[f"{prefix}least_tokens"], handed[f"{prefix}most_tokens"]) == (2, 7)
+
+
+def test_parameters_that_modules_no_longer_share_are_noted_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(16, 32), octavo.nn.Linear(32, 16, bias=False))
+    model[1].weight = model[0].weight
+    with octavo.inspect.record(model, tmp_path, every=2) as recorder:
+        for step in range(5):
+            if step == 1:
+                model[1].weight = nn.Parameter(model[0].weight.detach().clone())
+            model(torch.arange(16)).sum().backward()
+            recorder.step()
+    assert octavo.inspect.load(tmp_path).events == [(2, "untied", "0.weight and 1.weight")]
+
+
+class Late:
+    """An event of a device that is behind: nothing has arrived until somebody waits for it."""
+
+    waits = 0
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        Late.waits += 1
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_numbers_that_are_late_are_waited_for_at_the_end(
+    disk_is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, called = Recorder._read, []
+
+    def read_late(self: Recorder, counts: Any) -> None:
+        read(self, counts)
+        self._readings[-1] = self._readings[-1]._replace(event=Late())
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        called.append(args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Recorder, "_read", read_late)
+    monkeypatch.setattr(Late, "waits", 0)
+    model = network(recipes.dynamic())
+    recorder = octavo.inspect.record(model, tmp_path / "late", every=2)
+    losses = train(model, range(4), recorder)
+    assert not (tmp_path / "late").exists() or octavo.inspect.load(tmp_path / "late").steps == []
+    if disk_is_full:
+        monkeypatch.setattr(lazy_numpy, "savez_compressed", full)
+        with pytest.warns(UserWarning, match=r"cannot write .*counts-00000000\.npz") as said:
+            recorder.close()
+        assert len(said) == len(called) == 1 and Late.waits == 3
+    else:
+        recorder.close()
+        record = octavo.inspect.load(tmp_path / "late")
+        assert record.steps == [0, 2] and record.scalars["loss"] == ([0, 1, 2, 3], losses) and Late.waits == 3
+
+
 PLAIN = Row("0", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()))
 OF_EXPERTS = Row("1", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()), 3, 10)
 GRADIENT = Row("1", "grad_output", ("grad_input", "grad_weight"), Cast(E5M2, PerTensor(), Delayed()), 3, 20)

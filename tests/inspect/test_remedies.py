@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
-from octavo.inspect.remedies import Exponents, as_text, remedies, together, with_cast
+from octavo.inspect.remedies import Exponents, as_text, outcome, remedies, together, with_cast
 from octavo.inspect.rows import Row, Table
 from octavo.kernels.arguments import Counted
 from octavo.scaling.recipe import OPERANDS
@@ -155,6 +155,16 @@ def test_the_last_remedy_is_certain() -> None:
     assert gradient.cast.rule == rule
     assert [remedy.is_bound for remedy in offered] == [False, True, True, False]
     assert offered[-1].rules == {"": {"grad_input": None, "grad_weight": None}} and offered[-1].share == 0
+
+
+def test_where_no_finer_scale_may_do_none_is_named() -> None:
+    *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.delayed(4))).rows
+    *finer, last = offered = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
+    nothing = "nothing is flushed: these products are in high precision"
+    assert outcome(last, [last], "smallest_subnormal") == nothing
+    said = outcome(last, offered, "smallest_subnormal")
+    best = min((remedy for remedy in finer if remedy.is_bound), key=lambda remedy: remedy.share)
+    assert said.startswith(f"{nothing}; {as_text(best.rules)} may do too: ")
 
 
 @pytest.mark.parametrize("name", ['a"b', "x[0]", "*", 'q": print("RUN"), "z', "Delayed(), Dynamic())", "z\\n"])

@@ -186,6 +186,14 @@ def test_as_json() -> None:
     assert window["high"] == pytest.approx(math.log2(448 * record.measures["scale_inv"][1, 3]), rel=1e-3)
 
 
+def test_a_scale_that_is_not_known_has_no_window() -> None:
+    record, findings = broken(3, 4)
+    record.measures["scale_inv"][:, 3] = math.nan
+    in_use, of_amax = json.loads(to_json(record, findings))["exponents"][3]["windows"]
+    assert (in_use["low"], in_use["normal"], in_use["high"]) == (None, None, None)
+    assert of_amax["low"] < of_amax["normal"] < of_amax["high"]
+
+
 def test_the_first_step_without_a_finite_loss_is_said() -> None:
     """A curve shows the largest of each few steps; the step at which a loss became NaN is said exactly."""
     record = healthy(3, 4)

@@ -9,6 +9,7 @@ import torch
 import octavo
 from octavo import PerRow, PerTensor, recipes
 from octavo.inspect.report import to_json
+from octavo.inspect.rows import Row, Table
 from tests.inspect.test_recorder import network, train
 
 np = pytest.importorskip("numpy")
@@ -31,6 +32,24 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
     names = [row["name"] for row in json.loads(to_json(record, []))["exponents"]]
     assert len(set(names)) == len(names) == len(record.rows)
     assert record.events == [(2, "switch", "by hand")]
+
+
+def test_layers_that_are_restored_meanwhile_are_left_alone(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(octavo.nn.Linear(32, 48), octavo.nn.Linear(48, 16))
+    with octavo.inspect.record(model, tmp_path, every=1) as recorder:
+        model(torch.randn(8, 32)).sum().backward()
+        recorder.step()
+        octavo.restore(model[0])
+    assert type(model[0]) is torch.nn.Linear and "fp8" not in vars(model[0]) and model[1].fp8.observer is None
+    assert octavo.inspect.load(tmp_path).steps == [0]
+
+
+@pytest.mark.parametrize("counts", [{"experts": -1}, {"features": 2.5}, {"experts": True}])
+def test_a_row_of_a_file_has_numbers_of_experts_and_features(counts: dict[str, object]) -> None:
+    (row, *_) = Table(octavo.nn.GroupedLinear(3, 32, 16, recipe=recipes.dynamic())).rows
+    assert Row.of(row.as_dict()) == row and (row.experts, row.features) == (3, 32)
+    with pytest.raises(ValueError, match="are no numbers of experts and of features"):
+        Row.of(row.as_dict() | counts)
 
 
 def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:

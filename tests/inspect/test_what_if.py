@@ -226,6 +226,15 @@ def test_a_map_is_measured_as_a_whole():
     assert (checked.loss, checked.cosine, checked.norm_ratio) == (whole.loss, whole.cosine, whole.norm_ratio)
     nothing = octavo.RecipeMap(recipes.dynamic(), {"*": None})
     assert check(model, loss, batches(1), nothing, select=every_layer).cosine == pytest.approx(1, abs=1e-15)
+    with pytest.raises(ValueError, match="recipes by layer were compared: compare recipes, to choose among them"):
+        compared(model, octavo.RecipeMap(recipes.dynamic(), {"0": None})).recipe_map(keep=1)
+
+
+def test_a_layer_that_no_gradient_reaches_has_no_effect():
+    model = network()
+    model[0].requires_grad_(False)
+    result = compared(model)
+    assert {effect.layer for effect in result.effects} == {"2", "4", "7"} == result.works.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """TrainingState in accelerate: prepare, clipping, loss scaling, accumulation, FSDP2; save_state and load_state."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo import recipes
 from octavo.integrations.accelerate import TrainingState, check_clip, convert_once, follow_accumulation, recipes_of
 from octavo.schedule import Phase, PrecisionSchedule
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
 
@@ -239,6 +242,46 @@ def test_a_phase_of_another_form_comes_before_the_optimizer() -> None:
     step(saved)
     with pytest.raises(ValueError, match="keeps weights otherwise"):
         begun(storing).load_state_dict(saved.state_dict())
+
+
+def test_weights_follow_what_is_loaded_until_training_begins() -> None:
+    """Of no phase's storage the schedule stays where it was; weights of a model in training are left as they are."""
+    model = octavo.convert(net().bfloat16(), recipes.delayed(), select=every_layer)
+    optimizer = octavo.optim.AdamW(model.parameters())
+    phases = [Phase(recipes.delayed()), Phase(recipes.delayed(), weight_storage="fp8", from_step=1)]
+    schedule = PrecisionSchedule(model, optimizer, phases)
+    TrainingState(model, schedule)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    stored = octavo.convert(net().bfloat16(), recipes.delayed(), select=every_layer, weight_storage="fp8").state_dict()
+    model.load_state_dict(stored)
+    assert schedule.state_dict()["index"] == 1 and isinstance(model[0].linear.weight, StoredWeight)
+    of_one = {name: value for name, value in stored.items() if name.startswith("0.")}
+    model.load_state_dict({name: value for name, value in plain.items() if name.startswith(("1.", "2."))} | of_one)
+    assert schedule.state_dict()["index"] == 1
+    model(torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(plain)
+    assert schedule.state_dict()["index"] == 1 and isinstance(model[0].linear.weight, StoredWeight)
+
+
+def test_weights_that_a_library_loads_without_the_state_are_warned_of_in_training(monkeypatch, lone_mesh) -> None:
+    """Lightning's Fabric loads sharded weights, and perhaps nothing else."""
+    monkeypatch.setitem(sys.modules, "lightning.fabric", None)
+    model = delayed_net()
+    state, x = TrainingState(model), torch.randn(BATCH, WIDTH)
+    model.load_state_dict(model.state_dict())
+    model(x)  # nothing is sharded
+    fully_shard(model, mesh=lone_mesh)
+    model.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model(x)
+    model.train()
+    with pytest.warns(UserWarning, match="weights were loaded but no TrainingState"):
+        model(x)
+    model(x)  # once
+    model.load_state_dict(model.state_dict())
+    state.load_state_dict(state.state_dict())
+    model(x)
 
 
 def test_a_model_is_converted_once() -> None:

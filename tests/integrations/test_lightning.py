@@ -233,6 +233,25 @@ def test_arguments_that_mean_nothing() -> None:
         OctavoPrecision("dynamic", schedule=SWITCHING)
 
 
+def test_a_model_that_was_sharded_first_is_refused(lone_mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"sharded the model before it was converted: call octavo\.convert"):
+        plugin().convert_module(fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=lone_mesh))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("32-true", torch.float32)]
+)
+def test_modules_and_tensors_are_made_in_the_dtype_of_the_precision(precision: str, dtype: torch.dtype) -> None:
+    octavos = plugin(precision=precision)
+    with octavos.module_init_context():
+        assert nn.Linear(4, 4).weight.dtype == dtype
+    with octavos.tensor_init_context():
+        assert torch.ones(2).dtype == dtype
+    assert octavos.convert_input(torch.ones(2)).dtype == dtype and octavos.state_dict() == {}
+    octavos.load_state_dict({"delayed": "of a fit that has not begun"})
+    assert octavos.state_dict() == {} and torch.get_default_dtype() == torch.float32
+
+
 class Early(Module):
     def configure_optimizers(self) -> Any:
         octavo.optim.update_in_backward(optimizer := super().configure_optimizers())

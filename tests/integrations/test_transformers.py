@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
 
 transformers = pytest.importorskip("transformers")
 
-from octavo.integrations.transformers import OctavoCallback  # noqa: E402
+from octavo.integrations.transformers import OctavoCallback, _read_hub_names  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # for another name
@@ -256,6 +257,53 @@ def test_what_is_refused_before_it_trains(tmp_path: Path) -> None:
     assert model.load_state_dict(strange, strict=False).unexpected_keys == ["strange"]
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(strange)
+
+
+def test_a_model_that_is_not_of_transformers_and_what_callbacks_write(tmp_path: Path) -> None:
+    """Of several ranks one writes, and in a search for hyperparameters none."""
+    callback, model = fp8(recipes.delayed()), nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    callback.on_init_end(None, None, None, model=model, optimizer=optimizer)
+    begun = callback._state
+    callback.on_init_end(None, None, None, model=model, optimizer=optimizer)
+    assert isinstance(model[0], octavo.nn.Linear) and callback._state is begun is not None
+    state = transformers.TrainerState(global_step=3)
+    arguments = SimpleNamespace(
+        max_grad_norm=0.0, gradient_accumulation_steps=1, output_dir=tmp_path, should_save=False
+    )
+    with pytest.warns(UserWarning, match="saved without OctavoCallback: delayed scaling begins anew"):
+        callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    callback.on_save(arguments, state, None)
+    arguments.should_save, state.is_hyper_param_search = True, True
+    callback.on_save(arguments, state, None)
+    assert not list(folder.iterdir())
+    state.is_hyper_param_search = False
+    callback.on_save(arguments, state, None)
+    written = json.loads((folder / "trainer_state.json").read_text())
+    assert list(written["stateful_callbacks"]) == ["octavo"] and not state.stateful_callbacks
+    state.stateful_callbacks = written["stateful_callbacks"]
+    callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+
+
+def test_weights_of_the_hubs_names_are_loaded(tmp_path: Path) -> None:
+    """Each expert's matrices apart, as save_pretrained writes them."""
+    files = pytest.importorskip("safetensors.torch")
+    model, other = (octavo.convert(tiny_models.build("mixtral"), recipes.delayed(), every_layer) for _ in range(2))
+    octavo.restore(model).save_pretrained(tmp_path)
+    state = files.load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.register_load_state_dict_pre_hook(_read_hub_names)
+    assert state.keys() - other.state_dict().keys()  # names that the model does not have
+    other.load_state_dict(dict(state), strict=False)
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+    del state[min(state.keys() - expected.keys())]
+    with pytest.raises(ValueError, match="names are the hub's, and not all that a weight is made of is in one file"):
+        other.load_state_dict(state, strict=False)
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import RecipeMap, recipes
@@ -146,6 +147,18 @@ def test_a_weight_of_another_library_is_refused_wherever_it_comes_from():
 def test_wrong_arguments(call, net, recipe):
     with pytest.raises(TypeError, match=r"not a torch\.nn\.Module|is no octavo\.Recipe"):
         call(net, recipe)
+
+
+def test_weights_that_can_not_be_stored_in_fp8_change_nothing():
+    of_gpt2, computed = Conv1D(32, 32), to_fp8(nn.Linear(32, 32), recipes.dynamic())
+    parametrizations.weight_norm(computed)
+    for layer, says in ((of_gpt2, "a Conv1D's weight"), (computed, "a weight that is computed from others")):
+        net = nn.Sequential(layer, nn.Linear(32, 32))
+        kinds = [type(module) for module in net.modules()]
+        with pytest.raises(ValueError, match=f"0: {says} can't be stored in FP8: leave it out by select="):
+            octavo.convert(net, recipes.mx(), every_layer, weight_storage="fp8")
+        assert [type(module) for module in net.modules()] == kinds and type(net[1].weight) is nn.Parameter
+    assert computed.recipe == recipes.dynamic()
 
 
 def test_errors_change_nothing(monkeypatch):

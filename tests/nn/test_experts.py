@@ -26,6 +26,7 @@ from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
 from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
+from tests.support import expert_models
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, padded_as_on_gpu, sqnr
 from tests.support.stored_weights import STORED, of_codes, store
@@ -535,6 +536,13 @@ def test_recipes_that_can_not_store_change_nothing(make: Any) -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     with pytest.raises(ValueError, match="can't read weights that are stored in FP8"):
         octavo.set_recipe(store(model), recipe)
+
+
+def test_frozen_experts_that_are_stored_transposed_have_no_scales_of_rows() -> None:
+    model = expert_models.built("stored transposed", "dynamic").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"experts\.\w+: experts \[E, K, N\] can't be stored in FP8 under 'mx'"):
+        octavo.convert(model, recipes.mx(), lambda module, name: name != "router", "fp8")
+    assert not any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
 
 
 def test_some_of_the_experts_matrices() -> None:

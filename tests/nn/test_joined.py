@@ -1,6 +1,7 @@
 """Layers that read one tensor as one product, beside octavo.nn's module of one matrix, and plain torch."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def apart(mlp: Any, x: Tensor) -> bool:
     """Whether gate and up would compute each by itself."""
     assert torch.isfinite(mlp(x)).all()
     return not Joined((mlp.gate_proj, mlp.up_proj)).can_join()
+
+
+def test_each_layer_is_recorded_with_what_all_read(tmp_path: Path) -> None:
+    """The gradient is cast once, for all layers; each one's counts are of all of it."""
+    pytest.importorskip("numpy")
+    mlp, x = feed_forward(recipes.dynamic()), torch.randn(5, WIDTH, requires_grad=True)
+    assert not apart(mlp, x)
+    with octavo.inspect.record(mlp, tmp_path, every=1) as recorder:
+        mlp(x).sum().backward()
+        recorder.step()
+    record = octavo.inspect.load(tmp_path)
+    counted = {(row.layer, row.role): at for at, row in enumerate(record.rows)}
+    elements, amax = record.measures["elements"][0], record.measures["amax"][0]
+    for name in ("gate_proj", "up_proj"):
+        assert elements[counted[name, "input"]] == 5 * WIDTH and amax[counted[name, "input"]] == x.abs().max().item()
+        assert elements[counted[name, "weight"]] == HIDDEN * WIDTH
+        assert elements[counted[name, "grad_output"]] == 5 * 2 * HIDDEN
 
 
 def test_where_someone_looks_on_each_computes_by_itself() -> None:

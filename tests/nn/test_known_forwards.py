@@ -17,6 +17,7 @@ import octavo
 from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
 from octavo.autograd import casts
 from octavo.kernels import layouts
+from octavo.nn.candidates import SHARDED
 from octavo.nn.fused import run_as_one
 from octavo.nn.known_forwards import Attention, FeedForward, KnownForward, LeanRMSNorm, refusal
 from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
@@ -347,6 +348,33 @@ def test_what_is_not_fused_any_more_is_named(case: str) -> None:
     summary = octavo.summary(net)
     assert names & set(summary.fused) == {"model.layers.1.mlp"}
     assert summary.not_fused == {"model.layers.0.mlp": reason}
+
+
+def test_layers_of_different_recipes_stay_apart() -> None:
+    recipe = octavo.RecipeMap(recipes.dynamic(), {"*.0.self_attn.k_proj": recipes.mx()})
+    net = octavo.convert(build("llama"), recipe, every_layer, fuse=True)
+    assert octavo.summary(net).not_fused == {
+        "model.layers.0.self_attn": "q_proj, k_proj, v_proj have different recipes"
+    }
+
+
+def test_arguments_by_position_and_inputs_of_another_dtype_are_left_to_the_class() -> None:
+    layer = build("llama", recipes.mx()).eval().model.layers[0]
+    x, angles = torch.randn(2, 5, 64), torch.rand(1, 5, 16)
+    positions = angles.cos(), angles.sin()
+    by_name, _ = layer.self_attn(x, position_embeddings=positions, attention_mask=None)
+    by_position, _ = layer.self_attn(x, positions, None)
+    torch.testing.assert_close(by_position, by_name, rtol=0, atol=1e-5)
+    assert layer.mlp.lean(x) is not None and layer.mlp.lean(x.bfloat16()) is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.mlp.lean(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_what_is_sharded_already_is_named(lone_mesh: Any) -> None:
+    net = build("llama")
+    torch.distributed.fsdp.fully_shard(net.model.layers[0].mlp, mesh=lone_mesh)
+    assert refusal(net.model.layers[0].mlp) == SHARDED
+    assert refusal(net.model.layers[1].mlp) == "down_proj is not converted"
 
 
 def test_dropout_between_and_a_scan() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import octavo
@@ -145,6 +147,29 @@ def test_what_a_head_refuses(
     usual = {"input": torch.ones(2, 8), "linear_weight": octavo.nn.Linear(8, 5), "target": torch.zeros(2).long()}
     with pytest.raises(error, match=said):
         linear_cross_entropy(**usual | arguments, **options)
+
+
+def test_logits_that_ranks_have_in_parts_are_left_to_transformers(lone_mesh: Any) -> None:
+    pytest.importorskip("transformers")
+    logits, labels = torch.randn(2, 9, 50), torch.randint(0, 50, (2, 9))
+    parts = distribute_tensor(logits, lone_mesh, [Shard(2)])
+    for items in (None, 7):
+        with loss_parallel():
+            loss = causal_lm_loss(parts, labels, 50, items)
+        assert type(loss) is DTensor
+        torch.testing.assert_close(loss.full_tensor(), causal_lm_loss(logits, labels, 50, items))
+
+
+def test_a_heads_weight_that_is_sharded_is_refused(lone_mesh: Any) -> None:
+    head = octavo.nn.Linear(8, 5)
+    weight = distribute_tensor(head.weight.detach(), lone_mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"the head's weight \(5, 8\) is a DTensor, .*give octavo.nn.linear_cross_ent"):
+        linear_cross_entropy(torch.ones(2, 8), weight, torch.zeros(2).long())
+
+
+def test_it_says_its_options() -> None:
+    loss = CrossEntropyLoss(ignore_index=3, label_smoothing=0.1)
+    assert "ignore_index=3" in repr(loss) and "label_smoothing=0.1" in repr(loss)
 
 
 def test_transformers_models_take_it_and_give_it_back() -> None:

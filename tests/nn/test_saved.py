@@ -4,6 +4,7 @@ import importlib
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo import recipes
@@ -115,7 +116,27 @@ def test_on_the_meta_device_it_saves_what_it_does_on_a_cpu(storage):
     assert counted("meta") == counted("cpu")
 
 
+def test_modules_of_torchs_activations_are_told_apart():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.plus = nn.MultiheadAttention(K, 2, batch_first=True), nn.Softplus()
+
+        def forward(self, x):
+            return self.plus(self.heads(x, x, x, need_weights=False)[0])
+
+    x = torch.randn(1, T, K, requires_grad=True)
+    saved = saved_by_kind(Heads(), (x,))
+    assert saved["activations"] == 4 * T * K and saved["attention"] > 3 * 4 * T * K
+
+
 def test_a_model_that_fails_leaves_nothing_behind():
     with pytest.raises(RuntimeError):
         saved_by_kind(nn.Sequential(nn.Linear(K, N)), (torch.zeros(2, 2),))
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_a_sharded_model_has_no_plan(lone_mesh):
+    model = fully_shard(nn.Sequential(nn.Linear(K, N)), mesh=lone_mesh)
+    with pytest.raises(ValueError, match="example_inputs: make the plan before fully_shard"):
+        predicted_by_kind(model, (torch.zeros(2, K),))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.nn.linear import separate
@@ -66,6 +67,23 @@ def test_what_is_frozen_stays_frozen(frozen):
         f"a.{frozen}",
         f"b.{frozen}",
     ]
+
+
+def test_what_is_sharded_already_can_not_be_separated(lone_mesh):
+    layer = fully_shard(octavo.nn.Linear(16, {"a": 8, "b": 8}), mesh=lone_mesh)
+    with pytest.raises(ValueError, match=r"whose weight is a DTensor can't be separated .* before it is sharded"):
+        octavo.nn.separate_splits(layer)
+
+
+def test_reset_parameters_draws_each_split_as_a_layer_of_its_own():
+    layer, plain = octavo.nn.separate_splits(octavo.nn.Linear(16, {"a": 8, "b": 24})), torch.nn.ModuleList()
+    plain.extend(torch.nn.Linear(16, size) for size in (8, 24))
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    for split, same in zip(layer.children(), plain, strict=True):
+        same.reset_parameters()
+        assert torch.equal(split.weight, same.weight) and torch.equal(split.bias, same.bias)
 
 
 def test_blocks_in_fp8_are_not_cut():

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo import distributed as ours
+from octavo.inspect.rows import Table
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import ByteCounter
 from tests.support.helpers import CountOps
@@ -104,6 +105,65 @@ def not_fused(mesh: Any, why: str) -> bool:
     with CountOps() as ops:
         module(signs(2, 128, 256)).sum().backward()
     return "norm_cast" in ops.calls
+
+
+class Normed(nn.Module):
+    """A layer behind a norm, and the norm's own output beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = octavo.nn.RMSNormLinear(
+            256, 256, eps=0.0, bias=False, return_norm_output=True, recipe=RECIPES["power of two"]
+        )
+        for parameter in self.parameters():
+            parameter.data.copy_(small(*parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([whole(output) for output in self.of(x)], -1)
+
+
+# how the parts of a module are sharded and what it is called with: whether it runs as one
+AS_ONE = {
+    "a DTensor": True,
+    "a DTensor that lies otherwise": False,
+    "tokens that do not divide": False,
+    "one layer and the norm's output": True,
+    "the norm by tokens, and not the first layer's input": False,
+    "the second layer alone": False,
+    "columns first": False,
+    "casts that are counted": False,
+    "casts that are not sent": False,
+}
+
+
+def called_so(mesh: Any, how: str) -> tuple[bool, dict[str, float]]:
+    """Return whether a module ran as one, and how a step differs from one rank's."""
+    if how == "one layer and the norm's output":
+        alone: nn.Module = Normed()
+    else:
+        alone = Whole("RMSNormMLP", "gw_hp" if how == "casts that are not sent" else "power of two")
+    model, tokens = copy.deepcopy(alone), 127 if how == "tokens that do not divide" else 128
+    plan: dict[str, Any] = {"of.norm": ours.SequenceParallel(), "of.fc1": ours.ColwiseParallel(input_layouts=Shard(1))}
+    plan["of.fc2"] = ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    if how == "one layer and the norm's output":
+        layouts: Any = {"input_layouts": Shard(1), "output_layouts": Replicate()}
+        plan = {"of.norm": ours.SequenceParallel(), "of.linear": ours.ColwiseParallel(**layouts)}
+    elif how.startswith("the norm by tokens"):
+        plan["of.fc1"] = ours.ColwiseParallel()
+    elif how == "the second layer alone":
+        plan = {"of.fc2": ours.RowwiseParallel(input_layouts=Replicate())}
+    elif how == "columns first":
+        plan = {"of.fc1": ours.RowwiseParallel(input_layouts=Replicate())}
+        plan["of.fc2"] = ours.ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+    if how == "casts that are counted":
+        Table(model).attach(True)
+    x = signs(2, tokens, 256)
+    g = small(*alone(x).shape)
+    sharded = distribute_tensor(x, mesh, [Replicate() if how == "a DTensor that lies otherwise" else Shard(1)])
+    with CountOps() as ops:
+        trace = step(model, sharded if "of.norm" in plan else x, g)
+    return "norm_cast" in ops.calls, differences(step(alone, x, g), trace)
 
 
 def begun(mesh: Any) -> list[float]:
@@ -286,6 +346,13 @@ def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequenc
 @pytest.mark.parametrize("why", ["torch's styles", "another layout", "a hook"])
 def test_what_wants_to_see_parts_run_one_after_the_other(pool, why):
     assert pool.run(not_fused, (2,), why) == [False, False]
+
+
+@pytest.mark.parametrize("how", AS_ONE)
+def test_modules_that_are_sharded_or_called_otherwise_equal_one_rank(pool, how):
+    """Bit for bit, as all sums are exact."""
+    for as_one, differing in pool.run(called_so, (2,), how):
+        assert as_one == AS_ONE[how] and max(differing.values()) == 0.0
 
 
 def test_made_on_the_meta_device(pool):

@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.scaling.delayed import empty_state, may_be_empty
+from octavo.scaling.delayed import empty_state, entering_input, facts_of, may_be_empty, note_empty
 from tests.support.helpers import assert_equal, sqnr, to_fp8
 from tests.support.passes import end_step
 
@@ -177,6 +177,32 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
     for longer in (copy.deepcopy(model()[0]), model()[0].to(torch.float64).float()):
         longer.recipe = recipes.delayed(5)
         assert may_be_empty(longer.delayed_scale)
+
+
+def test_a_state_on_another_device_has_the_same_numbers_and_may_be_empty():
+    net = model()
+    step(net)
+    state = net[0].fp8.state
+    assert state.on(torch.device("cpu")) is state and not may_be_empty(state.scale)
+    moved = state.on(torch.device("cpu", 0))  # by name another device than torch.device("cpu")
+    assert moved is not state and all(map(torch.equal, moved, state)) and may_be_empty(moved.scale)
+    assert state.on(torch.device("meta")).scale.is_meta
+
+
+def test_nothing_of_this_process_is_noted_in_a_compiled_graph(monkeypatch):
+    net = model()
+    step(net)
+    state = net[0].fp8.state
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        note_empty(state.scale)
+        with entering_input(state, 7):
+            facts_of(state.scale).history_id = 9
+        assert may_be_empty(state.scale)
+    assert not may_be_empty(state.scale) and facts_of(state.scale).history_id == 9
+    with entering_input(state, 7):
+        facts_of(state.scale).history_id = None  # as a commit leaves it
+    assert facts_of(state.scale).history_id not in (None, 9)  # the ninth, and what the seventh cast put in
 
 
 def test_a_copy_may_be_empty_until_its_own_backward():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
+from octavo import E2M1, E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
 from octavo.formats import Format
 from octavo.granularity import Granularity
 from tests.support import definitions
@@ -574,6 +574,44 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for margin in (-1, 65, 1.5, "2"):
         with pytest.raises(ValueError, match=r"margin=.* integer from 0 to 64"):
             quantize(x, E4M3, PerTensor(), margin=margin)
+
+
+@pytest.mark.parametrize("block", [PerBlock(1, 16), PerBlock(16, 16)], ids=str)
+def test_two_numbers_in_a_byte(block: Granularity) -> None:
+    """Each E2M1 value comes back, and views cut rows: of columns two would share a byte."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    row = torch.cat((magnitudes, -magnitudes, 4 * magnitudes, -4 * magnitudes))
+    rows = block.tile[0]
+    values = row * 2.0 ** (torch.arange(64) // rows % 8)[:, None]
+    q = quantize(values, E2M1, block, power_of_two=True)
+    assert (q.shape, q.qdata.shape, q.qdata.element_size()) == ((64, 32), (64, 16), 1)
+    assert q.format == E2M1 and q.granularity == block and torch.equal(q.dequantize(), values)
+    for part, expected in (
+        (q[rows : 3 * rows], values[rows : 3 * rows]),
+        (q.split(rows)[3], values[3 * rows : 4 * rows]),
+        (q.view(64, 32)[2 * rows :], values[2 * rows :]),
+    ):
+        assert part.format == E2M1 and torch.equal(part.dequantize(), expected)
+    empty = quantize(values[:0], E2M1, block, power_of_two=True)
+    assert empty.shape == (0, 32) and empty.qdata.shape == (0, 16)
+    for name, refused in (
+        ("t", lambda: q.t()),
+        ("slice", lambda: q[:, :16]),
+        ("split", lambda: q.split(16, 1)),
+        ("view", lambda: q.view(-1)),
+    ):
+        with pytest.raises(UnsupportedOpError, match=rf"aten\.{name}.* is not defined for a ScaledTensor"):
+            refused()
+
+
+def test_what_has_no_two_numbers_in_a_byte_is_refused() -> None:
+    x, block = torch.randn(16, 32), PerBlock(1, 16)
+    for granularity, power_of_two in ((PerTensor(), True), (PerBlock(1, 32), True), (block, False)):
+        with pytest.raises(ValueError, match=r"E2M1 by Per.*: use PerBlock\(1, 16\) or PerBlock\(16, 16\), and power"):
+            quantize(x, E2M1, granularity, power_of_two)
+    for shape in ((2, 16, 32), (16, 24), (32,)):
+        with pytest.raises(ValueError, match=rf"shape {re.escape(str([*shape]))}: give a matrix \[R, C\] whose C"):
+            quantize(torch.randn(shape), E2M1, block, True)
 
 
 def test_a_pair_is_not_quantized_again() -> None:

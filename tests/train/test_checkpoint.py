@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import math
 import os
 import signal
@@ -175,6 +176,32 @@ def test_what_fails_in_the_background_is_said_by_the_next_save_or_at_the_end(fol
         folder.finish()  # nothing is left to say
         assert folder.saved_step == folder.load(IDENTITY)["step"] == 2
         assert len(list(folder.checkpoint.iterdir())) == 1
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = tmp_path / "lock"
+    with pytest.warns(UserWarning, match=r"lock: No locks available: make sure that nothing else writes"), locked(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert not path.exists()
+
+
+def test_a_lock_that_its_owner_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    path, lock, taken = tmp_path / "lock", fcntl.flock, []
+
+    def late(file, operation):
+        lock(file, operation)
+        taken.append(os.fstat(file.fileno()).st_ino)
+        if len(taken) == 1:
+            path.unlink()  # by the process that had it: nobody else sees this lock any more
+            path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(path):
+        assert len(taken) == 2 and taken[1] == path.stat().st_ino != taken[0]
 
 
 def test_a_lock_is_one_process_s_until_it_ends_however(tmp_path):

@@ -65,6 +65,15 @@ def test_one_except_clause_catches_all_of_them(error):
         (lambda: StateConfig(moments="fp4"), "moments is 'fp4'"),
         (lambda: StateConfig(master="fp64"), "master is 'fp64'"),
         (lambda: StateConfig(update_in_backward="1MB."), "update_in_backward is '1MB.': choose a number of bytes"),
+        (lambda: StateConfig(master="split32", weight_storage="fp8"), "master is 'split32'"),
+        (
+            lambda: TrainConfig(ranks=RanksConfig("ddp"), state=StateConfig(update_in_backward="1MB")),
+            "before ddp has exchanged them: choose shard fsdp",
+        ),
+        (
+            lambda: TrainConfig(ranks=RanksConfig("fsdp", tensor_parallel=2), state=StateConfig(algorithm="muon")),
+            "tensor_parallel 2 cuts columns of matrices, which muon takes whole: choose adamw",
+        ),
         (lambda: TrainConfig(run=RunConfig(dtype="float32"), state=StateConfig(master="split24")), "master split24"),
         (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from baseline, bf16"),
     ],

@@ -1,4 +1,6 @@
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +113,24 @@ def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(TrainError, match="no text in"):
         load_corpus(tmp_path / "empty")
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    read_bytes = Path.read_bytes
+
+    def refuse(path):  # root may read anything
+        if path.name == "b.txt":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(TrainError, match=r"cannot read .*b\.txt: Permission denied"):
+        load_corpus(tmp_path / "b.txt")
+    corpus = load_corpus(tmp_path)
+    assert as_bytes(torch.cat((corpus.train, corpus.validation))) == b"first"
+    assert "1 left out as not text, such as " in corpus.description and "b.txt" in corpus.description
 
 
 def test_too_little_text_says_how_much_is_needed():

@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -6,9 +7,11 @@ import pytest
 import torch
 
 import octavo
+from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_extra, save_checkpoint
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
+from octavo.nn.linear import SeparateSplits
 from octavo.train import (
     DivergedError,
     Hooks,
@@ -25,7 +28,7 @@ from octavo.train import (
 from octavo.train.checkpoint import HEADER
 from octavo.train.config import DataConfig, OptimizerConfig, RunConfig
 from octavo.train.loop import trained_model
-from octavo.train.progress import Progress
+from octavo.train.progress import Progress, RunRecorder
 from octavo.train.trainer import build_model
 from octavo.weights.stored import StoredWeight
 from tests.train.test_shard import changed, curve, train_on
@@ -99,6 +102,25 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_p
     assert kind == "fault" and "at step 4" in text
     assert len((tmp_path / "dynamic/log.csv").read_text().splitlines()) == 1 + 4
     assert len(run(changed(recorded, run={"resume": True}), "dynamic").rows) == 10
+    seen.clear()
+    with pytest.raises(DivergedError) as caught:  # without a folder nothing is recorded, and the fault is found
+        run(changed(recorded, run={"out": None}), "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
+    says = r"dynamic diverged: the loss became nan in step 5; an inf .*; try a lower --lr"
+    assert re.fullmatch(says, str(caught.value))
+
+
+def test_a_run_that_diverges_says_too_what_failed_in_the_background(recorded, monkeypatch):
+    def poison(model):
+        model.blocks[0].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 4 else out)
+
+    seen = []
+    monkeypatch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+    config = changed(replace(recorded, inspect=InspectConfig()), ranks={"async_save": True})
+    says = (
+        r"diverged: the loss became nan in step 5; cannot write .*Full.*is kept \(nothing yet\); .*; try a lower --lr"
+    )
+    with pytest.raises(DivergedError, match=says):
+        run(config, "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +291,30 @@ def test_a_comparisons_folders_are_its_own_while_it_trains(config, tmp_path):
 
     compare(config, ["dynamic", "mx"], hooks=Hooks(on_step=another))
     assert len(refused) == 4 and run(config, "mx").rows
+
+
+def test_on_an_accelerator_losses_are_read_every_few_steps(config, monkeypatch):
+    config = changed(config, run={"eval_every": 0}, optimizer={"steps": 13})
+    expected, reads, read = run(config), [], RunRecorder.read
+    monkeypatch.setattr(loop, "RunRecorder", lambda config, rows, on_accelerator: RunRecorder(config, rows, True))
+    monkeypatch.setattr(RunRecorder, "read", lambda self: reads.append(len(self._pending)) or read(self))
+    assert curve(run(config)) == curve(expected) and reads == [10, 3]
+
+
+def test_layers_of_each_split_are_made_again_where_a_run_goes_on(config, tmp_path, monkeypatch):
+    """Tensor parallelism makes them; the checkpoint says so, also to one process."""
+    config = at(steps(config, 4), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build_model", lambda *options: octavo.nn.separate_splits(build_model(*options)))
+        whole = run(at(config, None), "delayed")
+        assert run(config, "delayed", hooks=stop_after(2)).interrupted
+    models = []
+    resumed = run(changed(config, run={"resume": True}), "delayed", hooks=Hooks(on_model=models.append))
+    assert curve(resumed) == curve(whole)
+    tokens, model = torch.randint(0, 256, (2, 16)), trained_model(tmp_path)
+    assert model.state_dict().keys() == models[0].state_dict().keys()
+    assert isinstance(model.blocks[0].attention.qkv.linear, SeparateSplits)
+    assert torch.equal(model(tokens), models[0].eval()(tokens))
 
 
 def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):

@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +19,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octavo.distributed.checkpoint import checkpoints_in
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import RankError, Ranks
 from octavo.train import DataConfig, Hooks, ModelConfig, RanksConfig, RunConfig, TrainConfig, TrainError, compare, run
+from octavo.train import shard as sharding
 from octavo.train.loop import trained_model
-from octavo.train.shard import device_name, joined, require_even_batches
-from octavo.train.trainer import require_memory
+from octavo.train.shard import device_name, joined, ranks_for_saves, require_even_batches
+from octavo.train.trainer import build_model, require_memory
 from octavo.weights.stored import StoredWeight
+from tests.support.helpers import thread_pool
 from tests.support.pool import free_port
 
 
@@ -276,9 +283,79 @@ def test_a_group_of_one(config, monkeypatch, tmp_path):
     with joined(sharded) as ranks:
         assert ranks.group is not None and ranks.size == 1
         of_group = run(sharded, "delayed")
+        saving = ranks_for_saves(changed(sharded, ranks={"async_save": True}), ranks)
+        assert saving.size == 1 and saving.group is not ranks.group  # collectives of both may run at a time
+        assert ranks_for_saves(sharded, ranks) is None
     assert curve(of_group) == curve(run(config, "delayed"))
     with joined(config) as ranks:
         assert ranks.group is None
+
+
+@pytest.fixture
+def rendezvous(monkeypatch):
+    """A store in which threads meet that are called by their ranks, of three."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, of_thread.rank, 3)]))
+    return store
+
+
+of_thread = threading.local()
+
+
+def fresh_store(rank, seconds=60.0):
+    of_thread.rank = rank
+    return sharding._fresh_store(timedelta(seconds=seconds))
+
+
+def test_ranks_of_a_start_meet_beside_those_of_an_earlier_one(rendezvous):
+    """torchrun's store still holds the question of a rank that was killed, which rank 0 answers."""
+    rendezvous.set("octavo/question/1", "of an earlier start")
+    with thread_pool(3) as threads:
+        first = threads.submit(fresh_store, 0)
+        rendezvous.wait(["octavo/answer/of an earlier start"], timedelta(seconds=60))
+        assert not first.done()
+        others = [threads.submit(fresh_store, rank) for rank in (1, 2)]
+        stores, ranks, sizes = zip(*(each.result(60) for each in (first, *others)), strict=True)
+    assert (ranks, sizes) == ((0, 1, 2), (3, 3, 3))
+    stores[1].set("address", "of rank 1")
+    assert [store.get("address") for store in stores] == [b"of rank 1"] * 3 and not rendezvous.check(["address"])
+
+
+def test_ranks_that_do_not_join_are_named(rendezvous, config, monkeypatch):
+    with pytest.raises(dist.DistStoreError, match=r"timeout: ranks \[1, 2\] did not join"):
+        fresh_store(0, 0.0)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    clock = iter([0.0, 1e6])
+    monkeypatch.setattr(sharding.time, "monotonic", lambda: next(clock))
+    with pytest.raises(RankError, match="another rank did not answer in time"):
+        with joined(changed(config, ranks={"shard": "fsdp"})):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_layout_and_the_compiled_modules_under_tensor_parallelism(config, experts, monkeypatch):
+    """Experts on several ranks end graphs, so a block that has some is compiled but for them."""
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    config = changed(config, model={"experts": experts}, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = build_model(config.model, "dynamic", 0, config.state)
+        ranks = Ranks(dist.group.WORLD)
+        called, of_data = sharding.shard(model, changed(config, run={"compile": True}), ranks)
+        (block,) = model.blocks
+        assert called is model and of_data.size == 2
+        compiled = [name for name, module in block.named_modules() if module._compiled_call_impl is not None]
+        assert compiled == (["attention"] if experts else [""])
+        in_rows = [name for name, p in block.named_parameters() if p.placements[-1] == Shard(0)]
+        in_columns = [name for name, p in block.named_parameters() if p.placements[-1] == Shard(1)]
+        if not experts:
+            of_qkv = [f"attention.qkv.linear.{part}.weight" for part in ("query", "key", "value")]
+            assert in_rows == [*of_qkv, "mlp.fc1.gate.weight", "mlp.fc1.up.weight"]
+            assert in_columns == ["attention.out.weight", "mlp.fc2.weight"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_devices_and_memory_of_each_rank(monkeypatch):

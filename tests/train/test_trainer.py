@@ -9,6 +9,7 @@ from octavo.train import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    RunCheckpointError,
     StateConfig,
     TrainConfig,
     TrainError,
@@ -16,6 +17,7 @@ from octavo.train import (
     load_corpus,
     run,
 )
+from octavo.train.checkpoint import RunFolder
 from octavo.train.trainer import (
     BELOW,
     Trainer,
@@ -77,6 +79,14 @@ def test_the_baseline_has_no_phases_and_stands_beside_runs_that_do(tiny):
 def make_trainer(config, recipe="bf16"):
     model = build_model(config.model, recipe, config.run.seed, config.state)
     return Trainer(config, model, load_corpus(config.data.data))
+
+
+def test_a_checkpoint_without_the_schedules_state_does_not_fit(tiny, tmp_path):
+    config = replace(tiny, state=StateConfig(schedule="fp8-then-bf16@0.5"))
+    model = build_model(config.model, "dynamic", 0, config.state)
+    trainer = Trainer(config, model, load_corpus(config.data.data), recipe=DYNAMIC)
+    with pytest.raises(RunCheckpointError, match="the checkpoint does not fit this run: 'schedule'"):
+        trainer.load(RunFolder(tmp_path), {})
 
 
 def test_learning_rate_rises_then_falls_to_its_last_value():

@@ -3,10 +3,13 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import octavo.export
 from octavo import recipes
-from octavo.weights.stored import StoredWeight
+from octavo.weights.fsdp2 import whole
+from octavo.weights.stored import StoredWeight, has_powers_of_two
 from tests.support.helpers import sqnr
 from tests.support.stored_weights import STORED, H, K, T, inputs, net, plain, store, trace, widened
 
@@ -86,6 +89,36 @@ def test_a_fine_grained_file_of_any_scales_has_right_gradients():
     x = inputs(T, 384, dtype=torch.float32)
     actual, truth = trace(layer, x), trace(widened(layer), x)
     assert all(sqnr(actual[name], truth[name]) > 20 for name in truth)
+
+
+@both
+def test_a_parameter_in_a_state_dict_is_taken_as_it_is(recipe):
+    source, target = net(recipe), net(recipe, seed=1)
+    target.load_state_dict(dict(source.named_parameters()))
+    assert all(map(torch.equal, target.state_dict().values(), source.state_dict().values()))
+    assert target[0].weight is not source[0].weight
+
+
+def test_codes_of_one_rank_for_all_need_their_scales(lone_mesh):
+    """As torch sends a full state dict from the first rank."""
+    model, source = (fully_shard(net(seed=seed), mesh=lone_mesh) for seed in (1, 0))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, dict(state), options=options)
+    assert all(torch.equal(whole(value), state[name]) for name, value in model.state_dict().items())
+    without = {name: value for name, value in state.items() if name != "0.weight_scale_inv"}
+    with pytest.raises(ValueError, match=r"0\.weight holds FP8 codes, but the first rank no 0\.weight_scale_inv of"):
+        set_model_state_dict(model, without, options=options)
+
+
+def test_a_shard_takes_scales_that_are_no_powers_of_two_as_values(lone_mesh):
+    model, source = (fully_shard(net(seed=seed), mesh=lone_mesh) for seed in (1, 0))
+    state = source.state_dict()
+    model.load_state_dict(state | {name: 3 * value for name, value in state.items() if name.endswith("scale_inv")})
+    for name in ("0.weight", "2.weight"):
+        loaded, given = (each.get_parameter(name).to_local() for each in (model, source))
+        assert has_powers_of_two(loaded.scale_inv)
+        assert sqnr(loaded.dequantize().float(), 3 * given.dequantize().float()) > 25
 
 
 @pytest.mark.parametrize("stored", [False, True])

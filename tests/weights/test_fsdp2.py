@@ -1,4 +1,5 @@
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -6,8 +7,19 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from octavo.errors import UnsupportedOpError
 from octavo.tensor.pair import Operands
-from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, attach, gathered_whole, padded_rows, rows_on_each_rank
+from octavo.weights.fsdp2 import (
+    GatheredWeight,
+    ShardedWeight,
+    attach,
+    forget_failed_pass,
+    gathered_whole,
+    maximum_over_shards,
+    mp_policies,
+    padded_rows,
+    rows_on_each_rank,
+)
 
 
 def shard(rows=5, cols=3):
@@ -80,6 +92,23 @@ def test_a_gathered_weight_is_a_leaf_of_its_shape_and_dtype():
     assert "GatheredWeight((4, 3), torch.bfloat16" in repr(weight)
     zeros = torch.zeros_like(weight)
     assert type(zeros) is Tensor and zeros.dtype == torch.bfloat16 and zeros.shape == (4, 3)
+
+
+def test_a_gathered_weight_is_transposed_within_its_matrices_alone():
+    experts = GatheredWeight(gathered().read(), (2, 4, 3), torch.bfloat16, "casts")
+    assert experts.mT.shape == (2, 3, 4) and experts.mT.qdata is experts.qdata
+    with pytest.raises(UnsupportedOpError, match=r"aten\.transpose\.int"):
+        experts.transpose(0, 1)
+
+
+def test_where_fully_shard_was_never_imported_nothing_is_asked_of_it(monkeypatch):
+    model = octavo.convert(nn.Linear(32, 32), select=lambda module, name: True)
+    values = torch.tensor([3.0, -1.0])
+    assert maximum_over_shards(values, model.weight) is values  # no other rank has a part
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
+    assert mp_policies(model) == {} and forget_failed_pass(model)
+    assert octavo.set_recipe(model, octavo.recipes.mx()).recipe == octavo.recipes.mx()
+    assert "torch.distributed.fsdp" not in sys.modules
 
 
 def test_a_gathered_weight_refuses_to_be_read():

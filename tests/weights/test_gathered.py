@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
@@ -19,7 +21,7 @@ from octavo.distributed import expert_parallel
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
-from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
+from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, forget_failed_pass, gather_alone, rows_on_each_rank
 from octavo.weights.gathered import ShardCast
 from octavo.weights.stored import local_stored
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
@@ -74,6 +76,35 @@ def test_what_can_not_be_gathered_in_fp8(mesh):
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
     assert model[1].fp8.gather.way(model[1]).why == "another module shares it"
+    transposed = fully_shard(to_fp8(Conv1D(64, 32), recipes.dynamic()), mesh=mesh)
+    assert re.fullmatch(r"\w*Conv1D stores it transposed", transposed.fp8.gather.way(transposed).why)
+    experts = fully_shard(built_experts("octavo", "blockwise", 6).experts, mesh=mesh)
+    assert experts.down.fp8.gather.way(experts.down).why.startswith("of 6 experts 4 ranks do not have as many each")
+
+
+def test_a_weight_that_stays_gathered_after_an_evaluation_begins_a_training_with_its_delayed_scale(mesh):
+    linear = layer(recipes.delayed(), mesh)
+    linear.fp8.state.scale.fill_(3.0)
+    linear.eval()(torch.randn(4, 96))
+    assert not linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale is None
+    linear.train()(torch.randn(4, 96))
+    assert linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale.tolist() == [3.0] * 3
+
+
+def test_weights_over_two_dimensions_of_a_mesh_are_gathered_as_they_are(mesh):
+    two = dist.device_mesh.DeviceMesh("cpu", [[mesh.get_rank()]], mesh_dim_names=("rows", "columns"))
+    values = torch.randn(32, 16)
+    sharded = DTensor.from_local(values.clone().as_subclass(ShardedWeight), two, [Shard(0), Shard(1)], run_check=False)
+    whole = gather_alone(sharded, octavo.nn.Linear(16, 32), None)
+    assert type(whole) is torch.Tensor and torch.equal(whole, values)
+
+
+def test_a_torch_that_can_not_forget_a_failed_pass_says_so(mesh, monkeypatch):
+    linear = layer(recipes.dynamic(), mesh)
+    monkeypatch.setattr(FSDPModule, "reset_iter_state", lambda module: None, raising=False)
+    assert forget_failed_pass(linear)
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    assert not forget_failed_pass(linear)
 
 
 @pytest.mark.parametrize(

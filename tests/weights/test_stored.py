@@ -3,12 +3,14 @@ import gc
 import io
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import Replicate, Shard
 
 import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
@@ -22,6 +24,7 @@ from octavo.weights.stored import (
     local_stored,
     put_into,
     store,
+    why_cut,
 )
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
@@ -117,6 +120,23 @@ def test_a_copy_has_the_gradient_too():
         assert copied.grad_dtype == dtype and torch.equal(copied.grad, weight.grad)
 
 
+def test_copies_of_modules_share_what_the_modules_share():
+    weight = parameter()
+    first, second = copy.deepcopy([holder(weight), holder(weight)])
+    assert first.weight is second.weight is not weight and same(first.weight, weight)
+    with pytest.raises(RuntimeError, match=r"only weights that are leaves .* detach\(\) it first"):
+        copy.deepcopy(weight.clone())
+
+
+def test_shared_memory():
+    weight = StoredWeight.cast(torch.randn(N, K), keep_rest=True)
+    before = weight.clone()
+    assert weight.share_memory_() is weight and same(weight, before)
+    assert all(tensor.is_shared() for tensor in (weight.qdata, weight.scale_inv, weight.low_bits))
+    weight.low_bits = None
+    assert same(weight.share_memory_(), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_module_of_another_dtype_keeps_the_codes(dtype):
     module = holder(parameter(granularity=PerBlock(128, 128)))
@@ -144,6 +164,15 @@ def test_copy_from_a_plain_weight_casts(granularity):
     assert torch.equal(weight.qdata.view(torch.uint8), StoredWeight.cast(x, granularity).qdata.view(torch.uint8))
     assert torch.equal(weight.scale_inv, StoredWeight.cast(x, granularity).scale_inv) and weight.dtype == torch.bfloat16
     assert (weight.qdata.data_ptr(), weight.scale_inv.data_ptr()) == addresses and weight._version > version
+
+
+def test_a_copy_of_the_values_that_it_has_changes_no_scale():
+    """A cast of them would have the least scale that holds them, and an optimizer's rest would be of another scale."""
+    weight = StoredWeight(torch.full((N, K), 8.0).to(E4M3.dtype), torch.full((1, 1), 2.0**-3))
+    weight.copy_(torch.ones(N, K))
+    assert weight.scale_inv.item() == 2.0**-3 and (weight.dequantize() == 1).all()
+    weight.copy_(torch.full((N, K), 2.0))
+    assert weight.scale_inv.item() == 2.0**-7 and (weight.dequantize() == 2).all()
 
 
 @each_granularity
@@ -192,6 +221,30 @@ def test_parts_are_views_with_the_scales_of_their_rows(granularity):
     scales = weight.scale_inv if granularity == PerTensor() else weight.scale_inv.chunk(2)[1]
     assert second.scale_inv.data_ptr() == scales.data_ptr() and torch.equal(second.scale_inv.float(), scales.float())
     assert [tuple(part.shape) for part in stored(shape=(5, K)).chunk(4)] == [(2, K), (2, K), (1, K)]
+
+
+def test_what_a_part_can_not_be_is_refused():
+    part, _ = stored(PerBlock(128, 128), shape=(256, 128)).chunk(2)
+    with pytest.raises(UnsupportedOpError, match=r"first get \(128, 128\) and the last nothing: shard over fewer"):
+        part.new_empty((0, 128))
+    assert type(stored().chunk(2)[1].new_empty((0, K))) is Tensor
+    for refused, name in (
+        (lambda: part.new_zeros((128, 128), dtype=torch.float64), "new_zeros"),
+        (lambda: nn.functional.pad(part, (0, 0, 0, 1)), "constant_pad_nd"),
+        (lambda: nn.functional.pad(stored(), (0, 0, 0, 1), value=1.0), "constant_pad_nd"),
+    ):
+        with pytest.raises(UnsupportedOpError, match=rf"aten\.{name}.* of a weight that is stored in FP8"):
+            refused()
+
+
+@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], ids=str)
+def test_replicas_do_not_cut_blocks(placements):
+    """Of a mesh of 2 x 2 ranks only one dimension divides the rows."""
+    mesh = SimpleNamespace(size=lambda at: 2)
+    sharded = SimpleNamespace(ndim=2, shape=torch.Size((256, 128)), placements=placements, device_mesh=mesh)
+    assert why_cut(sharded, PerBlock(128, 128)) is None
+    sharded.placements = [Shard(0), Shard(0)]
+    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut(sharded, PerBlock(128, 128))
 
 
 def test_a_part_that_is_one_block_stays_of_blocks():
@@ -378,7 +431,7 @@ def begun_apart(mesh: Any, recipe: str, way: str) -> list[str]:
     return same + differences(held(net, optimizers[0]), held(whole, optimizers[1]), mesh)
 
 
-@pytest.mark.parametrize("way", ["seeds", *(pytest.param(way, marks=pytest.mark.full) for way in ("saved", "written"))])
+@pytest.mark.parametrize("way", ["seeds", "written", pytest.param("saved", marks=pytest.mark.full)])
 def test_ranks_that_began_with_other_values_agree_on_a_scale(pool, way):
     assert pool.run(begun_apart, (2,), "dynamic", way, seconds=60) == [[], []]
 
@@ -496,6 +549,19 @@ def test_taking_out_and_replacing_are_refused():
         with pytest.raises(UnsupportedOpError, match=r"weight.data = ... of a weight that is stored in FP8"):
             weight.data = other
     assert torch.equal(weight.dequantize(), before)
+
+
+def test_the_same_values_of_another_dtype_or_without_data_are_taken():
+    weight = parameter()
+    values = weight.dequantize()
+    weight.data = weight.detach().to(torch.float32)
+    assert weight.dtype == torch.float32 and torch.equal(weight.dequantize(), values.float())
+    on_meta = nn.Parameter(weight.detach().to("meta"))
+    on_meta.data = on_meta.detach().to(torch.bfloat16)
+    assert on_meta.is_meta and on_meta.dtype == torch.bfloat16
+    for other in (weight, stored(shape=(N, K + 1)).to("meta")):
+        with pytest.raises(UnsupportedOpError, match=r"weight\.data = "):
+            on_meta.data = other.detach()
 
 
 # --- another tensor in a parameter that stays the same object

@@ -17,7 +17,7 @@ from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
 from octavo.cost.mesh.step import Stage
 from octavo.nn.checkpointing import watched
-from tests.support.meshes import LLAMA
+from tests.support.meshes import BF16, LLAMA, SHAPES
 
 
 def test_the_command_for_a_mesh(
@@ -70,6 +70,18 @@ def test_what_limits_and_what_to_change() -> None:
     assert not searched(none).fits and all(way.size < none.size for _, way in better(none))
     slow = replace(stage, layout=replace(layout, tensor=1), hardware=replace(stage.hardware, network=1e8))
     assert "the network between servers, on which ranks wait for fsdp" in limit(slow)
+
+
+def test_another_mesh_is_named_where_this_one_is_too_small_and_no_link_where_none_limits() -> None:
+    layout = MeshLayout(8, 64, 1024, batch=4)
+    stage = Stage(SHAPES, layout, BF16, Hardware())
+    small = replace(stage, hardware=replace(stage.hardware, memory=0.5 * stage.size))
+    other = replace(small, layout=replace(layout, tensor=2), hardware=replace(stage.hardware, memory=stage.size))
+    lines = list(plan.MeshPlan({"compiled": [small]}, small, [("half", other)], other)._what_to_change())
+    assert lines[0].startswith("change first: half: ") and lines[1].startswith("bf16 fits with ")
+    assert "tensor=2" in lines[1] and f": {other.size / plan.GIB:.0f} GiB" in lines[1]
+    alone = replace(stage, layout=MeshLayout(1, 64, 1024, batch=4))
+    assert limit(alone).endswith("; no link limits") and "% of the step is" in limit(alone)
 
 
 def test_what_checkpointed_layers_keep_in_fp8() -> None:

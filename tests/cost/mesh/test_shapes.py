@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -49,3 +51,27 @@ def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
         assert [(w.held, w.used) for w in block if w.split == "experts"] == [(4, 2), (4, 2)] * bool(experts)
     with pytest.raises(PlanError, match="no list of blocks"):
         shapes.shortened(torch.nn.Linear(4, 4))
+
+
+class OfBlocks(torch.nn.Module):
+    """A model of linear blocks alone."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        layers = (torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(layer) for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_models_that_can_not_be_shortened_or_have_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "TRACED_BLOCKS", 1)
+    assert len(shapes.shortened(OfBlocks(8, 8, 8, 8)).blocks) == 1  # type: ignore[arg-type]
+    assert len(shapes.shortened(OfBlocks(8, 16, 8, 8)).blocks) == 3  # type: ignore[arg-type]
+    model = OfBlocks(8, 8, 8)
+    work = work_of(shapes.on_meta(model), (torch.zeros(4, 8, device="meta"),))
+    with pytest.raises(PlanError, match="--gpus: the model has no linear layer after its blocks"):
+        shapes.shapes_of(model, work, 4, None)
