@@ -39,7 +39,8 @@ def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
 
 def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
     """Return a weight moved along its gradient; in bf16 rounded by chance, as most moves are below its distances."""
-    moved = weight - grad.to(torch.promote_types(weight.dtype, torch.float32)) * step
+    change = (grad.to(torch.promote_types(weight.dtype, torch.float32)) * step).nan_to_num(0.0, 0.0, 0.0)
+    moved = weight - change
     if weight.dtype != torch.bfloat16:
         return moved
     bits = moved.view(torch.int32) + torch.randint(1 << 16, weight.shape, dtype=torch.int32, device=weight.device)
@@ -67,7 +68,8 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
     squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
     of_grads, of_weights = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
     shares = torch.where(of_grads > 0, of_weights / of_grads, 0.0)  # each weight by the same part of its size
-    steps = aim * shares / (of_grads * of_weights).sum()
+    # of gradients that are inf or NaN, or all 0, no weight moves: the forward gets no NaN
+    steps = (aim * shares / (of_grads * of_weights).sum()).nan_to_num(0.0, 0.0, 0.0)
     weights = [weight.clone() for weight, _ in moved]
     try:
         for (weight, grad), step in zip(moved, steps, strict=True):

@@ -74,6 +74,18 @@ def test_moves_below_a_weights_distances_count() -> None:
     assert abs(slope_of(model, torch.bfloat16, True) - 1) < 0.1
 
 
+@pytest.mark.parametrize("number", [0.0, math.inf, math.nan])
+def test_gradients_that_say_nothing_move_nothing(number: float) -> None:
+    """The forward gets the weights as they are, as an index that is computed of NaN may end a GPU's process."""
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, number)
+    weight, seen = model.weight.detach().clone(), []
+    one = torch.ones((), dtype=torch.float64)
+    changes_along(model, Ranks(), one, lambda: seen.append(model.weight.detach().clone()) or one)
+    assert torch.equal(seen[0], weight) and torch.equal(model.weight, weight)
+
+
 def test_weights_in_fp8_stay() -> None:
     """Where all are stored so, nothing can be moved."""
     model = octavo.convert(
