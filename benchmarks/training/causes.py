@@ -31,7 +31,7 @@ casts to four bits, and for what a forward's change explains. Four of the ninth'
 that was written, where the draw expects no layer. The eleventh (causes_eleventh_draw.py) was written after that by
 someone who had read neither rules nor their tests: held out, it was right in 97, 96 and 76 %, with 1 of 12 healthy runs
 above a note; with the slope along the gradients ("backward"), made before it was looked at, in 97, 93 and 79 %. It was
-read for weights that begin at 0, for a sum whose mean is recorded, and for how many records a slope is compared with.
+read for weights that begin at 0, for a sum whose mean is recorded, and for how far a slope varies with experts.
 A sentence may name several causes that a record can't tell apart:
 BROADER has the kinds that are right for each of them.
 

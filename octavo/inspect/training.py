@@ -746,14 +746,14 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
 def slope(run: Training, leaves: Rule, stays: Rule) -> Iterator[Hit]:
     """Yield the first of some records in a row whose slope is further from 1 than all before; or one that never was 1.
 
-    By the limit, and by more than all before differ, as experts' routing jumps.
+    By the limit, and by more than twice what all before differ by, as experts' routing jumps.
     """
     slopes = run.record.scalar(SLOPE)
     for at in range(2 * FEW, len(slopes) - FEW + 1):
         past, since = slopes[max(0, at - BEFORE) : at], slopes[at : at + FEW]
         was, now, least, most = np.nanmedian(past), np.median(since), np.nanmin(past), np.nanmax(past)
         is_beyond = (since < least).all() or (since > most).all()
-        if is_beyond and min(abs(now - was), abs(now - 1) - abs(was - 1)) > max(leaves.limit, most - least):
+        if is_beyond and min(abs(now - was), abs(now - 1) - abs(was - 1)) > max(leaves.limit, 2 * (most - least)):
             yield Hit(leaves, run.steps[at], float(abs(now - was) / leaves.limit), {"was": was, "now": now})
             return
     now = float(np.nanmedian(slopes))
