@@ -91,9 +91,9 @@ def test_on_a_gpu_an_average_waits_for_the_gradients_and_backward_for_no_average
     monkeypatch.setattr(Fp8Reduction, "_average", begin)
     reduction = Fp8Reduction()
     on_its_own = ["another stream waits for the current stream", "begin on another stream", "averaged"]
-    for made in (["another stream is made"], []):
+    for first_lines in (["another stream is made"], []):
         assert fp8_reduce_hook(reduction, OneBucket(flat)) is average
-        assert notes == [*made, *on_its_own, "end on another stream"]
+        assert notes == [*first_lines, *on_its_own, "end on another stream"]
         notes.clear()
     reduction.all_reduce(flat)
     assert notes == ["the gradient outlives the current stream", "averaged", "the average is there"]

@@ -41,11 +41,11 @@ def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeyp
     update = update_in_backward(AdamW([nn.Parameter(torch.ones(2))]))
     notes = notes_of_streams(monkeypatch)
     params: Any = [SimpleNamespace(device=GPU, grad=tensor_on_gpu(f"gradient {number}", notes)) for number in range(2)]
-    for made in (["another stream is made"], []):
+    for first_lines in (["another stream is made"], []):
         with update._stream(params):
             notes.append("step")
         assert notes == [
-            *made,
+            *first_lines,
             "another stream waits for the current stream",
             "gradient 0 outlives another stream",
             "gradient 1 outlives another stream",

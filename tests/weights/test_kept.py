@@ -184,13 +184,13 @@ def test_a_graph_reads_the_operands_of_its_weight_always(monkeypatch):
     net = model(recipes.dynamic())
     kept_weights = octavo.nn.KeptWeights(net)
     kept_weights.cast()
-    kept, weight = net[0].fp8.kept_operands, net[0].weight
-    assert kept.operands(weight, None) is kept.pairs and kept.operands(net[2].weight, None) is None
+    buffers, weight = net[0].fp8.kept_operands, net[0].weight
+    assert buffers.operands(weight, None) is buffers.pairs and buffers.operands(net[2].weight, None) is None
     with torch.no_grad():
         weight.mul_(2)
-    assert kept.operands(weight, None) is None
+    assert buffers.operands(weight, None) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert kept.operands(weight, None) is kept.pairs and kept.operands(net[2].weight, None) is None
+    assert buffers.operands(weight, None) is buffers.pairs and buffers.operands(net[2].weight, None) is None
 
 
 @pytest.mark.parametrize("name", KEPT)
