@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, innermost, np
-from octavo.inspect.twin import LOSS
+from octavo.inspect.twin import LOSS, SLOPE
 from octavo.inspect.weights import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
@@ -202,6 +202,7 @@ def _numbers(record: Record) -> Iterator[_Number]:
             yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
+    yield _Number("gradients", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
         name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
         yield _Number("forward", name, changes, FAINT, module)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,16 @@ class FirstBatch:
         """Return whether a model's modules are those that are compared."""
         return self._outputs.is_of(model)
 
-    def run(self) -> OutputChanges | None:
+    def run(self, modes: Sequence[bool]) -> OutputChanges | None:
         """Run the first batch; return how far outputs moved; None from then on where that failed on a rank.
 
-        Such as of an argument that can be read once.
+        Such as of an argument that can be read once. ``modes``: whether each module is in training, in this step.
         """
         if not self._runs:
             return None
         try:
             with torch.no_grad(), self._outputs.sampled():
-                self._forward.again(self._model)
+                self._forward._replace(modes=modes).again(self._model)
         except Exception:
             if not forget_failed_pass(self._model):
                 raise

@@ -39,7 +39,7 @@ class Forward(NamedTuple):
     """A forward of a model: what it takes to run it again."""
 
     arguments: Any
-    modes: list[bool]  # whether each module is in training
+    modes: Sequence[bool]  # whether each module is in training
     random_states: list[Any]
     autocast: Autocast | None
     delayed: list[State | None]  # of the FP8 modules, before its backward writes them; empty where none is put back

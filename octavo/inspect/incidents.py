@@ -30,6 +30,7 @@ SOON = 2  # a cast's finding explains findings that begin within so many records
 LATER = 10  # a finding of WHOLE explains findings that begin within so many records
 NEVER = -1
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
+OF_PROGRAM = ("forward", "backward")  # kinds of findings that say that the model computes something else
 OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 
 
@@ -74,6 +75,7 @@ KINDS = {
     "repeats": Kind(DATA, OUTSIDE | WHOLE),
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     "forward": Kind(FORWARD, ONCE | WHOLE),
+    "backward": Kind(FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
     "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),

@@ -31,6 +31,7 @@ from octavo.inspect.twin import (
     NO_TWIN,
     OTHER_GRADIENTS,
     OTHERS,
+    SLOPE,
     Comparison,
     Twin,
 )
@@ -74,8 +75,10 @@ class Recorder:
         twin: compute each recorded step once more in high precision, before the optimizer's update, and record how far
             losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. Before it
             the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
-            one of the data. Neither leaves a trace in the training; they take two forwards and a backward, and memory
-            for their activations and gradients.
+            the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
+            one of the data. After it the same forward runs from weights moved along the gradients, which tells whether
+            backward is that of the forward. None leaves a trace in the training; they take three forwards and a
+            backward, and memory for activations, gradients and a copy of the weights.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
@@ -156,6 +159,7 @@ class Recorder:
             if comparison is not None:
                 numbers[CONTROL] = comparison.control
                 numbers[LEFT] = comparison.left
+                numbers[SLOPE] = comparison.slope
             if comparison is not None and comparison.others is not None:
                 between, of_step, twins = comparison.others
                 numbers[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())

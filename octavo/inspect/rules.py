@@ -38,6 +38,7 @@ MEAN = "divide the loss once by the batches that it is summed over"
 CLEAR = "call optimizer.zero_grad() before each step's backward"
 ZERO = f"{CLEAR}, and {MEAN}"
 FALL = "the gradients are {share} of those before"
+BACKWARD = "look at hooks, autograd functions, detach(), and what checkpoints compute again, with which random numbers"
 TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
 
@@ -260,6 +261,21 @@ RULES: Sequence[Rule] = (
         "look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, of a "
         "run that was resumed, at the weights that it loaded",
         level="warning",
+    ),
+    # the change of the loss along the gradients over what they say, less what it was; less 1
+    Rule(
+        *("backward", 0.04, tests.slope),
+        "backward no longer computes the gradients of what the model computes: along them its loss changes by "
+        "{now:.2f} times what they say, by {was:.2f} times before",
+        BACKWARD,
+        level="warning",
+    ),
+    Rule(
+        *("backward", 0.2, tests.slope),
+        "backward computes other gradients than those of what the model computes: along them its loss changes by "
+        "{now:.2f} times what they say",
+        f"{BACKWARD}, unless this is meant",
+        level="note",
     ),
     # standard deviation of attention's logits
     Rule(

@@ -19,7 +19,7 @@ from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, innermost, is_inside, np
 from octavo.inspect.remedies import called
-from octavo.inspect.twin import CONTROL, LEFT, SAME
+from octavo.inspect.twin import CONTROL, LEFT, SAME, SLOPE
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
@@ -38,6 +38,7 @@ LOOK = "look at that step's data and labels, and at what the forward computes ot
 SAME_FORWARD = "look at that step's data and labels: of the first recorded batch modules compute what they did"
 SAME_LEAP = 3.0  # by fewer times more than ever a module's output changes in a healthy run
 CHANGED = 0.1  # an output that changes by a smaller share of its size means nothing
+NEAR_0 = 0.01  # of the largest layer's size: a weight that begins with less begins at 0
 UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
 STOPPED = 1e-3  # a rate below this share of its highest trains nothing
@@ -408,7 +409,9 @@ def decayed_vectors(run: Training, rule: Rule) -> Iterator[Hit]:
 def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
     ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
-    shares = np.nanmedian(run.of["update"][:, : len(run.layers)] / run.rms, axis=1)
+    begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
+    sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
+    shares = np.nanmedian(run.of["update"][:, : len(run.layers)] / sizes, axis=1)
     is_fresh = bool(of_run and ages) and ages[0] <= 1
     is_lost = len(losses_of_run) > FEW and not np.median(losses_of_run[-FEW:]) < losses_of_run[0]  # a random guess's
     if is_fresh and of_run[0] >= max(of_run) / 2 and shares[0] > warmup.limit and not is_lost:
@@ -738,6 +741,24 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
         numbers = {"now": float(of["output"][at, place]), "most": float(np.nanmax(of["output"][:at, place]))}
         texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
+
+
+def slope(run: Training, leaves: Rule, stays: Rule) -> Iterator[Hit]:
+    """Yield the first of some records in a row whose slope is further from 1 than all before; or one that never was 1.
+
+    By the limit, and by more than all before differ, as experts' routing jumps.
+    """
+    slopes = run.record.scalar(SLOPE)
+    for at in range(2 * FEW, len(slopes) - FEW + 1):
+        past, since = slopes[max(0, at - BEFORE) : at], slopes[at : at + FEW]
+        was, now, least, most = np.nanmedian(past), np.median(since), np.nanmin(past), np.nanmax(past)
+        is_beyond = (since < least).all() or (since > most).all()
+        if is_beyond and min(abs(now - was), abs(now - 1) - abs(was - 1)) > max(leaves.limit, most - least):
+            yield Hit(leaves, run.steps[at], float(abs(now - was) / leaves.limit), {"was": was, "now": now})
+            return
+    now = float(np.nanmedian(slopes))
+    if abs(now - 1) > stays.limit:
+        yield Hit(stays, run.steps[0], abs(now - 1) / stays.limit, {"now": now})
 
 
 def logits(run: Training, rule: Rule) -> Iterator[Hit]:

@@ -15,7 +15,8 @@ weights, is not.
 
 Before that the first recorded step's first forward runs again, in high precision too. So in each recorded step modules
 compute the same batch, and where one computes something else of the same input than in the step before, its forward
-changed, and neither the data nor the labels.
+changed, and neither the data nor the labels. After the first backward the same forward runs from weights that are moved
+along the gradients: whether the loss falls as these say tells if backward is that of the forward (slope.py).
 
 The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
@@ -41,6 +42,7 @@ from octavo.inspect.forwards import Forward, device_of, each, random_states, set
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
+from octavo.inspect.slope import aimed_change, changes_along, dot
 from octavo.nn.convert import using
 from octavo.private import hooks_after_gradients
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
@@ -50,6 +52,7 @@ OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
 NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # the same: Comparison.control
+SLOPE = "twin_slope"  # the same: Comparison.slope
 COSINE = 0.8  # the first step's gradients are not those of its run once more in FP8 if theirs is less
 SAME = 0.99  # a part of them comes by another way than the model's outputs if theirs is less: later ones prove nothing
 # With less, a layer's gradient differs from its twin's, and later steps run once more in FP8, by the delayed scales
@@ -95,6 +98,7 @@ class Comparison(NamedTuple):
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
+        slope: of the twin's first forward, see slope.py.
         outputs: by how far modules' outputs of the first recorded batch moved since the last recorded step.
     """
 
@@ -106,6 +110,7 @@ class Comparison(NamedTuple):
     control: Tensor | None
     left: Tensor
     moved: Tensor
+    slope: Tensor
     outputs: OutputChanges | None
 
     def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
@@ -146,7 +151,7 @@ class _NotesGradient(torch.autograd.Function):
         output.begins()
         try:
             (y,) = ctx.saved_tensors
-            output.product = output.product + _dot(whole(y), whole(noted))
+            output.product = output.product + dot(whole(y), whole(noted))
         except RuntimeError:  # it was overwritten meanwhile, perhaps by its gradient
             output.product = math.nan
         output.grad = noted if output.grad is None else output.grad + noted  # more than one backward of a graph
@@ -170,12 +175,13 @@ _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the
 class _RunAgain(NamedTuple):
     """The calls of a step run once more: both gradients of each layer's weight, the loss and its change.
 
-    ``outputs``: what FirstBatch.run returned.
+    ``slope``: what changes_along returned; ``outputs``: what FirstBatch.run returned.
     """
 
     pairs: list[_StepAndTwin]
     loss_change: Tensor
     loss: Tensor
+    slope: Tensor
     outputs: OutputChanges | None
 
 
@@ -308,7 +314,9 @@ class Twin:
             self.reason = self.reason or NO_OUTPUT
         elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
             self.reason = OTHER_WEIGHTS
-        if (twin := self._run(calls, [*weights, *others], recipes.high_precision(), samples=True)) is None:
+        if self._has_reason():
+            return
+        if (twin := self._run(calls, [*weights, *others], recipes.high_precision(), is_twin=True)) is None:
             return
         products = self._products(twin.pairs, len(layers))
         squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
@@ -331,12 +339,15 @@ class Twin:
             products = self._products(runs, len(layers), are_runs=True)
             moved = (control.loss_change / twin.loss_change).abs()
             twin = twin._replace(loss_change=twin.loss_change - control.loss_change)
+        change_along, says = self._ranks.sum(twin.slope)
         doubt = self._doubt()
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
         is_float16 = any(call.forward.is_float16 for call in calls)
         products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
         both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(*both, change, loss, is_float16, lowest, share, moved, twin.outputs)
+        self._comparison = Comparison(
+            *both, change, loss, is_float16, lowest, share, moved, change_along / says, twin.outputs
+        )
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
@@ -350,44 +361,60 @@ class Twin:
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
-    def _run(
-        self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any, samples: bool = False
-    ) -> _RunAgain | None:
-        """Run forwards and their backwards again under a recipe; return None where a rank has a reason not to.
+    def _has_reason(self) -> bool:
+        """Return whether a rank has a reason for no twin; then all have one."""
+        has_one = self._ranks.any(bool(self.reason))
+        self.reason = self.reason or OTHER_RANK * has_one
+        return has_one
 
-        With ``samples`` the first recorded step's first forward runs before them: their backwards reshard what FSDP2
-        gathers for it.
+    def _run(
+        self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any, is_twin: bool = False
+    ) -> _RunAgain | None:
+        """Run forwards and their backwards again under a recipe; return None where that failed on a rank.
+
+        Before the twin's the first recorded batch runs: their backwards reshard what FSDP2 gathers for it.
         """
         run = None
-        if not self.reason:
-            with self._or_reason():
-                with _without_trace(self._model) as gradients, using(self._model, recipe):
-                    outputs = self._run_first_batch(calls) if samples else None
-                    changes, losses = zip(*(self._call_again(call) for call in calls), strict=True)
-                    pairs = [(gradients.get(weight), weight.grad) for weight in weights]
-                run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum(), outputs)
-        if self._ranks.any(bool(self.reason)):
-            self.reason = self.reason or OTHER_RANK
-            return None
-        return run
+        with self._or_reason():
+            with _without_trace(self._model) as gradients, using(self._model, recipe):
+                outputs = self._run_first_batch(calls[0].forward) if is_twin else None
+                first = self._call_again(calls[0], with_slope=is_twin)
+                others = (self._call_again(call) for call in calls[1:])
+                changes, losses, (slope, *_) = zip(first, *others, strict=True)
+                pairs = [(gradients.get(weight), weight.grad) for weight in weights]
+            run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum(), slope, outputs)
+        return None if self._has_reason() else run
 
-    def _run_first_batch(self, calls: Sequence[_Call]) -> OutputChanges | None:
-        """Run the first recorded batch forward; return how far outputs moved since the last recorded step."""
+    def _run_first_batch(self, forward: Forward) -> OutputChanges | None:
+        """Run the first recorded batch in a forward's modes; return how far outputs moved since the last run."""
         if self._first is None or not self._first.is_of(self._model):
-            self._first = FirstBatch(self._model, calls[0].forward, self._ranks, self._folder, self._resumes)
-        return self._first.run()
+            self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
+        return self._first.run(forward.modes)
 
-    def _call_again(self, call: _Call) -> tuple[Tensor, Tensor]:
-        """Run a forward and its backward again; return (the change of its loss, its loss)."""
+    def _call_again(self, call: _Call, with_slope: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a forward and its backward again; return (the change of its loss, its loss, changes_along)."""
         with torch.enable_grad():
             outputs = call.forward.again(self._model)
-        noted = zip(filter(_is_noted, outputs), call.outputs, strict=True)
-        pairs = [(y, o.grad, o.product) for y, o in noted if o.grad is not None]
+        places = [place for place, y in enumerate(outputs) if _is_noted(y)]
+        noted = [(place, o.grad, o) for place, o in zip(places, call.outputs, strict=True) if o.grad is not None]
+        pairs = [(outputs[place], grad, output.product) for place, grad, output in noted]
         torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
         zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
-        losses = [_dot(whole(y.detach()), whole(grad)) for y, grad, _ in pairs]
+        losses = [dot(whole(y.detach()), whole(grad)) for y, grad, _ in pairs]
         change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
-        return change, sum(losses, zero) if all(y.numel() == 1 for y, *_ in pairs) else zero + math.nan
+        is_loss, total = all(y.numel() == 1 for y, *_ in pairs), sum(losses, zero)
+        along = torch.stack([zero, zero])
+        if with_slope:
+            dtypes = {parameter.dtype for parameter in self._model.parameters()}
+            is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
+            aim = sum((aimed_change(whole(y.detach()), whole(grad), is_float32) for y, grad, _ in pairs), zero)
+
+            def again() -> Tensor:
+                outputs = call.forward.again(self._model)
+                return sum((dot(whole(outputs[place]), whole(grad)) for place, grad, _ in noted), zero)
+
+            along = changes_along(self._model, self._ranks, aim, lambda: again() - total)
+        return change, total if is_loss else zero + math.nan, along
 
     def _products(self, pairs: Sequence[_StepAndTwin], layers: int, are_runs: bool = False) -> Tensor:
         """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
@@ -414,7 +441,7 @@ class Twin:
         """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""
         zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
         local = [None if grad is None else on_this_rank(grad) for grad in gradients]
-        return torch.stack([zero if grad is None else _dot(grad, grad) for grad in local])
+        return torch.stack([zero if grad is None else dot(grad, grad) for grad in local])
 
     def _products_of(self, pair: _StepAndTwin, is_replicated: bool, are_runs: bool) -> Tensor:
         """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
@@ -424,7 +451,7 @@ class Twin:
         g, t = on_this_rank(grad).float(), on_this_rank(twin).float()
         t = self._ranks.mean(t) if is_replicated else t
         g = self._ranks.mean(g) if is_replicated and are_runs else g
-        return torch.stack([_dot(g, t), _dot(g, g), _dot(t, t)])
+        return torch.stack([dot(g, t), dot(g, g), dot(t, t)])
 
 
 @contextlib.contextmanager
@@ -500,11 +527,3 @@ def _is_noted(y: Tensor) -> bool:
 
 def _versions(model: nn.Module) -> dict[nn.Parameter, int]:
     return {parameter: parameter._version for parameter in model.parameters()}
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of products, float64; of large tensors in parts, whose products are float32."""
-    if x.numel() < 1 << 16:
-        return (x.double() * y.double()).sum()
-    parts = zip(x.flatten().split(1 << 24), y.flatten().split(1 << 24), strict=True)
-    return torch.stack([(a.float() * b.float()).sum(dtype=torch.float64) for a, b in parts]).sum()

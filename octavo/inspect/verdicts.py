@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from octavo.inspect.departures import LEAST, Departure, departures
-from octavo.inspect.incidents import Finding
+from octavo.inspect.incidents import OF_PROGRAM, Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
 from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
@@ -118,6 +118,7 @@ class _Twins:
         # a loss that is far from the twin's while all gradients agree was multiplied before its backward
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
+        is_multiplied |= is_multiplied.sum() > 1  # as of a sum whose mean is recorded
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
         self.room = FOUR_BITS if any(row.cast.is_packed for row in record.rows) else 1.0
         norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
@@ -126,8 +127,8 @@ class _Twins:
         self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
 
     def make_a_note(self, finding: Finding) -> bool:
-        """Return whether a cast changes nothing, or a forward changed by less than FP8 does to the loss since then."""
-        if finding.kind == "forward":
+        """Return whether a cast changes nothing, or the model changed by less than FP8 does to the loss since then."""
+        if finding.kind in OF_PROGRAM:
             first = self.first_apart(finding)
             return first is not None and self.cause(finding, first[0], first[1] is not None) == BLAMES[0]
         return bool(finding.products) and self.clear(finding)

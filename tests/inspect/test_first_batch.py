@@ -13,22 +13,32 @@ from octavo.inspect.departures import departures
 
 np = pytest.importorskip("numpy")
 
-AT, STEPS = 5, 9
+AT, STEPS = 6, 10
 
 
 class Branch(nn.Module):
-    """A residual branch; in the steps of a fault it multiplies what it adds."""
+    """A residual branch; in the steps of a fault it multiplies what it adds, or its gradient, or drops nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.times = nn.Linear(32, 64), nn.Linear(64, 32), 1.0
+        self.up, self.down, self.drop = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(0.1)
+        self.times = self.times_in_backward = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.times * self.down(self.up(x).relu())
+        y = self.times * self.drop(self.down(self.up(x).relu()))
+        return x + y.detach() + self.times_in_backward * (y - y.detach())
 
 
 def fade(branch: Branch) -> None:
     branch.times = 0.1
+
+
+def multiply_gradient(branch: Branch) -> None:
+    branch.times_in_backward = 4.0
+
+
+def leave_training(branch: Branch) -> None:
+    branch.eval()
 
 
 def write(branch: Branch) -> None:
@@ -70,9 +80,15 @@ def forward_findings(folder: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("change", "of_data", "kind", "layer"),
-    [(fade, 1.0, "forward", "1"), (write, 1.0, "overwritten", "1.down"), (leave, 10.0, "batch", "")],
+    [
+        (fade, 1.0, "forward", "1"),
+        (leave_training, 1.0, "forward", "1.drop"),
+        (multiply_gradient, 1.0, "backward", ""),
+        (write, 1.0, "overwritten", "1.down"),
+        (leave, 10.0, "batch", ""),
+    ],
 )
-def test_a_change_of_the_forward_is_told_from_one_of_weights_or_data(
+def test_a_change_of_the_program_is_told_from_one_of_weights_or_data(
     change: Callable[[Branch], None], of_data: float, kind: str, layer: str, tmp_path: Path
 ) -> None:
     model = built()
@@ -80,11 +96,13 @@ def test_a_change_of_the_forward_is_told_from_one_of_weights_or_data(
     record = octavo.inspect.load(tmp_path)
     first, *_ = octavo.inspect.diagnose(record)
     assert (first.kind, first.layer, first.begins) == (kind, layer, AT)
-    assert forward_findings(tmp_path) == ([("1", AT)] if kind == "forward" else [])
+    assert forward_findings(tmp_path) == ([(layer, AT)] if kind == "forward" else [])
     if kind == "batch":
         assert "compute what they did" in first.sentence
     departure = departures(record)[0]
-    assert departure.step == AT and (departure.name == "the output of 1 for the same batch") == (kind == "forward")
+    assert departure.step == AT and (departure.name == f"the output of {layer} for the same batch") == (
+        kind == "forward"
+    )
 
 
 def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> None:

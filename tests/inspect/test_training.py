@@ -213,6 +213,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "a frozen layer": ("frozen", LAYER, frozen),
     "a dead row": ("dead rows", LAYER, measure("zeros", 0.01, WEIGHT)),
     "dead units": ("dead units", LAYER, measure("zeros", 0.99, INPUT)),
+    "a backward that changes": ("backward", "", scalar("twin_slope", 1.0, 0.9)),
     "saturated logits": ("logits", LAYER.replace("mlp", "qkv"), logits),
 }
 
@@ -239,7 +240,27 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
     record.scalars["lr"] = (record.steps, [abs(math.cos(at / 2)) + 0.01 for at in range(RECORDS)])  # warm restarts
     # a distillation whose teacher is read inside of the model: its part of the gradients grows by and by
     record.scalars["twin_control"] = (record.steps, [1 - 0.05 * at for at in range(RECORDS)])
+    record.scalars["twin_slope"] = (record.steps, [1 + 0.1 * (-1) ** at - 0.05 * (at == AT) for at in range(RECORDS)])
     assert diagnose(record) == []
+
+
+def test_a_slope_that_never_was_1_is_a_note() -> None:
+    """It may be meant, as with a straight-through estimator."""
+    record = healthy(4, RECORDS)
+    scalar("twin_slope", 0.7, 0.72)(record)
+    (finding,) = diagnose(record)
+    assert (finding.kind, finding.level, finding.begins) == ("backward", "note", 0) and "0.71" in finding.sentence
+
+
+def test_weights_that_begin_at_0_change_by_large_shares() -> None:
+    """As output projections, of which any step is large: the rate is judged by the other layers."""
+    record = healthy(4, RECORDS)
+    record.scalars.update(lr=(record.steps, [1.0] * RECORDS), state_age=([0], [1]))
+    record.measures["rms"][:, 1::3], record.weights["update"][:] = 0.25, 2e-3
+    record.measures["rms"][:, [1, 4, 7]] = np.linspace(0, 0.03, RECORDS)[:, None]
+    assert diagnose(record) == []
+    record.measures["rms"][:, 1::3] = np.linspace(1e-3, 0.03, RECORDS)[:, None]  # all begin so small
+    assert diagnose(record)[0].kind == "warm-up"
 
 
 def test_steps_between_two_records_may_have_had_higher_rates() -> None:

@@ -175,6 +175,7 @@ def test_ranks_run_one_twin_without_a_trace(wrap: str, recipe: str, pool: Any, t
     assert len(losses) == 3
     np.testing.assert_allclose(losses, of_step, rtol=0.2)  # rank 0's loss, and the change of all
     assert (record.weights["twin_cosine"] > 0.9).all()
+    np.testing.assert_allclose(record.scalar("twin_slope"), 1, atol=0.1)  # 32 tokens in bfloat16, and experts
 
 
 def resumed_on_ranks(mesh: Any, wrap: str, folder: str) -> None:

@@ -139,6 +139,19 @@ def test_a_loss_that_is_multiplied_is_not_apart_from_its_twins() -> None:
     assert of_fp8(record).startswith("FP8 changes little")
 
 
+def test_a_sum_whose_mean_is_recorded_is_not_apart_from_its_twins() -> None:
+    """Some steps are further away than a loss can be while all gradients agree: so no step's loss is compared."""
+    record = with_twin(healthy(4, RECORDS))
+    record.scalars["twin_loss"][1][:] = [
+        loss * (1.4, 1.1, 1.1)[at % 3] for at, loss in enumerate(record.scalars["loss"][1][: len(record.steps)])
+    ]
+    assert of_fp8(record).startswith(
+        "FP8 changes little: in high precision the same batch has nearly the same gradients"
+    )
+    record.weights["twin_cosine"][:] = 0.9
+    assert of_fp8(record).startswith("FP8 is the cause")
+
+
 def test_fp8_takes_part_in_what_another_fault_began() -> None:
     record = with_twin(healthy(4, RECORDS))
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * (RECORDS - AT)

@@ -1,0 +1,92 @@
+"""The slope of a model along the gradients that its backward computes, beside what these say.
+
+Gradients say by how much a loss changes where weights move along them. So weights are moved by a little, and the
+forward runs again: if the loss changes by another share of that than in earlier steps, backward computes something else
+than the gradient of what forward computes. It takes no gradient from before, which weights' updates change.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from octavo.distributed.ranks import Ranks
+from octavo.weights.fsdp2 import on_this_rank
+
+# By how much the loss should change, in parts of a loss that the model returns, or other outputs' products with
+# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a
+# fifth.
+OF_LOSS, OF_OUTPUTS, IN_FLOAT32 = 0.01, 0.5, 0.2
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of products, float64; of large tensors in parts, whose products are float32."""
+    if x.numel() < 1 << 16:
+        return (x.double() * y.double()).sum()
+    parts = zip(x.flatten().split(1 << 24), y.flatten().split(1 << 24), strict=True)
+    return torch.stack([(a.float() * b.float()).sum(dtype=torch.float64) for a, b in parts]).sum()
+
+
+def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
+    """Return by how much an output's product with its gradient should change; whether float32 computes it."""
+    product = (dot(y, y) * dot(grad, grad)).sqrt() * (IN_FLOAT32 if is_float32 else 1.0)
+    return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
+
+
+def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
+    """Return a weight moved along its gradient; in bf16 rounded by chance, as most moves are below its distances."""
+    moved = weight - grad.to(torch.promote_types(weight.dtype, torch.float32)) * step
+    if weight.dtype != torch.bfloat16:
+        return moved
+    bits = moved.view(torch.int32) + torch.randint(1 << 16, weight.shape, dtype=torch.int32, device=weight.device)
+    return (bits & -(1 << 16)).view(torch.float32)
+
+
+@torch.no_grad()
+def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[[], Tensor]) -> Tensor:
+    """Return by how much a loss changes where weights move along their gradients, and by how much these say it does.
+
+    Float64 [2], whose sums over ranks have the slope as their ratio: 1 if backward is right. Zeros where there are no
+    gradients; weights that are stored in FP8 stay. The weights have the same bits then.
+
+    Args:
+        model: whose parameters have the gradients.
+        ranks: that train together, all of which call this if their weights are sharded.
+        aim: a float64 number: by how much the loss should change.
+        change: runs the forward, and returns the change of the loss.
+    """
+    params = [(on_this_rank(p).data, on_this_rank(p.grad)) for p in model.parameters() if p.grad is not None]
+    moved = [(weight, grad) for weight, grad in params if type(weight) is Tensor and weight.element_size() > 1]
+    if not moved:
+        return aim.new_zeros(2)
+    is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
+    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
+    of_grads, of_weights = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
+    shares = torch.where(of_grads > 0, of_weights / of_grads, 0.0)  # each weight by the same part of its size
+    steps = aim * shares / (of_grads * of_weights).sum()
+    weights = [weight.clone() for weight, _ in moved]
+    try:
+        for (weight, grad), step in zip(moved, steps, strict=True):
+            weight.copy_(_moved(weight, grad, step))
+        says = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
+        reshard(model)
+        changed = change()
+    finally:
+        for (weight, _), w in zip(moved, weights, strict=True):
+            weight.copy_(w)
+        reshard(model)
+    return torch.stack([changed, says * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
+
+
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2 gather weights anew for the next forward."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
