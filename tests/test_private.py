@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,41 @@ def _fsdp2(mesh: Any) -> Any:
 
 def test_fsdp2(pool: Pool) -> None:
     pool.run(_fsdp2, (2,))
+
+
+def test_a_module_that_is_not_there_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    finders = [*sys.meta_path]
+    private._after_import("octavo_absent_module", lambda module: pytest.fail("nobody imported it"))
+    with pytest.raises(ModuleNotFoundError, match="octavo_absent_module"):
+        importlib.import_module("octavo_absent_module")
+    assert sys.meta_path == finders
+
+
+def test_a_torch_without_a_list_of_dear_operations_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    partitioners, counter = SimpleNamespace(), SimpleNamespace(register_flop_formula=lambda op: registered.append)
+    registered: list[object] = []
+    monkeypatch.setitem(sys.modules, "torch._functorch.partitioners", partitioners)
+    monkeypatch.setitem(sys.modules, "torch.utils.flop_counter", counter)
+    private.tell_torch_of_products({"an op": "its formula"})
+    assert registered == ["its formula"] and vars(partitioners) == {}
+    ops = SimpleNamespace(compute_intensive_ops={"mm"})
+    partitioners.get_default_op_list = lambda: ops
+    private.tell_torch_of_products({"an op": "its formula"})
+    assert partitioners.get_default_op_list() is ops and ops.compute_intensive_ops == {"mm", "an op"}
+
+
+def test_a_torch_of_one_group_of_parameters_a_module_has_these() -> None:
+    """As torch 2.11; a module without parameters has none."""
+    param = SimpleNamespace(
+        _module_info=SimpleNamespace(module="owner"), sharded_param="sharded", _sharded_local_tensor="shard"
+    )
+    param.mesh_info, param.mp_policy = SimpleNamespace(mesh=torch.zeros(2, 2)), "policy"
+    state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(fsdp_params=[param]))
+    module = SimpleNamespace(_get_fsdp_state=lambda: state)
+    (of_module,) = private._params_of(module)
+    assert (of_module.owner, of_module.sharded, of_module.shard, of_module.mesh_dim) == ("owner", "sharded", "shard", 1)
+    state._fsdp_param_group = None
+    assert private._params_of(module) == []
 
 
 def test_a_module_is_followed_until_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

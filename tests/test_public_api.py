@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_arguments_errors_and_shapes_are_documented():
 def test_rooms_are_attributes():
     assert octavo.distributed.checkpoint.save_checkpoint and octavo.optim.AdamW and octavo.schedule.Phase
     assert {"distributed", "export", "optim", "schedule"} <= set(dir(octavo))
+    assert octavo.__getattr__("schedule") is sys.modules["octavo.schedule"]  # which Python asks for once
 
 
 def test_an_unknown_name_is_an_attribute_error():

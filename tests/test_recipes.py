@@ -334,6 +334,12 @@ def test_how_far_later_tokens_move_earlier_outputs():
             assert torch.equal(model(later)[:32], model(x)[:32])
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_of_the_last_blocks_is_from_0_to_1(share):
+    with pytest.raises(ValueError, match=r"share=.*: needs a number from 0 to 1"):
+        recipes.last_blocks(torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)), share)
+
+
 def test_what_is_no_recipe_is_told_what_to_write():
     written = {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}
     for value, instead in written.items():

@@ -281,7 +281,8 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     if flat.device.type == "cpu":
         return state._average(flat)
     # on a stream of its own, so that backward does not wait for the all-to-all
-    stream = state._streams.setdefault(flat.device, torch.Stream(flat.device))
+    if (stream := state._streams.get(flat.device)) is None:
+        stream = state._streams[flat.device] = torch.Stream(flat.device)
     stream.wait_stream(torch.accelerator.current_stream(flat.device))
     with stream:
         return state._average(flat)

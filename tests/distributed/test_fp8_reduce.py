@@ -23,6 +23,7 @@ from octavo.distributed.fp8_reduce import levels, own_levels
 from octavo.formats import E4M4
 from octavo.kernels.step_numbers import key_of, random_bits
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
+from tests.support.streams import notes_of_streams, tensor_on_gpu
 
 BLOCK = 128
 GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.format_info_ocp_e5m2}
@@ -72,6 +73,30 @@ def simulated(flats, fmt, gather_dtype=None, servers=None):
     else:
         gathered = rounded(mean, fmt, BLOCK)
     return gathered.reshape(-1)[:count]
+
+
+# --- on a GPU's streams -----------------------------------------------------------------------------------------------
+
+
+def test_on_a_gpu_an_average_waits_for_the_gradients_and_backward_for_no_average(monkeypatch):
+    """DDP's is on a stream of its own; FSDP2's is of FSDP2's stream, which may free the gradient meanwhile."""
+    notes = notes_of_streams(monkeypatch)
+    flat = tensor_on_gpu("the gradient", notes)
+    average = SimpleNamespace(wait=lambda: notes.append("the average is there"))
+
+    def begin(reduction, gradient):
+        notes.append("averaged")
+        return average if gradient is flat else None
+
+    monkeypatch.setattr(Fp8Reduction, "_average", begin)
+    reduction = Fp8Reduction()
+    on_its_own = ["another stream waits for the current stream", "begin on another stream", "averaged"]
+    for first_lines in (["another stream is made"], []):
+        assert fp8_reduce_hook(reduction, OneBucket(flat)) is average
+        assert notes == [*first_lines, *on_its_own, "end on another stream"]
+        notes.clear()
+    reduction.all_reduce(flat)
+    assert notes == ["the gradient outlives the current stream", "averaged", "the average is there"]
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------

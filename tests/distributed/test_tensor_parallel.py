@@ -109,8 +109,8 @@ def test_an_input_gathered_in_fp8_is_refused_by_a_layer_that_it_was_not_gathered
     column = ColwiseParallel(output_layouts=Replicate())
     prepared = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     model, x = parallelize_module(Reader(up), lone_mesh, {"": prepared, "up": column}), torch.randn(2, 8, 64)
-    for given in (x, distribute_tensor(x, lone_mesh, [Shard(1)])):
-        assert torch.equal(model.eval()(given)[0], whole_layer(up)(x))
+    for input in (x, distribute_tensor(x, lone_mesh, [Shard(1)])):
+        assert torch.equal(model.eval()(input)[0], whole_layer(up)(x))
     model.others = (parallelize_module(other, lone_mesh, column),)
     with pytest.raises(ValueError, match=r"gathered in FP8 by .* reached a layer of the recipe 'mx' whose weight is"):
         model(x)

@@ -16,7 +16,7 @@ from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
 from octavo.export.layouts import LAYOUTS
-from octavo.export.loading import load_fp8, split_stored
+from octavo.export.loading import load_fp8, places_of_experts, split_stored
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.damage import damaged_json
 from tests.support.helpers import every_layer, sqnr, to_fp8
@@ -138,6 +138,17 @@ def test_scales_of_rows_become_one(tmp_path):
         expected = StoredWeight.cast(codes.float() * scale)
         assert torch.equal(stored.qdata.float(), expected.qdata.float())
         assert torch.equal(stored.scale_inv, expected.scale_inv)
+
+
+def test_scales_of_rows_may_be_a_vector(tmp_path):
+    scales, loaded = torch.rand(256) + 0.5, []
+    for shape in ((256,), (256, 1)):
+        torch.manual_seed(0)
+        model = layer(tmp_path / str(len(shape)), recipes.dynamic(), weight_scale_inv=scales.view(shape))
+        with pytest.warns(UserWarning, match="1 weights were rounded to new codes"):
+            load_fp8(model, tmp_path / str(len(shape)))
+        loaded.append(model.weight.dequantize())
+    assert torch.equal(*loaded) and loaded[0].abs().max() > 100
 
 
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.config is not None])
@@ -490,6 +501,28 @@ def test_some_of_the_experts_tensors(tmp_path):
         load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
 
 
+def test_an_experts_matrix_of_other_sizes(tmp_path):
+    experts_written(tmp_path / "out", recipes.blockwise())
+    file = tmp_path / "out" / "model.safetensors"
+    tensors, name = safetensors.load_file(file), "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    tensors[name] = tensors[name][:128].clone()
+    safetensors.save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is \(128, 128\), and no 256 rows of .*gate_up_proj"):
+        load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
+
+
+def test_experts_in_high_precision_are_left_to_transformers():
+    """Each matrix a tensor of its own, by the hub's names."""
+    model = octavo.convert(mixtral(), recipes.blockwise(), every_layer, "fp8")
+    codes = model.state_dict()
+    stored, others = split_stored(model, codes)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
+    names = places_of_experts(model)["model.layers.0.mlp.experts.gate_up_proj"]
+    of_hub = {name: torch.zeros(256, 128) for name in names}
+    stored, others = split_stored(model, of_hub)
+    assert stored == {} and others == of_hub
+
+
 @pytest.mark.parametrize("make", [recipes.blockwise, lambda: recipes.dynamic(power_of_two=True)])
 def test_experts_in_one_tensor(tmp_path, make):
     def built():
@@ -503,6 +536,23 @@ def test_experts_in_one_tensor(tmp_path, make):
     loaded.weight.detach().zero_()
     load_fp8(loaded, tmp_path / "out")
     assert torch.equal(loaded.weight.dequantize(), stored.weight.dequantize())
+
+
+class WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.register_buffer("shift", torch.arange(4.0))
+
+
+def test_a_buffer_of_the_file_is_loaded_where_there_was_no_memory(tmp_path):
+    model = to_fp8(WithBuffer(), recipes.blockwise())
+    octavo.export.to_safetensors(model, tmp_path / "out")
+    with torch.device("meta"):
+        loaded = octavo.convert(WithBuffer().requires_grad_(False), recipes.blockwise(), every_layer, "fp8")
+    assert loaded.shift.is_meta
+    load_fp8(loaded, tmp_path / "out")
+    assert loaded.shift.tolist() == [0, 1, 2, 3] and "shift" in loaded.state_dict()
 
 
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):

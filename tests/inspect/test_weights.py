@@ -5,15 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import recipes
+from octavo.distributed.ranks import Ranks
 from octavo.inspect.report import table
 from octavo.inspect.rows import Table
 from octavo.inspect.twin import NO_TWIN
-from octavo.inspect.weights import Updates
+from octavo.inspect.weights import Updates, count_weights
 from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
@@ -124,6 +128,34 @@ def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
             recorder.step()
     weights = octavo.inspect.load(tmp_path).weights
     assert np.isnan(weights["master_changed"]).all() and (weights["changed"] > 0.9).all()
+
+
+def test_a_weight_that_others_compute_has_no_numbers(tmp_path: Path) -> None:
+    model = nn.Sequential(*(octavo.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    nn.utils.parametrizations.weight_norm(model[0])
+    optimizer = octavo.optim.AdamW(model.parameters())
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer, twin=False) as recorder:
+        model(torch.randn(8, 16)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    record = octavo.inspect.load(tmp_path)
+    assert np.isnan(record.weights["update"][0, 0]) and record.weights["update"][0, 1] > 0
+    counted = {
+        (row.layer, row.role): count for row, count in zip(record.rows, record.measures["elements"][0], strict=True)
+    }
+    assert np.isnan(counted["0", "weight"]) and counted["1", "weight"] == 256 and counted["0", "input"] == 8 * 16
+
+
+def test_a_rank_without_rows_counts_nothing_of_a_weight() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        layer = octavo.convert(nn.Linear(16, 2, bias=False), recipes.rowwise(), lambda *_: True)
+        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (4,)))
+        table = Table(layer)
+        count_weights(table.layers, Ranks())
+        assert layer.weight.to_local().numel() == 0 and not table.sums.any()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_frozen_weights_in_fp8_do_not_move(tmp_path: Path) -> None:

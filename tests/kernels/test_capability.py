@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels import capability
-from octavo.kernels.capability import runs_natively, warn_once_if_emulated
+from octavo.kernels.capability import fast_dtype, runs_natively, warn_once_if_emulated
 
 
 def test_what_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,6 +13,20 @@ def test_what_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, version=version: version)
         assert runs_natively(torch.device("cuda")) is native
     assert not runs_natively(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_fastest_dtype_of_a_cpu(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of its instructions, or as an older torch says; any GPU multiplies bfloat16."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16 if fast else torch.float32
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast, "avx512": True}, raising=False)
+    capability._cpu_multiplies_bfloat16.cache_clear()
+    assert fast_dtype(cpu) == dtype and fast_dtype(torch.device("cuda")) == torch.bfloat16
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(capability, "is_avx512_bf16_supported", lambda: fast)
+    capability._cpu_multiplies_bfloat16.cache_clear()
+    assert fast_dtype(cpu) == dtype
+    capability._cpu_multiplies_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(("version", "warned"), [((8, 0), ["cpu", "cuda"]), ((9, 0), ["cpu"])])

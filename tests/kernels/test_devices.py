@@ -57,6 +57,17 @@ def test_a_call_goes_to_the_kernels_of_its_device(monkeypatch: pytest.MonkeyPatc
     assert ON_CUDA["multi_tensor_cast"]([x], 1) == (-1, 1)
 
 
+def test_which_devices_read_swizzled_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, package = torch.device("cuda", 1), SimpleNamespace(KERNELS={}, reads_swizzled=lambda device: device.index == 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(devices, "triton_kernels", lambda: package)
+    assert devices.reads_swizzled(gpu) and not devices.reads_swizzled(torch.device("cuda"))
+    assert not devices.reads_swizzled(torch.device("cpu"))
+    kernels_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not devices.reads_swizzled(gpu)
+
+
 GROUPS = [SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)]
 FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
 

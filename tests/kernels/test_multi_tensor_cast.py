@@ -125,6 +125,9 @@ def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
         run([xs[0].float(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
     with pytest.raises(ValueError, match=r"xs\[0\] of shape \(64, 64\), strides \(1, 64\): needs contiguous rows"):
         run([xs[0].t(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
+    codes, transposed, scale_inv, amax = out
+    with pytest.raises(ValueError, match=r"scale_inv of .'torch.float16'.: tiles of \(-1, -1\) have torch.float32"):
+        run(xs, codes, transposed, [one.half() for one in scale_inv], amax, [], WEIGHT, ALL, True, 0, None)
     with pytest.raises(ValueError, match=r"the lists are \[5, 6, 6, 6, 6, 0\] long"):
         run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
 

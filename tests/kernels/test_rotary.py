@@ -134,6 +134,7 @@ def test_what_does_not_fit_is_refused(ops: Ops) -> None:
         ({"k": torch.ones(2, 5, 4, 6)}, r"k \[2, 5, 4, 6\] of torch.float32 needs q's sizes"),
         ({"v": torch.ones(2, 5, 4, 8).half()}, "v .* of torch.float16"),
         ({"sin": torch.ones(3, 5, 8)}, r"sin \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
+        ({"sin": torch.ones(1, 5, 4)}, r"cos \[1, 5, 8\] needs sin's shape, \[1, 5, 4\]"),
         (
             {name: torch.ones(2, 5, 4, 7)[:, :, :4] for name in "qkv"}
             | {"cos": torch.ones(1, 5, 7), "sin": torch.ones(1, 5, 7)},

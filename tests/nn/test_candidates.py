@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import recipes
@@ -22,6 +23,15 @@ def test_the_default_select():
     assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]
     assert [large_enough(m, name) for name, m in net.items()] == [True, False, False]
     assert features(net["thin"]) == (BIG, BIG - 1)
+
+
+def test_the_sizes_of_a_layer_whose_weight_lies_in_a_vector():
+    """As FSDP1 keeps it."""
+    for layer in (nn.Linear(24, 40), Conv1D(40, 24)):
+        assert sorted(features(layer)) == [24, 40]
+        whole = features(layer)
+        layer._parameters["weight"] = nn.Parameter(layer.weight.detach().flatten()[:7])
+        assert features(layer) == whole
 
 
 class Configured(nn.Linear):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
@@ -156,6 +157,13 @@ def test_a_region_that_chooses_is_left_alone() -> None:
         with watched() as bytes_by_reason:
             ours(function, x)
         assert bytes_by_reason == {"a TopExperts chooses by it": (1, 4 * T * K, 4 * T * K)}
+
+
+def test_a_tensor_of_a_class_of_its_own_stays_as_it_is() -> None:
+    x = TwoTensor(torch.randn(T, K), torch.randn(T, K)).requires_grad_()
+    with watched() as bytes_by_reason:
+        ours(lambda x: x * 2, x)
+    assert list(bytes_by_reason) == ["a TwoTensor"]
 
 
 def test_summary_counts_regions_and_a_model_without_any_is_an_error() -> None:

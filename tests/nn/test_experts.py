@@ -545,6 +545,12 @@ def test_frozen_experts_that_are_stored_transposed_have_no_scales_of_rows() -> N
     assert not any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
 
 
+def test_each_matrix_of_the_experts_says_its_recipe() -> None:
+    experts = expert_models.built("stored", "dynamic").experts
+    assert repr(experts.gate_up) == "ExpertsPart(gate_up_proj, recipe=dynamic)"
+    assert repr(experts.down) == "ExpertsPart(down_proj, recipe=dynamic)"
+
+
 def test_some_of_the_experts_matrices() -> None:
     experts = store(GroupedExperts(), octavo.RecipeMap(recipes.dynamic(), {"w3": recipes.high_precision()}))
     assert [isinstance(experts.get_parameter(key), StoredWeight) for key in ("w1", "w3", "w2")] == [True, False, True]

@@ -19,6 +19,20 @@ def test_which_products_are_torchs(monkeypatch):
     ]
 
 
+def test_whose_tiles_the_kernels_have(monkeypatch, tmp_path):
+    launch = pytest.importorskip("octavo.kernels.triton.launch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(machine, "runs_natively", lambda device: False)
+    assert machine.configurations() == []
+    monkeypatch.setattr(machine, "runs_natively", lambda device: device.index == 1)
+    path = tmp_path / "table.json"
+    for tuned in (None, path):
+        monkeypatch.setattr(launch.TileTable, "tuned_file", lambda tuned=tuned: tuned)
+        assert machine.configurations()[1].startswith("kernels' tiles: octavo's own; `octavo tune` measures")
+    path.touch()
+    assert machine.configurations() == ["", f"kernels' tiles: tuned on this GPU, {path}"]
+
+
 def test_which_attention_torch_takes(monkeypatch):
     cpu = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
-from octavo.optim.conversion import change
+from octavo.optim.conversion import Conversion, change
 from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS, MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
@@ -159,6 +159,14 @@ def test_what_can_not_be_changes_nothing(settings, storage, message):
         change(optimizer, optimizer.settings._replace(**settings), {weight: storage} if storage else {})
     assert only(optimizer) is weight and optimizer.master == "split24"
     assert all(optimizer.state[weight][name] is value for name, value in state.items())
+
+
+def test_weights_of_torchs_optimizers_keep_their_storage():
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = torch.optim.SGD([weight], 0.01)
+    Conversion(None, {}).check(optimizer)
+    with pytest.raises(ValueError, match=r"weights change their storage with an optimizer of octavo\.optim only"):
+        Conversion(None, {weight: PerTensor()}).check(optimizer)
 
 
 def test_sgd_changes_too_but_stores_no_weight_in_fp8():

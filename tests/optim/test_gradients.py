@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedOpError
 from octavo.optim import SGD, Adam, AdamW, update_in_backward
-from octavo.optim.gradients import GradientStorage
+from octavo.optim.gradients import GradientHooks, GradientStorage
 from octavo.tensor.stored_gradient import StoredGradient
 from tests.support import trained
 from tests.support.memory import peak_bytes
@@ -73,6 +73,22 @@ def test_a_step_makes_no_gradient_of_full_size() -> None:
         held = peak_bytes(optimizer.step)
         optimizer.zero_grad()
     assert held <= 1 << 20  # at most a piece; the compiled step has none. A gradient in float32 has 4 << 20
+
+
+def test_hooks_whose_object_has_gone_do_nothing() -> None:
+    class Taker:
+        def take(self, param: nn.Parameter) -> None:
+            taken.append(param)
+
+    taken: list[nn.Parameter] = []
+    taker, param = Taker(), nn.Parameter(torch.ones(2))
+    hooks = GradientHooks(taker.take, "no DDP")
+    hooks.attach([param])
+    param.sum().backward()
+    assert taken == [param]
+    del taker
+    param.sum().backward()
+    assert len(taken) == 1 and param.grad.tolist() == [2.0, 2.0] and hooks.handles
 
 
 def test_it_ends_with_the_optimizer() -> None:

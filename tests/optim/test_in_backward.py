@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from octavo.optim.in_backward import GradientNorms, squared_norms
 from octavo.tensor.stored_gradient import UsedGradient
 from tests.support import sharded_weights as cases
 from tests.support.pool import free_port
+from tests.support.streams import GPU, notes_of_streams, tensor_on_gpu
 from tests.support.trained import assert_same, loss_of, model_of
 
 D = 64
@@ -32,6 +34,32 @@ def train(model: nn.Sequential, optimizer: Any, steps: int = 3, reentrant: bool 
         loss_of(model, reentrant).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the gradients, which outlive it; in a captured graph all is on one stream."""
+    update = update_in_backward(AdamW([nn.Parameter(torch.ones(2))]))
+    notes = notes_of_streams(monkeypatch)
+    params: Any = [SimpleNamespace(device=GPU, grad=tensor_on_gpu(f"gradient {number}", notes)) for number in range(2)]
+    for first_lines in (["another stream is made"], []):
+        with update._stream(params):
+            notes.append("step")
+        assert notes == [
+            *first_lines,
+            "another stream waits for the current stream",
+            "gradient 0 outlives another stream",
+            "gradient 1 outlives another stream",
+            "begin on another stream",
+            "step",
+            "end on another stream",
+        ]
+        notes.clear()
+    update._wait()
+    assert notes == ["the current stream waits for another stream"]
+    notes.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with update._stream(params):
+        assert notes == []
 
 
 def run(kind: str, threshold: int | None, reentrant: bool) -> tuple[nn.Sequential, Any]:

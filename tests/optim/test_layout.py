@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import octavo
 from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
-from octavo.optim.layout import bytes_of_shard, place_of
+from octavo.optim.layout import bytes_of_shard, check_layout, place_of, settle_gradient
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.state import largest, local
 from tests.support import sharded_weights as cases
@@ -239,6 +239,16 @@ def refused(mesh: Any) -> list[str]:
             AdamW([nn.Parameter(placed(torch.ones(shape), mesh, placements))], moments=one)
         said.append(str(caught.value))
     return said
+
+
+def test_terms_of_a_sum_are_no_weight_and_gradients_of_terms_are_summed(lone_mesh: Any) -> None:
+    terms = DTensor.from_local(torch.ones(4, 8), lone_mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match="its values are sums over ranks"):
+        check_layout(terms)
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 8), lone_mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.full((4, 8), 3.0), lone_mesh, [Partial()], run_check=False)
+    gradient = settle_gradient(param)
+    assert gradient is param.grad and gradient.placements == (Replicate(),) and (gradient.to_local() == 3).all()
 
 
 def test_other_layouts_and_one_scale_are_refused(pool: Any) -> None:

@@ -142,12 +142,20 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
         ((4, 4), {"ns_steps": 100}, "ns_steps=100: give three"),
         ((4, 4), {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)"),
         ((4, 4), {"moments": Moment(E4M4)}, "has no sign"),
+        ((4, 4), {"directions": "fp16"}, "directions='fp16': use 'bf16' or 'fp8'"),
     ],
     ids=str,
 )
 def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Muon([nn.Parameter(torch.ones(shape))], **options)
+
+
+def test_three_moments_are_the_momentum_and_adamws_two() -> None:
+    three = Moment("fp32"), Moment("bf16"), Moment(E4M4)
+    assert Muon(matrices(), moments=three).settings.moments == three
+    with pytest.raises(TypeError, match=r"use .*, a Moment, or three Moments"):
+        Muon(matrices(), moments=three[:2])
 
 
 def refused(mesh: Any) -> str:

@@ -7,6 +7,7 @@ from torch import nn
 
 from octavo.optim import SGD, AdamW
 from octavo.optim.resolution import Resolution, SumsInFlight
+from tests.support.streams import Stream, notes_of_streams, tensor_on_gpu
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -14,6 +15,15 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
     optimizer.step()
+
+
+def test_sums_of_a_gpu_are_waited_for_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = notes_of_streams(monkeypatch)
+    torch.cuda.current_stream().record_event = lambda: Stream("the event", notes)  # type: ignore[attr-defined]
+    on_host = torch.tensor([1.0, 2.0])
+    flight = SumsInFlight(tensor_on_gpu("sums", notes, to=lambda place, non_blocking: on_host))
+    assert notes == []
+    assert flight.sums() is on_host and notes == ["the host waits for the event"]
 
 
 def test_only_the_weights_that_count_are_summed_and_taking_begins_anew():

@@ -119,6 +119,16 @@ def test_a_state_that_does_not_fit_is_refused():
         AdamW([p]).load_state_dict(ours.state_dict())
 
 
+def test_moments_of_unknown_blocks_are_refused():
+    p, optimizer = parameter(3, 300), AdamW([parameter(3, 300)])
+    train(optimizer, 1)
+    state = optimizer.state_dict()
+    described = state["param_groups"][0]["octavo"]["moments"]["exp_avg"]
+    described["granularity"] = "PerBlock(7, 7)"
+    with pytest.raises(ValueError, match=r"the state's moments are in 'PerBlock\(7, 7\)', which none here is: Per"):
+        AdamW([p]).load_state_dict(state)
+
+
 def nets() -> tuple[nn.Module, nn.Module]:
     net = nn.Linear(300, 4, dtype=torch.bfloat16)
     return net, copy.deepcopy(net)

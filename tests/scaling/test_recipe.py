@@ -6,7 +6,21 @@ import pytest
 from torch import nn
 
 import octavo
-from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
+from octavo import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Cast,
+    Delayed,
+    Dynamic,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Recipe,
+    RecipeMap,
+    Rotation,
+    recipes,
+)
 from octavo.scaling.recipe import PRODUCTS, under
 from tests.support.helpers import every_layer
 
@@ -26,6 +40,10 @@ REFUSED = [
     (lambda: Cast(E4M3, PerRow(), Delayed()), ValueError, "needs PerTensor"),
     (lambda: Cast(E4M3, PerBlock(1, 128), Delayed()), ValueError, "needs PerTensor"),
     (lambda: Cast(E4M3, PerRow(dim=-2)), ValueError, "contracted dimension last"),
+    (
+        lambda: Cast(E2M1, PerBlock(16, 16), power_of_two=True, rotation=Rotation()),
+        *(ValueError, r"rotation=.* runs along rows: give PerBlock\(1, 16\)"),
+    ),
     (lambda: Recipe(output=TENSOR), TypeError, f"output{A_PAIR}"),
     (lambda: Recipe(grad_input=(TENSOR,)), TypeError, f"grad_input{A_PAIR}"),
     (lambda: Recipe(grad_weight=[TENSOR, TENSOR]), TypeError, f"grad_weight{A_PAIR}"),

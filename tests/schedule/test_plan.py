@@ -126,6 +126,10 @@ def test_optimizers_of_torchs(kind):
     optimizer.step()
     state = [v for s in optimizer.state.values() for n, v in s.items() if n != "step" and v is not None]
     assert planned == bytes_in(*state)
+    steps = bytes_in(*(s["step"] for s in optimizer.state.values() if "step" in s))
+    assert schedule.plan().phases[1].moments == planned + steps  # now that there is a state
+    with pytest.raises(BudgetError, match="nothing but its recipe is the schedule's to change: train on smaller"):
+        schedule.plan(1)
 
 
 def test_an_optimizer_whose_state_is_not_known_before_it_steps():

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.tensor.collectives import all_gather, pack, unpack
+from octavo.tensor.collectives import all_gather, home_of, pack, unpack
 
 
 def gathered(mesh, waits):
@@ -16,6 +16,14 @@ def gathered(mesh, waits):
 def test_parts_lie_in_the_order_of_ranks(pool):
     for waits in (False, True):
         assert pool.run(gathered, (2,), waits) == [[10, 10, 10, 11, 11, 11]] * 2
+
+
+def test_tensors_are_sent_from_where_the_backend_sends(monkeypatch):
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
+    for backend, device in (("cpu:gloo,cuda:nccl", torch.device("cpu")), ("cuda:nccl", gpu)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
+        assert home_of(None) == device
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -72,6 +72,23 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
     assert "library: left out, no time\nnothing was found" in capsys.readouterr().out
 
 
+def test_a_kind_without_a_right_row_is_a_failure_and_a_gpu_compiles_ahead(
+    tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.tune(tmp_path / "table.json", ORIGIN, options("matmul", "amax")) == 1
+    assert json.loads((tmp_path / "table.json").read_text())["configs"]["amax"] == [[64, 8, 128, 1, 4]]
+    assert "compiled ahead" not in capsys.readouterr().out
+    monkeypatch.setattr("octavo.tune.timing.ON_GPU", True)
+    minutes: list[float] = []
+    monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, time: minutes.append(time) or ["(1,)"])
+    assert command.tune(None, ORIGIN, options("amax", "--toy", "--minutes", "8")) == 0
+    assert (
+        f"{len(tuner.tasks(['amax'], tuner.TOY))} configurations compiled ahead; failed: ['(1,)']"
+        in capsys.readouterr().out
+    )
+    assert minutes == [4.0]
+
+
 def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.tune(tmp_path / "table.json", ORIGIN, options("library")) == 0
     assert tuned.TileTable.read(tmp_path / "table.json").library == set()  # none is faster

@@ -1,6 +1,7 @@
 """The tuner finds a table's rows, and lets no wrong configuration in."""
 
 import importlib
+import math
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypa
     assert before == launch.TABLE
     monkeypatch.setattr(tuner.cases.Case, "wrong", lambda *case: "" if launch.config("cast", 64) != first else "wrong")
     assert tuner.tune("cast", tuner.TOY, {}).rows == [[20, *small], [64, *large]]
+
+
+def test_a_kind_of_which_no_configuration_runs_has_no_row(
+    tuner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emptied: list[bool] = []
+    timings = importlib.import_module("octavo.tune.timing").Timings
+    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({}, dict.fromkeys(variants, "no room")))
+    monkeypatch.setattr(tuner, "ON_GPU", True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(True))
+    tuned = tuner.tune("cast", tuner.TOY, {})
+    assert tuned.rows == [] and math.isnan(tuned.gain) and emptied == [True]
+    assert "  some failed: no room\n" in capsys.readouterr().out
 
 
 def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,15 @@ def test_parameters_go_to_the_bucket_that_is_broadcast_and_back():
         assert equal(copies, some)
 
 
+def test_a_bucket_of_several_is_viewed_as_the_vector_that_it_is():
+    weights = parameters()
+    bucket = _flatten_dense_tensors([weight.detach() for weight in weights])
+    for size in ((-1,), bucket.shape):
+        assert equal([piece.view(w.shape) for piece, w in zip(bucket.view(size).pieces, weights, strict=True)], weights)
+    with pytest.raises(UnsupportedOpError, match="of a vector of parameters"):
+        bucket.view(2, -1)
+
+
 def test_a_vector_of_parameters_names_the_way_to_make_one():
     weights = parameters()
     vector = parameters_to_vector(weights)

@@ -116,9 +116,9 @@ def test_a_shard_takes_scales_that_are_no_powers_of_two_as_values(lone_mesh):
     state = source.state_dict()
     model.load_state_dict(state | {name: 3 * value for name, value in state.items() if name.endswith("scale_inv")})
     for name in ("0.weight", "2.weight"):
-        loaded, given = (each.get_parameter(name).to_local() for each in (model, source))
+        loaded, saved = (each.get_parameter(name).to_local() for each in (model, source))
         assert has_powers_of_two(loaded.scale_inv)
-        assert sqnr(loaded.dequantize().float(), 3 * given.dequantize().float()) > 25
+        assert sqnr(loaded.dequantize().float(), 3 * saved.dequantize().float()) > 25
 
 
 @pytest.mark.parametrize("stored", [False, True])

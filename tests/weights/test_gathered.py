@@ -27,6 +27,7 @@ from octavo.weights.stored import local_stored
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
 from tests.support.expert_models import built as built_experts
 from tests.support.helpers import padded_as_on_gpu, to_fp8
+from tests.support.streams import Stream, notes_of_streams, tensor_on_gpu
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,23 @@ def test_a_weight_that_stays_gathered_after_an_evaluation_begins_a_training_with
     assert not linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale is None
     linear.train()(torch.randn(4, 96))
     assert linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale.tolist() == [3.0] * 3
+
+
+def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_readers_stream(monkeypatch):
+    notes = notes_of_streams(monkeypatch)
+    group = gather.GatherGroup()
+    group.wait()
+    assert notes == []
+    group._cast = Stream("the last casts", notes)
+    group.wait()
+    after = gather._reading(lambda outputs: notes.append("read"), [tensor_on_gpu("scales", notes)], None, None)
+    with pytest.raises(AttributeError):  # nothing was read
+        after((), torch.float32, None)
+    assert notes == [
+        "the current stream waits for the last casts",
+        "scales outlives the current stream",
+        "read",
+    ]
 
 
 def test_weights_over_two_dimensions_of_a_mesh_are_gathered_as_they_are(mesh):

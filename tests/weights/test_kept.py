@@ -6,6 +6,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes, step_count
+from octavo.nn import Experts
 from octavo.step_count import _OptimizerSteps
 from octavo.weights import kept
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
@@ -174,6 +175,22 @@ def test_what_cannot_be_kept():
         octavo.nn.KeptWeights(model(recipes.rowwise()))
     mixed = model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))
     assert octavo.nn.KeptWeights(mixed).names == ("2",)
+    experts = Experts(2, 32, 48, recipe=recipes.dynamic())  # whose parts read its weights
+    assert octavo.nn.KeptWeights(nn.ModuleList([experts, model(recipes.dynamic())])).names == ("1.0", "1.2")
+
+
+def test_a_graph_reads_the_operands_of_its_weight_always(monkeypatch):
+    """It can't compare: whoever compiled it casts them before each call."""
+    net = model(recipes.dynamic())
+    kept_weights = octavo.nn.KeptWeights(net)
+    kept_weights.cast()
+    buffers, weight = net[0].fp8.kept_operands, net[0].weight
+    assert buffers.operands(weight, None) is buffers.pairs and buffers.operands(net[2].weight, None) is None
+    with torch.no_grad():
+        weight.mul_(2)
+    assert buffers.operands(weight, None) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert buffers.operands(weight, None) is buffers.pairs and buffers.operands(net[2].weight, None) is None
 
 
 @pytest.mark.parametrize("name", KEPT)

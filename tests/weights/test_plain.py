@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import warnings
 import weakref
 
 import pytest
@@ -300,6 +301,13 @@ def test_a_stored_weight_stays_a_parameter(parametrize):
     assert torch.equal(layer(x), before)
     parametrized = nn.utils.parametrizations.weight_norm(octavo.restore(layer))
     assert torch.isfinite(parametrized(x)).all()
+
+
+def test_a_trace_of_torch_jit_is_refused():
+    layer = octavo.convert(nn.Linear(32, 32), recipes.dynamic(), every_layer, weight_storage="fp8").eval()
+    says = r"torch\.jit\.trace can't hold a weight that lives in FP8: use torch\.export"
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), pytest.raises(UnsupportedOpError, match=says):
+        torch.jit.trace(layer, torch.randn(2, 32), check_trace=False)
 
 
 def test_a_library_that_makes_a_stored_parameter_anew_is_told_what_to_do():
