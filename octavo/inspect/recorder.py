@@ -75,7 +75,6 @@ class Recorder:
         twin: compute each recorded step once more in high precision, before the optimizer's update, and record how far
             losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. Before it
             the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
-            the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
             one of the data. After it the same forward runs from weights moved along the gradients, which tells whether
             backward is that of the forward. None leaves a trace in the training; they take three forwards and a
             backward, and memory for activations, gradients and a copy of the weights.
