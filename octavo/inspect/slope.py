@@ -32,7 +32,7 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
-    """Return by how much an output's product with its gradient should change, in a model that float32 computes or not."""
+    """Return by how much an output's product with its gradient should change, in a model of float32 or of bfloat16."""
     product = (dot(y, y) * dot(grad, grad)).sqrt() * (IN_FLOAT32 if is_float32 else 1.0)
     return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
 
