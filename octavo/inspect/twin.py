@@ -169,6 +169,17 @@ class _Call(NamedTuple):
         return [output.grad for output in self.outputs if output.grad is not None]
 
 
+class _CallAgain(NamedTuple):
+    """A call that ran again: its outputs that get a gradient, and these gradients, by place.
+
+    ``sums``: the change of its loss, and the loss, nan where the outputs are none, float64 [2].
+    """
+
+    outputs: dict[int, Tensor]
+    grads: dict[int, Tensor]
+    sums: Tensor
+
+
 _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
 
 
@@ -378,11 +389,14 @@ class Twin:
         with self._or_reason():
             with _without_trace(self._model) as gradients, using(self._model, recipe):
                 outputs = self._run_first_batch(calls[0].forward) if is_twin else None
-                first = self._call_again(calls[0], with_slope=is_twin)
-                others = (self._call_again(call) for call in calls[1:])
-                changes, losses, (slope, *_) = zip(first, *others, strict=True)
+                first = self._call_again(calls[0])
+                slope = self._slope(calls[0], first) if is_twin else first.sums.new_zeros(2)
+                sums = first.sums
+                del first  # its outputs are not held while other calls run
+                for call in calls[1:]:
+                    sums = sums + self._call_again(call).sums
                 pairs = [(gradients.get(weight), weight.grad) for weight in weights]
-            run = _RunAgain(pairs, torch.stack(changes).sum(), torch.stack(losses).sum(), slope, outputs)
+            run = _RunAgain(pairs, sums[0], sums[1], slope, outputs)
         return None if self._has_reason() else run
 
     def _run_first_batch(self, forward: Forward) -> OutputChanges | None:
@@ -391,30 +405,35 @@ class Twin:
             self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
         return self._first.run(forward.modes)
 
-    def _call_again(self, call: _Call, with_slope: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a forward and its backward again; return (the change of its loss, its loss, changes_along)."""
+    def _call_again(self, call: _Call) -> _CallAgain:
+        """Run a forward and its backward again."""
         with torch.enable_grad():
             outputs = call.forward.again(self._model)
         places = [place for place, y in enumerate(outputs) if _is_noted(y)]
-        noted = [(place, o.grad, o) for place, o in zip(places, call.outputs, strict=True) if o.grad is not None]
-        pairs = [(outputs[place], grad, output.product) for place, grad, output in noted]
-        torch.autograd.backward([y for y, *_ in pairs], [grad for _, grad, _ in pairs])
-        zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
-        losses = [dot(whole(y.detach()), whole(grad)) for y, grad, _ in pairs]
-        change = sum((loss - product for loss, (*_, product) in zip(losses, pairs, strict=True)), zero)
-        is_loss, total = all(y.numel() == 1 for y, *_ in pairs), sum(losses, zero)
-        along = torch.stack([zero, zero])
-        if with_slope:
-            dtypes = {parameter.dtype for parameter in self._model.parameters()}
-            is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
-            aim = sum((aimed_change(whole(y.detach()), whole(grad), is_float32) for y, grad, _ in pairs), zero)
+        noted = dict(zip(places, call.outputs, strict=True))
+        grads = {place: output.grad for place, output in noted.items() if output.grad is not None}
+        torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
+        loss = self._loss(outputs, grads)
+        change = loss - sum(noted[place].product for place in grads)
+        is_loss = all(outputs[place].numel() == 1 for place in grads)
+        sums = torch.stack([change, loss if is_loss else loss + math.nan])
+        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, sums)
 
-            def again() -> Tensor:
-                outputs = call.forward.again(self._model)
-                return sum((dot(whole(outputs[place]), whole(grad)) for place, grad, _ in noted), zero)
+    def _slope(self, call: _Call, again: _CallAgain) -> Tensor:
+        """Return changes_along of a call that ran again, and whose weights have their gradients."""
+        dtypes = {parameter.dtype for parameter in self._model.parameters()}
+        is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
+        pairs = [(whole(y), whole(again.grads[place])) for place, y in again.outputs.items()]
+        aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
+        loss = self._loss(again.outputs, again.grads)
+        return changes_along(
+            self._model, self._ranks, aim, lambda: self._loss(call.forward.again(self._model), again.grads) - loss
+        )
 
-            along = changes_along(self._model, self._ranks, aim, lambda: again() - total)
-        return change, total if is_loss else zero + math.nan, along
+    @staticmethod
+    def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:
+        """Return the sum of products of outputs and their gradients, float64: the loss, to first order."""
+        return torch.stack([dot(whole(outputs[place].detach()), whole(grad)) for place, grad in grads.items()]).sum()
 
     def _products(self, pairs: Sequence[_StepAndTwin], layers: int, are_runs: bool = False) -> Tensor:
         """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
