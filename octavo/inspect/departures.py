@@ -37,6 +37,7 @@ FAMILIES = (
     "forward",
     "inputs",
     "loss",
+    "backward",
     "gradients",
     "updates",
     "weights",
@@ -117,7 +118,8 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     """Return the most changed number of each family that changed at the first change; none where little did."""
     families = [number.family for number in numbers]
     places = [np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families]
-    if (change := _first_change(courses, places)) is None:
+    only_rises = np.array([each == "forward" for each in families])  # what falls follows smaller updates
+    if (change := _first_change(courses, places, only_rises)) is None:
         return []
     first = []
     for its, of_family in zip(places, change.of_families, strict=True):
@@ -145,10 +147,10 @@ class _CourseChange(NamedTuple):
         return float(self.of_families.sum())
 
 
-def _first_change(courses: Any, places: Sequence[Any]) -> _CourseChange | None:
+def _first_change(courses: Any, places: Sequence[Any], only_rises: Any) -> _CourseChange | None:
     """Return the change with the most evidence, or an earlier one that has enough without what came after it."""
     first, begin, end = None, 0, len(courses)
-    while changes := _changes(courses[begin:end], places):
+    while changes := _changes(courses[begin:end], places, only_rises):
         change = max(changes, key=lambda each: each.of_all)
         if change.of_all < EVIDENCE:
             break
@@ -158,19 +160,22 @@ def _first_change(courses: Any, places: Sequence[Any]) -> _CourseChange | None:
     return first
 
 
-def _changes(courses: Any, places: Sequence[Any]) -> list[_CourseChange]:
+def _changes(courses: Any, places: Sequence[Any], only_rises: Any) -> list[_CourseChange]:
     """Return the change at each record that has enough records before it."""
     count, changes = len(courses), []
     for begin in range(0, max(1, count - PAST), PAST):
         window, is_last = courses[begin : begin + 2 * PAST], begin + 2 * PAST >= count
         for at in range(LEAST if begin == 0 else PAST // 2, len(window) if is_last else PAST * 3 // 2):
-            change = _change(window, at, places)
+            change = _change(window, at, places, only_rises)
             changes.append(change._replace(at=begin + at))
     return changes
 
 
-def _change(window: Any, at: int, places: Sequence[Any]) -> _CourseChange:
-    """Return the change at a record of a window of records, of families whose numbers have these places."""
+def _change(window: Any, at: int, places: Sequence[Any], only_rises: Any) -> _CourseChange:
+    """Return the change at a record of a window of records, of families whose numbers have these places.
+
+    ``only_rises``: numbers whose fall is no change.
+    """
     records = np.arange(len(window))
     line, _ = np.linalg.qr(np.stack([np.ones(len(window)), records], 1))
     noise = window - line @ (line.T @ window)
@@ -180,6 +185,7 @@ def _change(window: Any, at: int, places: Sequence[Any]) -> _CourseChange:
     explained = (shapes / norms).T @ noise  # [3, numbers]
     hows = np.abs(explained).argmax(axis=0)
     sizes = np.take_along_axis(explained, hows[None], 0)[0]
+    sizes = np.where(only_rises, np.maximum(sizes, 0), sizes)
     squares, least = (noise**2).sum(axis=0), len(window) * NOISE**2
     likelier = (squares + least) / (np.maximum(squares - sizes**2, 0) + least)
     evidence = (len(window) - 3) / 2 * np.log(likelier)  # three numbers are fitted: a line's two and the change
@@ -202,7 +208,7 @@ def _numbers(record: Record) -> Iterator[_Number]:
             yield _Number(family, said, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
-    yield _Number("gradients", "the loss's change along the gradients", record.scalar(SLOPE))
+    yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
         name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
         yield _Number("forward", name, changes, FAINT, module)
