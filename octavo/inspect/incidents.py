@@ -82,7 +82,7 @@ KINDS = {
     "drift": Kind(LOSS, WHOLE | SYMPTOM),
     "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
-    **dict.fromkeys(("dead units", "idle expert"), Kind()),
+    "idle expert": Kind(),
     # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
     # determine the scale; "rounded": decibels of the SQNR below what the role needs
     "nonfinite": Kind(None, WHOLE, 4.0, 0.0, "has inf or NaN in {nonfinite} of its {role}", "nonfinite"),

@@ -29,7 +29,6 @@ IN_TURN = 4  # at most so many batches repeat in turn
 FEW = 3  # records or steps in a row that a fault has to last
 ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
-GRADIENTS = 3.0  # the gradients over the largest earlier ones, if updates rose too
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 JUMP = (
     2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
@@ -288,13 +287,12 @@ class Leaps(NamedTuple):
     outputs: Any
     written: Any
 
-    def begins_inside(self, at: int, layers: Any = slice(None)) -> bool:
-        """Return whether gradients of these layers' outputs changed as their weights' did, and the last one's did not.
+    def begins_inside(self, at: int) -> bool:
+        """Return whether gradients of layers' outputs changed as their weights' did, and the last one's did not.
 
         Then the model's forward or backward changed them, and neither the loss nor what is done to gradients later.
         """
-        weights = self.gradients[at, : self.outputs.shape[1]][layers]
-        of = weights, self.outputs[at, layers], self.outputs[at, -1]
+        of = self.gradients[at, : self.outputs.shape[1]], self.outputs[at], self.outputs[at, -1]
         weights, outputs, last = (abs(np.log(np.nanmedian(times))) for times in of)
         return bool(outputs > weights / 2 and last < outputs / 2)
 
@@ -389,23 +387,6 @@ def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
             yield Hit(written, run.steps[at + 1], 8)
 
 
-def updates(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield a step that changes weights more than its gradients and the recorded options explain."""
-    times, risen = (np.nanmedian(values, axis=1) for values in (run.leaps.updates, run.leaps.gradients))
-    usual = earlier(np.nan_to_num(risen, nan=1.0), np.nanmax)
-    over = (times > rule.limit) & (np.fmax(risen, usual) < rule.limit / 2) & (run.gaps[:, 0] == 1)
-    if over.any() and not run.fired & {rates, options, state}:
-        at = int(over.argmax())
-        yield Hit(rule, run.steps[at], times[at], {"times": times[at]})
-
-
-def decayed_vectors(run: Training, rule: Rule) -> Iterator[Hit]:
-    """Yield a weight decay that also pulls biases and norms' weights."""
-    for step, count in [*zip(*run.scalar("decayed_vectors"), strict=True)][:1]:
-        if count:
-            yield Hit(rule, step, 1, {"count": count})
-
-
 def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
     ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
@@ -434,21 +415,9 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
             return
 
 
-def losses(run: Training, stays: Rule, climbs: Rule, rose: Rule) -> Iterator[Hit]:
-    """Yield losses that rise for a step, rise and stay up, or go on to rise."""
-    steps, loss = run.loss
-    at = 6
-    while at < len(loss):
-        earlier_loss, changes = np.median(loss[at - 6 : at]), np.abs(np.diff(loss[max(0, at - 16) : at]))
-        limit = rose.limit * max(1.5 * float(np.median(changes)), 0.05 * abs(earlier_loss))
-        rise, end = loss[at] - earlier_loss, at + 1
-        if math.isfinite(rise) and rise > limit > 0:
-            end = next((i for i in range(end, len(loss)) if loss[i] < earlier_loss + rise / 2), len(loss))
-            if end - at < FEW:
-                texts = {"was": earlier_loss, "now": loss[at], "look": run.where_to_look(steps[at])}
-                yield Hit(rose, steps[at], rise / limit, texts)
-        at = end
-    lasting = []
+def losses(run: Training, stays: Rule, climbs: Rule) -> Iterator[Hit]:
+    """Yield a loss that rises and stays up, or goes on to rise."""
+    (steps, loss), lasting = run.loss, []
     for at in range(4, len(loss) - FEW + 1):
         earlier_losses, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
         level, now = float(np.mean(earlier_losses)), float(np.mean(later))
@@ -564,18 +533,15 @@ def untied(run: Training, rule: Rule) -> Iterator[Hit]:
             yield Hit(rule, step, 8, {"names": names}, (layer, ""))
 
 
-def dead(run: Training, *rules: Rule) -> Iterator[Hit]:
-    """Yield layers with rows of the weight, or units of the input, that became 0; none if most layers have some."""
-    for rule, role in zip(rules, ("weight", "input"), strict=True):
-        layers_over = []
-        for layer in run.layers:
-            zeros = np.nan_to_num(run.measure("zeros", layer, role))
-            over = zeros > rule.limit + 2 * (zeros[0] if role == "weight" else 0)
-            if over.any() and (role == "weight" or zeros.max() > zeros[0] + 0.05 or zeros[0] > 0.97):
-                layers_over.append((int(over.argmax()), float(zeros.max()), layer))
-        for at, share, layer in layers_over if len(layers_over) <= len(run.layers) / 2 else ():
-            times = 4 if role == "weight" else 0.1 / max(1 - share, 1e-3)
-            yield Hit(rule, run.steps[at], times, {"share": called(share)}, (layer, role))
+def dead(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield layers with rows of the weight that became 0; none if most layers have some."""
+    layers_over = []
+    for layer in run.layers:
+        zeros = np.nan_to_num(run.measure("zeros", layer, "weight"))
+        if (over := zeros > rule.limit + 2 * zeros[0]).any():
+            layers_over.append((int(over.argmax()), float(zeros.max()), layer))
+    for at, share, layer in layers_over if len(layers_over) <= len(run.layers) / 2 else ():
+        yield Hit(rule, run.steps[at], 4, {"share": called(share)}, (layer, "weight"))
 
 
 def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
@@ -619,55 +585,45 @@ def changed(run: Training, rule: Rule) -> Iterator[Hit]:
         yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
 
 
-def leaps(run: Training, rise: Rule, lasting: Rule, of_layer: Rule, *others: Rule) -> Iterator[Hit]:
-    """Yield gradients that leap or fall, of all layers; or that leap in one layer and those before it."""
-    (_, risen, alone, norms, _, _), (fall, scaled_fall, norm) = run.leaps, others
+def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
+    """Yield gradients of all layers that leap, or that fall."""
+    of = run.leaps
     # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
-    typical, at_most = np.nanmedian(risen, axis=1), np.nanmedian(alone, axis=1)
-    outputs = np.nanmedian(run.leaps.outputs, axis=1)
-    fallen = np.fmin(typical, np.maximum(norms, outputs))  # clipping makes up for a fall, before the optimizer gets it
+    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (of.gradients, of.highest, of.outputs))
+    fallen = np.fmin(typical, np.maximum(of.norms, outputs))  # clipping makes up for a fall
     # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
     for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
         falls &= np.roll(fallen, -distance) < 1 / fall.limit
     if (over := (typical > rise.limit) & ~(at_most < rise.limit / 2)).any():
-        yield _leap(run, (rise, lasting), over, typical)
+        yield _leap(run, rise, over, np.nan_to_num(typical))
     elif falls.any():
         at = int(falls.argmax())
         share = float(fallen[at])
-        rule = scaled_fall if norms[at] > rise.limit else fall  # gradients are clipped
-        rule = rule._replace(level="note" * run.leaps.begins_inside(at))
+        rule = scaled_fall if of.norms[at] > rise.limit else fall  # gradients are clipped
+        rule = rule._replace(level="note" * of.begins_inside(at))
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
-    elif (over := (alone > of_layer.limit).any(axis=1)).any():
-        at = int(over.argmax())  # backward goes from the last layer to the first
-        layer = run.layers[np.flatnonzero(alone[at] > of_layer.limit)[-1]]
-        yield _leap(run, (of_layer,), over, np.nanmax(alone, axis=1), (layer, "grad_output"))
-    elif losses not in run.fired and (over := (norms > norm.limit) & ~(np.append(norms[1:], 0) > norm.limit)).any():
-        at = int(over.argmax())
-        yield Hit(norm, run.steps[at], 1, {"times": norms[at]})
 
 
-def _leap(run: Training, rules: tuple[Rule, ...], over: Any, times_of: Any, where: tuple[str, str] = ("", "")) -> Hit:
-    """Return the hit of gradients ``times_of`` times as large as earlier ones; if they stay so, by the last rule.
+def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
+    """Return the hit of gradients ``times_of`` times as large as earlier ones.
 
     It begins in the record with the largest part of the leap.
     """
-    begins, worst = stretch(over, times_of := np.nan_to_num(times_of))
+    begins, worst = stretch(over, times_of)
     while begins > 2 and times_of[begins - 1] > 1.2:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
-    lasts = (times_of[begins:] > GRADIENTS / 2).sum() >= FEW
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
-    of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / GRADIENTS
-    layers = run.layers.index(where[0]) if where[0] else slice(None)
-    rule = rules[-1 if lasts else 0]._replace(level="note" * run.leaps.begins_inside(begins, layers))
-    return Hit(rule, run.steps[begins], severe, texts, where, *of_worst)
+    of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / rule.limit
+    rule = rule._replace(level="note" * run.leaps.begins_inside(begins))
+    return Hit(rule, run.steps[begins], severe, texts, ("", ""), *of_worst)
 
 
-def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
+def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
     gradients, count, names = run.of["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
     rates_of_groups = [values for _, values in map(run.filled, names)]
@@ -685,11 +641,11 @@ def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, ever
         if ((changed[at:] > 0.5).mean() > 0.25 or should_change) and (at or place < count):
             places_by_record.setdefault(at, []).append(place)
     for at, places in places_by_record.items():
-        layers, rule, first = [place for place in places if place < count] or places, alone, 0
-        if (gradients[at:, places] > 0).any():
-            rule = with_gradients
-        elif np.isfinite(gradients[at:]).any():  # gradients are cut off behind the last of these layers
-            rule, first = without, -1
+        if not np.isfinite(gradients[at:]).any() and len(places) < len(run.names):
+            continue
+        layers = [place for place in places if place < count] or places
+        has_some = (gradients[at:, places] > 0).any()  # else they are cut off behind the last of these layers
+        rule, first = (with_gradients, 0) if has_some else (without, -1)
         others, where = len(places) - 1, (run.names[layers[first]], "weight")
         if len(places) == len(run.names):
             rule, where = everything, ("", "")
@@ -698,7 +654,7 @@ def frozen(run: Training, alone: Rule, with_gradients: Rule, without: Rule, ever
         scales = run.by_record("loss_scale")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
-        is_choice = at == 0 and rule in (alone, without)  # as the base of an adapter
+        is_choice = at == 0 and rule is without  # as the base of an adapter
         yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], 4, texts, where)
 
 

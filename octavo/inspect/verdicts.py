@@ -33,7 +33,7 @@ BEGINS = 0.25  # of the usual distance of such steps has the first: a step befor
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
 # kinds that read what layers compute, which changes once FP8 has raised the loss
-EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "dead units", "logits")
+EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "logits")
 ONLY_GRADIENTS, HARMS = (f"FP8 {does} gradients, though not the loss so far" for does in ("changes", "harms"))
 BLAMES = "FP8 is the cause", "FP8 takes part, though not first", HARMS
 HARMED = 0.9  # the cosine of a layer's gradient, in most steps of so many, below which FP8 harms it

@@ -202,17 +202,15 @@ class Updates:
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return an optimizer's options and age, as numbers by name for a record; nothing waits for the device.
 
-    "lr" is the largest of its groups', "state_age" the steps that the state of its first weight has seen, and
-    "decayed_vectors" how many biases and norms' weights have weight decay. A group's options are "weight_decay of group
-    0", "betas 1 of group 0" and so on.
+    "lr" is the largest of its groups', "state_age" the steps that the state of its first weight has seen. A group's
+    options are "weight_decay of group 0", "betas 1 of group 0" and so on.
     """
     if optimizer is None:
         return {}
     groups = optimizer.param_groups
-    decayed = [param for group in groups if group.get("weight_decay") for param in group["params"] if param.ndim < 2]
     ages = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     rate = max((group["lr"] for group in groups if "lr" in group), default=None)
-    facts = {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
+    facts = {"lr": rate, "state_age": next(ages, None)}
     for at, group in enumerate(groups):
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]

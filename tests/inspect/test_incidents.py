@@ -16,7 +16,7 @@ def test_a_risen_rate_explains_what_follows() -> None:
     record = healthy(4, 40)
     record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * 32
     record.weights["update"][AT] *= 10
-    record.scalars["loss"][1][AT + 1] += 5
+    record.scalars["loss"][1][AT + 1 :] = [15.0 + at % 3 / 10 for at in range(AT + 1, 40)]
     record.measures["assumed"][AT + 1, 3] = 60.0
     record.measures["flushed"][:, 0] = 0.05
     record.measures["clipped"][30:, 9] = 0.01
@@ -47,14 +47,13 @@ def test_a_mild_clip_explains_no_worse_one_later_on() -> None:
 
 
 def test_a_note_of_the_training_explains_no_warning_of_it() -> None:
-    """A norm that leaps for a step, and gradients in the next one that are not their batch's."""
+    """A slope that never was 1, and later gradients that are not their batch's."""
     record = healthy(4, RECORDS)
-    norms = [1.0 + at % 3 / 10 for at in range(RECORDS)]
-    record.scalars["grad_norm"] = record.steps, [*norms[:AT], 4.0, *norms[AT + 1 :]]
-    assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("batch", "note")]
+    record.scalars["twin_slope"] = record.steps, [0.7] * RECORDS
+    assert [(finding.kind, finding.level) for finding in diagnose(record)] == [("backward", "note")]
     record.scalars["twin_control"] = record.steps[AT + 1 :], [0.1] * (RECORDS - AT - 1)
     first, other = diagnose(record)
-    assert [(each.kind, each.level) for each in (first, other)] == [("gradients", "warning"), ("batch", "note")]
+    assert [(each.kind, each.level) for each in (first, other)] == [("gradients", "warning"), ("backward", "note")]
 
 
 def test_an_inf_or_nan_explains_all_others() -> None:

@@ -52,7 +52,7 @@ def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
     assert record.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
     named = {name for name in record.scalars if " of group " not in name}  # options of the optimizer
     of_twin = {"twin_loss", "twin_slope", "left_gradient"}
-    assert named == {"loss", "grad_norm", "lr", "state_age", "decayed_vectors"} | of_twin
+    assert named == {"loss", "grad_norm", "lr", "state_age"} | of_twin
     assert "betas 1 of group 0" in record.scalars
 
 
