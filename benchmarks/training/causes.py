@@ -82,7 +82,7 @@ RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=Tr
 ALL = "*"  # every layer is right
 ASPECTS = ("layer", "cause", "remedy")
 NUMBERED = tuple(
-    f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth ninth tenth eleventh".split()
+    f"{number} draw" for number in "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
 )
 DRAWS = ("open", *NUMBERED, "variations", "more variations")
 HEALTHY_DRAWS = ("healthy", *(f"{draw.split()[0]} healthy" for draw in NUMBERED[3:]))
