@@ -619,7 +619,8 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
     of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / rule.limit
-    rule = rule._replace(level="note" * run.leaps.begins_inside(begins))
+    is_harmless = ratio < 1 or run.leaps.begins_inside(begins)  # as an optimizer divides by their size
+    rule = rule._replace(level="note" * is_harmless)
     return Hit(rule, run.steps[begins], severe, texts, ("", ""), *of_worst)
 
 
