@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, NamedTuple
 
-from octavo.inspect.record import Record, is_inside, np
+from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import as_text
 from octavo.scaling.recipe import RecipeRule
 
@@ -30,7 +30,6 @@ SOON = 2  # a cast's finding explains findings that begin within so many records
 LATER = 10  # a finding of WHOLE explains findings that begin within so many records
 NEVER = -1
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
-OF_PROGRAM = ("forward", "backward")  # kinds of findings that say that the model computes something else
 OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 
 
@@ -189,24 +188,19 @@ class _CauseAndEffect:
         self.is_from_outside = OUTSIDE in effect_traits and not is_severe
         self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
         self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
-        self.has_no_comparison = is_first and OF_A_STEP in traits
         self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
         self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
         is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
         self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
         # findings of the whole training have none: a note of it explains no warning of it
-        self.is_inside = effect.kind == "forward" and not cause.products and bool(cause.layer) and not is_note
-        self.is_inside &= is_inside(cause.layer, effect.layer)  # such as units that something masks
         self.is_of_layer = cause.layer == effect.layer and (bool(cause.layer) or not is_note or effect.level == "note")
         self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
 
 
 # the first row that is true of two findings says within how many records the first one explains the second
 EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
-    (lambda pair: pair.is_inside, SOON),
     (lambda pair: pair.is_from_outside and pair.is_large_step, SOON),
     (lambda pair: pair.is_from_outside, NEVER),
-    (lambda pair: pair.harms_all and pair.has_no_comparison, NEVER),
     (lambda pair: pair.harms_all and pair.is_over, SOON),
     (lambda pair: pair.harms_all, LATER),
     (lambda pair: pair.goes_on, SOON),
@@ -244,24 +238,9 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""
         return bool(one.products) and (one.level != "note" or one.severity < OF_WARNING)
 
-    events = [at(each) for each in findings if EVENT in KINDS[each.kind].traits and each.level != "note"]
-
-    def beside_events(finding: Finding) -> Finding:
-        """Return a lasting change as of an event soon after it: noise hides where a loss begins to rise."""
-        if KINDS[finding.kind].part not in (DATA, LOSS) or finding.worst == finding.begins:
-            return finding
-        begins = min((event for event in events if 0 <= event - at(finding) <= SOON), default=at(finding))
-        return replace(finding, begins=record.steps[begins]) if begins != at(finding) else finding
-
-    def is_headed(group: Sequence[Finding], finding: Finding) -> bool:
-        """Return whether the first of a group may be the cause of a finding: no milder cast of an earlier record."""
-        pair = _CauseAndEffect(group[0], finding, at(finding) - at(group[0]), False)
-        return not (pair.is_milder_cast and at(finding) > at(group[0]))
-
     groups: list[list[Finding]] = []
-    for finding in sorted(map(beside_events, findings), key=order):
-        of_cause = (group for group in groups if any(explains(cause, finding) for cause in group))
-        group = next((group for group in of_cause if is_headed(group, finding)), None)
+    for finding in sorted(findings, key=order):
+        group = next((group for group in groups if any(explains(cause, finding) for cause in group)), None)
         groups.append([finding]) if group is None else group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects

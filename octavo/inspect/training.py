@@ -287,15 +287,6 @@ class Leaps(NamedTuple):
     outputs: Any
     written: Any
 
-    def begins_inside(self, at: int) -> bool:
-        """Return whether gradients of layers' outputs changed as their weights' did, and the last one's did not.
-
-        Then the model's forward or backward changed them, and neither the loss nor what is done to gradients later.
-        """
-        of = self.gradients[at, : self.outputs.shape[1]], self.outputs[at], self.outputs[at, -1]
-        weights, outputs, last = (abs(np.log(np.nanmedian(times))) for times in of)
-        return bool(outputs > weights / 2 and last < outputs / 2)
-
 
 def earlier(values: Any, statistic: Any = None) -> Any:
     """Return the median (or another ``statistic``) of up to BEFORE earlier records; nan for the first two."""
@@ -601,7 +592,6 @@ def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[
         at = int(falls.argmax())
         share = float(fallen[at])
         rule = scaled_fall if of.norms[at] > rise.limit else fall  # gradients are clipped
-        rule = rule._replace(level="note" * of.begins_inside(at))
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
@@ -619,8 +609,7 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
     of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / rule.limit
-    is_harmless = ratio < 1 or run.leaps.begins_inside(begins)  # as an optimizer divides by their size
-    rule = rule._replace(level="note" * is_harmless)
+    rule = rule._replace(level="note" * (ratio < 1))  # an optimizer that divides by their size makes no larger steps
     return Hit(rule, run.steps[begins], severe, texts, ("", ""), *of_worst)
 
 

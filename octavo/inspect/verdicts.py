@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from octavo.inspect.departures import LEAST, Departure, departures
-from octavo.inspect.incidents import OF_PROGRAM, Finding
+from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
 from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
@@ -28,7 +28,6 @@ from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
 OVER, AMONG = 3, 5
 APART, COSINE = 0.006, 0.95
 OTHERWISE = 2.0  # times these limits, where something else than a cast is found: it disturbs scales
-FOUR_BITS = 3.0  # times these limits in a model with casts to four bits, whose loss is 0.7 % and cosine 0.91 as it is
 BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
 FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
 OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
@@ -75,7 +74,7 @@ def measured(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """
     twins = _Twins(record)
     return [
-        replace(finding, level="note") if twins.make_a_note(finding) else finding
+        replace(finding, level="note") if finding.products and twins.clear(finding) else finding
         for finding in findings
         if not (finding.kind in EFFECTS and twins.has_alone(finding))
     ]
@@ -120,18 +119,10 @@ class _Twins:
         is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
         is_multiplied |= is_multiplied.sum() > 1  # as of a sum whose mean is recorded
         self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
-        self.room = FOUR_BITS if any(row.cast.is_packed for row in record.rows) else 1.0
         norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
         self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
         self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
-
-    def make_a_note(self, finding: Finding) -> bool:
-        """Return whether a cast changes nothing, or the model changed by less than FP8 does to the loss since then."""
-        if finding.kind in OF_PROGRAM:
-            first = self.first_apart(finding)
-            return first is not None and self.cause(finding, first[0], first[1] is not None) == BLAMES[0]
-        return bool(finding.products) and self.clear(finding)
 
     def clear(self, finding: Finding) -> bool:
         """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
@@ -189,7 +180,7 @@ class _Twins:
     def times(self) -> Any:
         """Return distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
         apart = np.stack([self.apart, -self.apart], 1) / APART
-        return np.concatenate([apart, (1 - self.cosines) / (1 - COSINE)], 1) / self.room
+        return np.concatenate([apart, (1 - self.cosines) / (1 - COSINE)], 1)
 
     def at_the_cast(self, worst: Finding | None) -> tuple[int, int | None] | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
