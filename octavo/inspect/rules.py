@@ -1,7 +1,7 @@
 """The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
 
 A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. Limits were
-chosen by all faults of benchmarks/training/causes.py, causes_held_out.py and causes_third_draw.py.
+chosen by the faults of benchmarks/training/causes.py and of draws that its history has.
 """
 
 from __future__ import annotations
