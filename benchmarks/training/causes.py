@@ -53,7 +53,7 @@ from octavo.scaling.recipe import OPERANDS
 from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
-TAKES = "35 minutes of one core"
+TAKES = "14 minutes of one core"
 MEASURES = ("octavo/inspect",)
 
 STEPS, BEFORE, SEEDS, PLACE = 16, 60, (0, 1, 2), 5  # PLACE: the index of a changed number in a tensor
