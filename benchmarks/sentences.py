@@ -60,8 +60,8 @@ def recording_ops() -> list[str]:
 
 
 def causes_of(draw: str) -> list[str]:
-    """Return the number of runs of a draw, and the percents whose cause is named first and among the first three."""
-    places = [int(row["cause at"]) for row in rows_of("causes", of=draw)]
+    """Return the number of runs of an earlier draw, and the percents whose cause is named first and among three."""
+    places = [int(row["cause at"]) for row in rows_of("causes_earlier", of=draw)]
     return [str(len(places)), *(f"{sum(0 < at <= most for at in places) / len(places):.0%}"[:-1] for most in (1, 3))]
 
 

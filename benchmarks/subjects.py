@@ -63,6 +63,7 @@ STUDIES = {
     "muon_step": "docs/optimizer.md",
     "stored_weights": "docs/weights.md",
     "adaptive": "docs/adaptive.md",
+    "causes_earlier": "docs/inspect.md",  # draws whose question is answered
     # on a GPU, which not every release has
     "kernels": "docs/kernels.md",
     "layer": "docs/kernels.md",

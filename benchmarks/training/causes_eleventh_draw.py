@@ -24,13 +24,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
-from benchmarks.training import causes_sixth_draw as sixth
+from benchmarks.training import causes_parts as parts
 from benchmarks.training.causes import ALL, BEFORE, CHECKPOINT, DATA, SIZES, Fault, Training, at, batches, trained
-from benchmarks.training.causes_fifth_draw import MLPS, keep_logits, main, of_fp8, states, truth_by_gradients
-from benchmarks.training.causes_fourth_draw import FORWARD, OF_DATA, OUTPUTS, attending
 from benchmarks.training.causes_ninth_draw import of_fast_step
-from benchmarks.training.causes_seventh_draw import ALWAYS, PLAIN, WRITTEN
-from benchmarks.training.causes_sixth_draw import BY_TENSOR, FAST, GRADIENTS, OUT, attend
+from benchmarks.training.causes_parts import (
+    ALWAYS,
+    BY_TENSOR,
+    FAST,
+    FORWARD,
+    GRADIENTS,
+    MLPS,
+    OF_DATA,
+    OUT,
+    OUTPUTS,
+    PLAIN,
+    WRITTEN,
+    attend,
+    attending,
+    keep_logits,
+    main,
+    of_fp8,
+    states,
+)
 from benchmarks.training.causes_tenth_draw import PLACES, ROWS, of_gradients, of_kernel
 from octavo import E4M3, E5M2, Cast, PerRow, RecipeMap, recipes
 from octavo.nn.transformer import rotate
@@ -205,7 +220,7 @@ ELEVENTH_DRAW: Mapping[str, Fault] = {
         ("gradients", "labels"), ALL, (), FAST, begin=keep_logits, loss=of_guesses, first=GRADIENTS
     ),
     "a penalty of magnitudes": Fault(("gradients", "decay"), ALL, (), FAST, loss=with_penalty, first=GRADIENTS),
-    "gradients sent as a row times a column": of_gradients(begin=sixth.gradients(of_rank_one)),
+    "gradients sent as a row times a column": of_gradients(begin=parts.gradients(of_rank_one)),
     "roots of second moments loaded": of_fast_step(
         ("state",),
         ("load_state_dict",),
@@ -226,15 +241,15 @@ ELEVENTH_DRAW: Mapping[str, Fault] = {
     ),
     "inputs overwritten by the next batch's": Fault(OF_DATA, "", DATA, batch=overwritten, first=FORWARD),
     # the program
-    "another prefix's keys and values": sixth.of_forward(OUTPUTS, before=at(attending(with_one_prefix))),
-    "norms of parts of the features": sixth.of_forward(begin=sixth.norms(of_parts)),
-    "the first MLP in both blocks": sixth.of_forward(("jump", "frozen"), before=at(first_mlp_twice)),
-    "a mask that hides the token itself": sixth.of_forward(
+    "another prefix's keys and values": parts.of_forward(OUTPUTS, before=at(attending(with_one_prefix))),
+    "norms of parts of the features": parts.of_forward(begin=parts.norms(of_parts)),
+    "the first MLP in both blocks": parts.of_forward(("jump", "frozen"), before=at(first_mlp_twice)),
+    "a mask that hides the token itself": parts.of_forward(
         OUTPUTS, before=at(attending(lambda *qkv: F.scaled_dot_product_attention(*qkv, HIDES_ITSELF)))
     ),
     "attention's dropout": Fault(OUTPUTS, ALL, begin=attending(functools.partial(attend, dropout_p=0.5)), **ALWAYS),
     "rotary's gradient turned on": of_gradients(before=at(turned_on)),
-    "inputs' gradients of one rank of four": of_gradients(begin=sixth.around(lambda x: x, of_first_rank, *PLAIN)),
+    "inputs' gradients of one rank of four": of_gradients(begin=parts.around(lambda x: x, of_first_rank, *PLAIN)),
     "embedding's gradient of one place": of_gradients(begin=of_last_place),
 }
 
@@ -293,4 +308,4 @@ ELEVENTH_HEALTHY: Mapping[str, Fault] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "eleventh draw", ELEVENTH_DRAW, ELEVENTH_HEALTHY, truth_by_gradients))
+    sys.exit(main(sys.argv[1:], "eleventh draw", ELEVENTH_DRAW, ELEVENTH_HEALTHY))

@@ -22,12 +22,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.training import causes_sixth_draw as sixth
+from benchmarks.training import causes_parts as parts
 from benchmarks.training.causes import ALL, CHECKPOINT, DATA, SIZES, Do, Fault, Training, at, batches
-from benchmarks.training.causes_fifth_draw import MLPS, keep_logits, main, of_fp8, states, truth_by_gradients
-from benchmarks.training.causes_fourth_draw import FORWARD, OF_DATA, OUTPUTS, attending, times_inside
-from benchmarks.training.causes_seventh_draw import ALWAYS, PLAIN, WRITTEN, steps_since
-from benchmarks.training.causes_sixth_draw import FAST, GRADIENTS, OUT, attend
+from benchmarks.training.causes_parts import (
+    ALWAYS,
+    FAST,
+    FORWARD,
+    GRADIENTS,
+    MLPS,
+    OF_DATA,
+    OUT,
+    OUTPUTS,
+    PLAIN,
+    WRITTEN,
+    attend,
+    attending,
+    keep_logits,
+    main,
+    of_fp8,
+    states,
+    steps_since,
+    times_inside,
+)
 from octavo import E4M3, RecipeMap, recipes
 from octavo.train.model import next_byte_loss
 
@@ -178,7 +194,7 @@ TENTH_DRAW: Mapping[str, Fault] = {
         ("flushed", "rounded"),
         ("gradients",),
         options=FAST,
-        begin=lambda run: [of_kernel(returned_in_e5m2)(run), sixth.gradients(lambda grad: grad * 16)(run)],
+        begin=lambda run: [of_kernel(returned_in_e5m2)(run), parts.gradients(lambda grad: grad * 16)(run)],
         loss=lambda run, loss: loss / 16 if run.begun else loss,  # the mean over so many batches
     ),
     "weights' gradients turned by other signs": of_fp8(
@@ -195,7 +211,7 @@ TENTH_DRAW: Mapping[str, Fault] = {
         ("clipped", "stale"),
         FORWARD,
         options={"recipe": recipes.delayed(4, "most_recent")},
-        begin=times_inside(2.0, all_of=MLPS),
+        begin=times_inside(2.0, *MLPS),
         before=at(lambda run: [scales[0].copy_(E4M3.limit / history[0, -1]) for scales, history in states(run)], True),
     ),
     "last rows of products left out": of_fp8(
@@ -207,7 +223,7 @@ TENTH_DRAW: Mapping[str, Fault] = {
     "no gradient through attention's softmax": of_gradients(
         before=at(attending(lambda q, k, v: attend(q.detach(), k.detach(), v)))
     ),
-    "norms' divisor a constant in backward": of_gradients(begin=sixth.norms(without_mean_term)),
+    "norms' divisor a constant in backward": of_gradients(begin=parts.norms(without_mean_term)),
     "softmax over a part of the vocabulary": of_gradients(begin=keep_logits, loss=of_vocabulary_part),
     "loss of balance x 100": of_gradients(
         models=("experts",),
@@ -232,23 +248,23 @@ TENTH_DRAW: Mapping[str, Fault] = {
         first=WRITTEN,
     ),
     "padding on the left": Fault(OF_DATA, "", DATA, batch=padded_left, **ALWAYS),
-    "a template in each sequence": sixth.of_text(
+    "a template in each sequence": parts.of_text(
         lambda text: torch.cat([TEMPLATE.to(text.dtype).expand(len(text), -1), text[:, : -len(TEMPLATE)]], 1)
     ),
     # the program
-    "positions interpolated by eight": sixth.of_forward(OUTPUTS, before=at(interpolated)),
-    "queries and keys normalized": sixth.of_forward(
+    "positions interpolated by eight": parts.of_forward(OUTPUTS, before=at(interpolated)),
+    "queries and keys normalized": parts.of_forward(
         OUTPUTS, before=at(attending(lambda q, k, v: attend(normed(q), normed(k), v)))
     ),
-    "chunks of keys in the other order": sixth.of_forward(
+    "chunks of keys in the other order": parts.of_forward(
         OUTPUTS, before=at(attending(lambda q, k, v: attend(q, k.roll(HALF, 2), v.roll(HALF, 2))))
     ),
-    "softmaxes of two parts added": sixth.of_forward(OUTPUTS, before=at(attending(of_two_parts))),
-    "attention that sharpens": sixth.of_forward(
+    "softmaxes of two parts added": parts.of_forward(OUTPUTS, before=at(attending(of_two_parts))),
+    "attention that sharpens": parts.of_forward(
         OUTPUTS, begin=lambda run: attending(lambda q, k, v: attend(q * 1.3 ** steps_since(run), k, v))(run)
     ),
-    "activations clamped": sixth.of_forward(
-        begin=sixth.around(lambda x: x.clamp(-0.3, 0.3), lambda *its: its[-1], *MLPS)
+    "activations clamped": parts.of_forward(
+        begin=parts.around(lambda x: x.clamp(-0.3, 0.3), lambda *its: its[-1], *MLPS)
     ),
     "residual taken after the norm": Fault(("jump",), ALL, begin=residual_after_norm, **ALWAYS),
     "experts of the batch before": Fault(("jump",), ALL, models=("experts",), begin=chosen_before, first=FORWARD),
@@ -295,4 +311,4 @@ TENTH_HEALTHY: Mapping[str, Fault] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "tenth draw", TENTH_DRAW, TENTH_HEALTHY, truth_by_gradients))
+    sys.exit(main(sys.argv[1:], "tenth draw", TENTH_DRAW, TENTH_HEALTHY))

@@ -27,14 +27,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
-from benchmarks.training import causes_fourth_draw as fourth
-from benchmarks.training import causes_sixth_draw as sixth
+from benchmarks.training import causes_parts as parts
 from benchmarks.training.causes import ALL, BEFORE, CHECKPOINT, DATA, SCALER, SIZES, Fault, Training, at, batches
 from benchmarks.training.causes_eleventh_draw import labels_of, of_backward, returned, with_backward
-from benchmarks.training.causes_fifth_draw import MLPS, keep_logits, main, of_fp8, truth_by_gradients
-from benchmarks.training.causes_fourth_draw import FORWARD, OF_DATA, OUTPUTS, attending, option, output_of, times_inside
-from benchmarks.training.causes_seventh_draw import WRITTEN, with_teacher
-from benchmarks.training.causes_sixth_draw import BY_TENSOR, FAST, LAST_OUT, MOMENTUM, OUT, attend
+from benchmarks.training.causes_parts import (
+    BY_TENSOR,
+    FAST,
+    FORWARD,
+    LAST_OUT,
+    MLPS,
+    MOMENTUM,
+    OF_DATA,
+    OUT,
+    OUTPUTS,
+    WRITTEN,
+    attend,
+    attending,
+    keep_logits,
+    main,
+    of_fp8,
+    option,
+    output_of,
+    times_inside,
+    with_teacher,
+)
 from benchmarks.training.causes_tenth_draw import PLACES, ROWS, of_gradients, of_kernel
 from octavo import E4M3, recipes
 from octavo.nn.transformer import rotate
@@ -68,7 +84,7 @@ def read_by_next_scale(run: Training) -> None:
             return None
         return y * (inputs[0].detach().abs().max() * layer.delayed_scale[0] / E4M3.limit)
 
-    times_inside(0.25, all_of=MLPS)(run)
+    times_inside(0.25, *MLPS)(run)
     for layer in map(run.model.get_submodule, run.layers(*MLPS)):
         layer.register_forward_hook(after)
 
@@ -204,7 +220,7 @@ TWELFTH_DRAW: Mapping[str, Fault] = {
         ("flushed", "gradients", "rounded", "stale"),
         ("gradients",),
         options=ROWS | FAST,
-        begin=lambda run: [of_inverses(run), sixth.gradients(lambda grad: grad * 16)(run)],
+        begin=lambda run: [of_inverses(run), parts.gradients(lambda grad: grad * 16)(run)],
         loss=lambda run, loss: loss / 16 if run.begun else loss,  # the mean over so many batches
     ),
     "weights' gradients without row scales": of_backward(
@@ -215,8 +231,8 @@ TWELFTH_DRAW: Mapping[str, Fault] = {
     "rare bytes weigh most": of_gradients(begin=keep_logits, loss=by_rareness),
     "losses above 2 cut off": of_gradients(begin=keep_logits, loss=cut_off),
     "a teacher of another vocabulary": of_gradients(begin=with_teacher, loss=of_other_teacher),
-    "gradients in fixed point": of_gradients(begin=sixth.gradients(lambda grad: (grad * 256).round() / 256)),
-    "dampening of 1": sixth.of_step(
+    "gradients in fixed point": of_gradients(begin=parts.gradients(lambda grad: (grad * 256).round() / 256)),
+    "dampening of 1": parts.of_step(
         ("options",), ("dampening",), ("updates",), options=MOMENTUM, before=option("dampening", 1.0)
     ),
     # weights and data
@@ -227,18 +243,18 @@ TWELFTH_DRAW: Mapping[str, Fault] = {
     "each second byte alone": Fault(OF_DATA, "", DATA, batch=each_second_byte, first=FORWARD),
     "labels held for four bytes": Fault(OF_DATA, "", DATA, batch=held_labels, first=("loss", "gradients")),
     # the program
-    "values turned by positions": sixth.of_forward(
+    "values turned by positions": parts.of_forward(
         OUTPUTS,
         before=at(lambda run: attending(lambda q, k, v: attend(q, k, rotate(v, (run.model.cos, run.model.sin))))(run)),
     ),
-    "softmax not divided by its sum": sixth.of_forward(OUTPUTS, before=at(attending(not_divided))),
-    "scores of later positions at zero": sixth.of_forward(
+    "softmax not divided by its sum": parts.of_forward(OUTPUTS, before=at(attending(not_divided))),
+    "scores of later positions at zero": parts.of_forward(
         OUTPUTS, before=at(attending(lambda q, k, v: (q @ k.mT * q.shape[-1] ** -0.5).tril().softmax(-1) @ v))
     ),
-    "positions added to embeddings": sixth.of_forward(begin=output_of("embedding", lambda _, y: y + WAVES)),
+    "positions added to embeddings": parts.of_forward(begin=output_of("embedding", lambda _, y: y + WAVES)),
     "the least likely experts": Fault(("jump",), ALL, models=("experts",), begin=to_least_likely, first=FORWARD),
     "no gradient along the residual": of_gradients(before=at(branches_alone)),
-    "no gradient through the gate": of_gradients(begin=sixth.around(lambda x: x, gate_detached, "fc1", "gate_up")),
+    "no gradient through the gate": of_gradients(begin=parts.around(lambda x: x, gate_detached, "fc1", "gate_up")),
     "attention's gradient without its mask": of_gradients(
         before=at(attending(lambda *qkv: with_backward(attend(*qkv), F.scaled_dot_product_attention(*qkv))))
     ),
@@ -284,7 +300,7 @@ TWELFTH_HEALTHY: Mapping[str, Fault] = {
         options={"lr": 1e-3}, batch=lambda run, x, y: (x, y.long().masked_fill(PLACES < SIZES["context"] - 1, -100))
     ),
     "Muon whose rate ends at 0": Fault(
-        options={"optimizer_of": fourth.muon, "schedule": lambda step: max(0.0, 1 - (step - BEFORE) / 12)}
+        options={"optimizer_of": parts.muon, "schedule": lambda step: max(0.0, 1 - (step - BEFORE) / 12)}
     ),
     "begun with a tenth of the usual weights": Fault(
         fresh=True, begin=lambda run: [run.weight(name).div_(10) for name in run.layers()]
@@ -296,4 +312,4 @@ TWELFTH_HEALTHY: Mapping[str, Fault] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "twelfth draw", TWELFTH_DRAW, TWELFTH_HEALTHY, truth_by_gradients))
+    sys.exit(main(sys.argv[1:], "twelfth draw", TWELFTH_DRAW, TWELFTH_HEALTHY))
