@@ -76,13 +76,13 @@ class ExactNorm(Trainer):
             loss = self.loss(*self.batches.training(step))
             gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         divisor = (torch.nn.utils.get_total_norm(gradients) / self.config.optimizer.clip).clamp(min=1.0)
-        clipped = self.in_backward._clipped
+        divisor_of = self.in_backward._divisor
 
         def exactly(params: list[Any]) -> Tensor:
-            clipped(params)  # notes the norms
+            divisor_of(params)  # notes the norms
             return divisor
 
-        with mock.patch.object(self.in_backward, "_clipped", exactly):
+        with mock.patch.object(self.in_backward, "_divisor", exactly):
             return super().step(step)
 
 
