@@ -195,9 +195,12 @@ def record(path: Path) -> int:
         for name, shape in LONG.items():
             attempt(f"{name}, K = {shape[2]}", partial(cases.ALL_CASES[name].wrong, shape))
         a, b = operands(0), operands(1)
+
+        def instruct(text: str) -> None:
+            launch(instruction_kernel, OPERANDS // 1024, (torch.empty_like(a), a, b, text, 1024), 4)
+
         for name, text in INSTRUCTIONS.items():
-            arguments = torch.empty_like(a), a, b, text, 1024
-            attempt(name, partial(launch, instruction_kernel, OPERANDS // 1024, arguments, 4))
+            attempt(name, partial(instruct, text))
     for case, problem in recorder.problems.items():
         print(f"FAILED: {case}: {problem}")
     versions = {"device": device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
