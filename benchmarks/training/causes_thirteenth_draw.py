@@ -1,6 +1,10 @@
 """The thirteenth draw: healthy runs of unusual shape, written by someone who had not read octavo.inspect's rules.
 
-SIZES_HERE
+The draw has no faults. In each of the 24 kinds an expert would call everything meant and harmless, for both models and
+seeds 0 to 2. The mean loss of the recorded steps is finite and at most 0.14 % from that of the same run with all
+products in high precision (SAME is the limit). From the first to the last step the loss falls by 21 to 50 % in fresh
+runs, but in one kind, whose rate hardly begins to rise, it changes by less than 3 %; in the others it follows the texts
+of the batches. ``python -m benchmarks.training.causes_thirteenth_draw`` measures it again.
 """
 
 from __future__ import annotations
@@ -181,8 +185,8 @@ def deeper(run: Training) -> None:
 
 NESTEROV = functools.partial(octavo.optim.SGD, momentum=0.9, nesterov=True)
 OF_KINDS = RecipeMap(
-    recipes.blockwise(),
-    {"*.attention.*": recipes.mx(), "*.fc2": recipes.delayed(), "*.down": recipes.delayed(), "head": recipes.rowwise()},
+    recipes.delayed(),
+    {"*.attention.qkv*": recipes.mx(), "*.attention.out": recipes.blockwise(), "head": recipes.rowwise()},
 )
 
 THIRTEENTH_HEALTHY: Mapping[str, Fault] = {
