@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
     output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", out, "--stages", *stages, root=tree)
     assert [line for line in output.splitlines() if line.startswith("stage ") and not line.endswith(": ok")] == []
     assert " 0 failed" in output and "losses of one rank" in output
-    assert "emulated sm_90: " in output and "31 of 31 cases are their reference" in output
+    assert "emulated sm_90: " in output and re.search(r"\b(\d+) of \1 cases are their reference", output)
     assert {row["device"] for row in rows_of(out / "kernels.csv")} == {"emulated-sm-90"}
     for name, columns in ON_GPU.items():
         rows = rows_of(out / f"{name}.csv")
