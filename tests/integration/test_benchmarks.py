@@ -7,8 +7,8 @@ import csv
 import functools
 import importlib
 import os
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
