@@ -193,7 +193,7 @@ RULES: Sequence[Rule] = (
         "before each optimizer.step(): no more than twice the last record's",
         f"{CLEAR}, and {MEAN}; or clip their norm",
     ),
-    # to one in so many
+    # of all layers' gradients, which fall to one in so many
     Rule("gradients", 8.0, tests.leaps, FALL, MEAN),
     Rule(
         *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),

@@ -172,12 +172,19 @@ class _Call(NamedTuple):
 class _CallAgain(NamedTuple):
     """A call that ran again: its outputs that get a gradient, and these gradients, by place.
 
-    ``sums``: the change of its loss, and the loss, nan where the outputs are none, float64 [2].
+    ``loss``: the sum of their products, float64, which is the loss where the outputs are; ``change``: of the loss.
     """
 
     outputs: dict[int, Tensor]
     grads: dict[int, Tensor]
-    sums: Tensor
+    loss: Tensor
+    change: Tensor
+
+    @property
+    def sums(self) -> Tensor:
+        """The change of the loss, and the loss, nan where the outputs are none: float64 [2]."""
+        is_loss = all(y.numel() == 1 for y in self.outputs.values())
+        return torch.stack([self.change, self.loss if is_loss else self.loss + math.nan])
 
 
 _StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
@@ -390,7 +397,7 @@ class Twin:
             with _without_trace(self._model) as gradients, using(self._model, recipe):
                 outputs = self._run_first_batch(calls[0].forward) if is_twin else None
                 first = self._call_again(calls[0])
-                slope = self._slope(calls[0], first) if is_twin else first.sums.new_zeros(2)
+                slope = self._slope(calls[0], first) if is_twin else first.loss.new_zeros(2)
                 sums = first.sums
                 del first  # its outputs are not held while other calls run
                 for call in calls[1:]:
@@ -415,9 +422,7 @@ class Twin:
         torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
         loss = self._loss(outputs, grads)
         change = loss - sum(noted[place].product for place in grads)
-        is_loss = all(outputs[place].numel() == 1 for place in grads)
-        sums = torch.stack([change, loss if is_loss else loss + math.nan])
-        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, sums)
+        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, change)
 
     def _slope(self, call: _Call, again: _CallAgain) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
@@ -425,9 +430,8 @@ class Twin:
         is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
         pairs = [(whole(y), whole(again.grads[place])) for place, y in again.outputs.items()]
         aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
-        loss = self._loss(again.outputs, again.grads)
         return changes_along(
-            self._model, self._ranks, aim, lambda: self._loss(call.forward.again(self._model), again.grads) - loss
+            self._model, self._ranks, aim, lambda: self._loss(call.forward.again(self._model), again.grads) - again.loss
         )
 
     @staticmethod
