@@ -42,9 +42,23 @@ FOUR_BITS, LAST_AMAX = {"recipe": recipes.nvfp4()}, {"recipe": recipes.delayed(1
 AS_MEAN_FROM_ZERO = at(lambda run: torch._foreach_mul_(data_of(run), 1 - 0.98**run.done))
 
 
+class _InFP8:
+    """A training whose fault acts only while its layers compute in FP8, as one of a kernel."""
+
+    def __init__(self, run: Training) -> None:
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)
+
+    @property
+    def begun(self) -> bool:
+        return self.run.begun and not self.run.model.head.recipe.is_high_precision
+
+
 def in_fp8(begin: Do) -> Do:
-    """Return a change of trainings in FP8 alone."""
-    return lambda run: None if run.model.head.recipe.is_high_precision else begin(run)
+    """Return a change of trainings in FP8 alone, which is none where these run once more in high precision."""
+    return lambda run: None if run.model.head.recipe.is_high_precision else begin(_InFP8(run))
 
 
 def cut_off(x: Tensor) -> Tensor:
