@@ -73,8 +73,10 @@ def overflow_to_zero(run: Training) -> None:
     """Cast inputs beyond the largest code to NaN, as without saturation, and NaN to zero, while some inputs grow."""
 
     def before(layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not run.begun:
+            return None
         is_code = inputs[0].detach().abs() * layer.delayed_scale[0] <= E4M3.limit
-        return (with_backward(inputs[0] * is_code, inputs[0]), *inputs[1:]) if run.begun else None
+        return with_backward(inputs[0] * is_code, inputs[0]), *inputs[1:]
 
     parts.times_inside(1.3, *parts.MLPS)(run)
     for layer in map(run.model.get_submodule, run.layers()):
