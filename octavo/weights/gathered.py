@@ -43,7 +43,7 @@ from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import WEIGHT, Cast, Recipe, RoleCasts
-from octavo.step_count import OPTIMIZER_STEPS
+from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
 from octavo.tensor.collectives import bytes_of, check_ranks_agree, maximum_over_ranks, scales_from
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
 from octavo.weights.fsdp2 import (
@@ -200,6 +200,7 @@ class Gather:
         self.shared = shared  # whether a module of another kind has the same weight
         self.name = name  # the module's name in the model that octavo.convert was called with
         self.parameter: Any = None  # the module's sharded parameter
+        self.writes: SeenWrites  # to the parameter, once there is one
         self.shape = torch.Size()  # shape of the tensor that FSDP2 shards: tensor parallelism has left this rank a part
         self.at = 0  # the mesh dimension that FSDP2 shards over; those of tensor parallelism follow
         self.for_training = True  # whether the weight was last gathered for a forward in training
@@ -227,7 +228,7 @@ class Gather:
                 "apply it to a module that holds both"
             )
         OPTIMIZER_STEPS.watch()
-        self.parameter = parameter
+        self.parameter, self.writes = parameter, OPTIMIZER_STEPS.writes_to(parameter)
         if self.group is not None:
             self.group.check_ranks_agree(parameter.device_mesh)
             self.group.add(module)
@@ -312,7 +313,7 @@ class Gather:
         """
         assert self.group is not None
         parameter = self.parameter
-        writes = OPTIMIZER_STEPS.of(parameter), parameter._version, on_this_rank(parameter)._version, self.generation
+        writes = self.writes.step, parameter._version, on_this_rank(parameter)._version, self.generation
         return self.group.backwards, module.training, *writes, id(module.fp8.recipe)
 
     def begin(self, module: WeightReader) -> None:
@@ -524,7 +525,7 @@ def _take_scales(ways: list[InFP8], maxima: list[Tensor], cast: Cast) -> list[Te
         )
         # Writes that move no version are recognised by this: a weight's amax changed without a step of its
         # optimizer, or is more than twice what its scale can represent.
-        steps = [OPTIMIZER_STEPS.of(way.gather.parameter) for way in ways]
+        steps = [way.gather.writes.step for way in ways]
         unstepped = [float(way.steps == now) for way, now in zip(ways, steps, strict=True)]
         last_amax = torch.cat([way.shared_scales[1].view(1) if way.shared_scales else zero for way in ways])
         moved = (whole.new_tensor(unstepped) > 0) & (whole != last_amax)
