@@ -29,7 +29,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
 from octavo.weights.gathered import check_layers_agree
-from octavo.weights.stored import StoredWeight, why_not_cut
+from octavo.weights.stored import StoredWeight, why_not_shardable
 
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 
@@ -96,7 +96,7 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
     """Shard a module's own parameters; one that is tied to another module's stays tied."""
     for name, param in list(module.named_parameters(recurse=False)):
         if isinstance(param, StoredWeight):
-            why = why_not_cut(param.shape, param.granularity, mesh.size(), of_weight.dim)
+            why = why_not_shardable(param.shape, param.granularity, mesh.size(), of_weight.dim)
             if why is not None:
                 raise ValueError(why)
         placement = of_bias if name == "bias" else of_weight

@@ -10,7 +10,7 @@
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 
-``fp8_operands`` tries them in this order. ``state_for`` returns the delayed scale that a cast reads, and forgets the
+``fp8_operands`` tries them in this order. ``fresh_state`` returns the delayed scale that a cast reads, and forgets the
 history of a weight that anything but its optimizer wrote; a weight that is no parameter of its module has no history.
 A write through .data changes no counter that octavo could read: call ``invalidate`` after it.
 """
@@ -38,7 +38,7 @@ from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
 from octavo.weights.fsdp2 import gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
-from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
+from octavo.weights.stored import FROZEN_ONLY, STORABLE, StoredWeight, local_stored, stored_as
 
 
 class WeightOwner(nn.Module):
@@ -182,7 +182,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
         if (stored := local_stored(parameter)) is not None:
             return whole_pair(parameter, stored)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
-    state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
+    state = None if hasattr(type(weight), "operands") else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
     operands = fp8_operands(module, weight_NK, weight, False, state, training)
     assert operands.as_is is not None
@@ -191,7 +191,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 
-def of_this_rank(parameter: Any, ranks: int) -> Tensor:
+def local_experts(parameter: Any, ranks: int) -> Tensor:
     """Return this rank's experts of a parameter [E, ...]; their gradients are divided by ``ranks``."""
     experts: Tensor = parameter.to_local()
     if experts.requires_grad:  # a view of the parameter, new in each forward; its gradient sums all ranks' tokens
@@ -199,7 +199,7 @@ def of_this_rank(parameter: Any, ranks: int) -> Tensor:
     return experts
 
 
-def state_for(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
+def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
     """Return the delayed state that a forward reads, on this device; None if the recipe is not delayed.
 
     ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
@@ -211,11 +211,11 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
         if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
             local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
             if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
-                notice_writes(module, weight)
+                forget_if_written(module, weight)
     return module.fp8.state_on(device)
 
 
-def notice_writes(module: WeightReader, weight: Tensor) -> None:
+def forget_if_written(module: WeightReader, weight: Tensor) -> None:
     """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
 
     An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
@@ -253,7 +253,7 @@ def why_unreadable(weight: Tensor) -> str | None:
     return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
 
 
-def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
+def check_readable(recipe: Recipe, weight: Tensor | None) -> None:
     """Raise ValueError if a recipe can't read a weight as it is stored."""
     if weight is None or recipe.is_high_precision:
         return
@@ -268,15 +268,15 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
             'recipe, e.g. octavo.RecipeMap(recipe, {"*.experts*": octavo.recipes.mx()})'
         )
     if (granularity := stored_as(weight)) is not None:
-        check_granularity(recipe, weight.shape, granularity)
+        check_stored_granularity(recipe, weight.shape, granularity)
 
 
-def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
+def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
     """Raise ValueError if a recipe can't read a weight of this shape that is stored by this granularity."""
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := StoredWeight.why_not(recipe, stored not in OF_FROZEN):
+    if reason := StoredWeight.why_not(recipe, stored not in FROZEN_ONLY):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):
@@ -288,7 +288,7 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
 
 def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
     """Return how a weight (or expert) that a recipe scales so is stored: PerTensor() if one block covers all of it."""
-    is_one_block = granularity in GRANULARITIES and granularity.scale_shape(shape[-2:]) == (1, 1)
+    is_one_block = granularity in STORABLE and granularity.scale_shape(shape[-2:]) == (1, 1)
     return PerTensor() if is_one_block else granularity
 
 

@@ -1,14 +1,22 @@
-"""WeightWrites: whether anything but its optimizer has written a weight, by the counters that PyTorch has."""
+"""Whether a weight was written, by the counters that PyTorch has.
+
+WeightWrites    by anything but its optimizer, since the last cast in training: delayed scales know nothing of it
+KeptOperands    by anything, since KeptWeights cast it: the codes serve no longer
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.private import local_tensor
+from octavo.scaling.delayed import State
+from octavo.scaling.recipe import Cast, Recipe
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites, version_of
+from octavo.tensor.pair import Operands
 
 
 class _Sight(NamedTuple):
@@ -59,3 +67,42 @@ class WeightWrites:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWrites, ()
+
+
+class KeptOperands:
+    """The buffers into which KeptWeights casts a layer's weight, by the recipe at the time. A copied layer has none.
+
+    ``lies_twice``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA
+    graph, so that only captured forwards may read it. Under Delayed the operands have the amax, which backward commits.
+    """
+
+    def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lies_twice: bool, amax: Tensor) -> None:
+        OPTIMIZER_STEPS.watch()
+        self.recipe, self.cast, self.lies_twice, self.amax = recipe, cast, lies_twice, amax
+        self.pairs = operands._replace(amax=amax) if cast.is_delayed else operands
+
+    def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
+        """Note that the buffers were just cast from this weight, by this delayed state."""
+        self._weight, self._captured = weight, captured
+        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
+
+    def operands(self, weight: Tensor, state: State | None) -> Operands | None:
+        """Return the operands; None if the weight or its delayed scale may have been written since the cast.
+
+        A compiled or captured forward can't compare, and always gets the operands of this weight.
+        """
+        if self._weight is not weight:
+            return None
+        if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.pairs
+        is_unwritten = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
+        return self.pairs if is_unwritten and not self._captured else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _key_of(weight: Tensor, state: State | None) -> tuple[Any, ...]:
+    """Return a key that changes with each write to the weight or its delayed scale that a counter shows."""
+    scale_key = None if state is None else (id(state.scale), version_of(state.scale))
+    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, scale_key
