@@ -10,8 +10,8 @@
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 
-``fp8_operands`` tries them in this order. ``fresh_state`` returns the delayed scale that a cast reads, and forgets the
-history of a weight that anything but its optimizer wrote; a weight that is no parameter of its module has no history.
+``fp8_operands`` tries them in this order. ``fresh_state`` forgets the history of a weight that anything but its
+optimizer wrote, and returns the state that a cast reads; a weight that is no parameter of its module has no history.
 A write through .data changes no counter that octavo could read: call ``invalidate`` after it.
 """
 
@@ -36,9 +36,11 @@ from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
-from octavo.weights.fsdp2 import gather_alone, mp_policies, on_this_rank
+from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.stored import FROZEN_ONLY, STORABLE, StoredWeight, local_stored, stored_as
+
+HOLDING_CODES = StoredWeight, GatheredWeight  # weights that live in FP8: their method ``operands`` gives their codes
 
 
 class WeightOwner(nn.Module):
@@ -124,9 +126,10 @@ def fp8_operands(
     local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    if (operands_of := getattr(type(local), "operands", None)) is not None:  # stored or gathered
+    kind: Any = type(local)
+    if issubclass(kind, HOLDING_CODES):
         _refuse_tracing()
-        return operands_of(local, module, transposed)  # torch.compile makes an operation of a tensor's method
+        return kind.operands(local, module, transposed)  # torch.compile makes an operation of a tensor's method
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:
@@ -161,11 +164,12 @@ def _source_of(module: WeightReader, weight_NK: Tensor, parameter: Tensor, state
             "FSDP1 and DeepSpeed ZeRO-3 gather weights in high precision, and each rank casts whole weights in forward "
             "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
         )
-    of_weight = module.fp8.recipe.weight_casts.transposed
-    scale = None if state is None or of_weight is None or not of_weight.is_delayed else state.in_force(WEIGHT)
+    weight_cast, scale = module.fp8.recipe.weight_casts.transposed, None
+    if state is not None and weight_cast is not None and weight_cast.is_delayed:
+        scale = state.in_force(WEIGHT).clone()
     # for ZeRO-3 it is the parameter itself: a view would keep the gathered storage alive
     swaps = module.stores_transposed and hasattr(parameter, "ds_id")
-    return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
+    return WeightSource(parameter if swaps else weight_NK, swaps, scale)
 
 
 @torch.no_grad()
@@ -182,7 +186,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
         if (stored := local_stored(parameter)) is not None:
             return whole_pair(parameter, stored)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
-    state = None if hasattr(type(weight), "operands") else fresh_state(module, parameter, training, weight.device)
+    state = None if isinstance(weight, HOLDING_CODES) else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
     operands = fp8_operands(module, weight_NK, weight, False, state, training)
     assert operands.as_is is not None
@@ -200,7 +204,7 @@ def local_experts(parameter: Any, ranks: int) -> Tensor:
 
 
 def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
-    """Return the delayed state that a forward reads, on this device; None if the recipe is not delayed.
+    """Forget the history of a weight that was written, and return the delayed state that a forward reads, or None.
 
     ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
     """
@@ -216,7 +220,7 @@ def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, 
 
 
 def forget_if_written(module: WeightReader, weight: Tensor) -> None:
-    """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
+    """Forget the weight's history if anything but its optimizer wrote it; each cast in training calls it before.
 
     An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
     """
@@ -234,7 +238,7 @@ def _refuse_tracing() -> None:
 
 def widened(weight: Any) -> Tensor:
     """Return a weight for a product in high precision, dequantised if it is stored in FP8; gradients flow to it."""
-    if not hasattr(on_this_rank(weight), "operands"):
+    if not isinstance(on_this_rank(weight), HOLDING_CODES):
         return weight
     _refuse_tracing()
     if not hasattr(weight, "to_local"):
@@ -248,7 +252,7 @@ def widened(weight: Any) -> Tensor:
 def why_unreadable(weight: Tensor) -> str | None:
     """Return the class of a weight that FP8 products can't read, to end "weights that are ..."; or None."""
     kind = type(on_this_rank(weight))  # for a DTensor the class of each rank's shard
-    if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "operands"):
+    if not hasattr(kind, "__tensor_flatten__") or issubclass(kind, HOLDING_CODES):
         return None
     return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
 
