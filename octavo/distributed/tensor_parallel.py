@@ -102,7 +102,7 @@ class _NotedStyle:
 
 
 class _ShardingStyle(_NotedStyle):
-    """A style that shards (weight, bias) of a Linear as ``_linear`` says, the weight of an Embedding as ``_embedding``."""
+    """A style that shards a Linear's (weight, bias) as ``_linear`` says, an Embedding's weight as ``_embedding``."""
 
     _linear: tuple[Shard, Shard | Replicate]
     _embedding: Shard
@@ -110,10 +110,9 @@ class _ShardingStyle(_NotedStyle):
 
     def _shard_parameters(self: Any, name: str, module: nn.Module, device_mesh: Any) -> None:
         """Shard a module's own parameters; one that is tied to another module's stays tied."""
-        is_embedding = isinstance(module, nn.Embedding)
-        weight_placement, bias_placement = (self._embedding, None) if is_embedding else self._linear
+        placements: tuple[Any, Any] = (self._embedding, None) if isinstance(module, nn.Embedding) else self._linear
         for name, param in list(module.named_parameters(recurse=False)):
-            placement = bias_placement if name == "bias" else weight_placement
+            placement = placements[name == "bias"]
             if isinstance(param, StoredWeight):
                 if why := why_not_shardable(param.shape, param.granularity, device_mesh.size(), placement.dim):
                     raise ValueError(why)

@@ -96,7 +96,11 @@ class ShardedWeight(ShardHooks):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if type(result) is Tensor and getattr(func, "__name__", "") in _STAYS and isinstance(args[0], ShardedWeight):
+        if (
+            type(result) is Tensor
+            and getattr(func, "__name__", "") in _KEEP_CLASS
+            and isinstance(args[0], ShardedWeight)
+        ):
             return result.as_subclass(cls)
         return result
 
@@ -104,8 +108,8 @@ class ShardedWeight(ShardHooks):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
 
 
-# by name: torch functions and aten overloads alike
-_STAYS = {
+# names of torch functions and aten overloads whose results are of the class too
+_KEEP_CLASS = {
     name + suffix
     for name in "detach alias view narrow slice clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
     for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
@@ -211,18 +215,18 @@ def plain(param: Any) -> Tensor:
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
-def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
+def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: int | None = None) -> Tensor:
     """Return a DTensor of this shape, sharded as ``param``, with this rank's shard ``local``; that, if it is plain.
 
-    ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
+    ``columns_dim``: the tensor's dimension that has the columns, which are ``param``'s last one, if it is another.
     """
     if not hasattr(param, "placements"):
         return local
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    if of_columns is not None:
-        placements = [Shard(of_columns) if one == Shard(param.ndim - 1) else one for one in placements]
+    if columns_dim is not None:
+        placements = [Shard(columns_dim) if one == Shard(param.ndim - 1) else one for one in placements]
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

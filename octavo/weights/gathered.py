@@ -136,8 +136,7 @@ class AsStored(Way):
         codes = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size())
         scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
         if shard.ndim == 3:
-            scales_shape = torch.Size(shard.granularity.of_matrices(shape).scale_shape(shape))
-            scale_inv = padded_rows(scale_inv, scales_shape, mesh.size())
+            scale_inv = padded_rows(scale_inv, shard.scales_shape(shape), mesh.size())
         # on one rank FSDP2 passes on the first tensor only
         sends_scales = not shard.has_one_scale and mesh.size() > 1
 

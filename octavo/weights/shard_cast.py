@@ -48,8 +48,8 @@ class ShardCodes(NamedTuple):
     """The tensors that a cast of a shard wrote.
 
     Attributes:
-        sent: by layout the codes, uint8, of as many rows on every rank, followed by their scales if ranks share none.
-        shared_scales: by layout the scale_inv that all ranks know, if they share it.
+        sent: of each layout the codes, uint8, of as many rows on every rank; then their scales, unless ranks share them.
+        shared_scales: the scale_inv of each layout whose scales ranks share.
         amax: [1, 1], of the whole weight, under Delayed.
     """
 
@@ -64,6 +64,8 @@ class ShardCodes(NamedTuple):
 
     def on(self, device: torch.device) -> ShardCodes:
         """Return these tensors on a device, without a wait for their copies."""
+        if self.sent[0].device == device:
+            return self
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), self)
 
 

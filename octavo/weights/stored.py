@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -136,13 +136,13 @@ class StoredWeight(ShardHooks, Pair):
                 "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: "
                 "leave out weight_storage"
             )
-        of_frozen = casts.as_is.granularity in FROZEN_ONLY
-        if not casts.once and (trained or not of_frozen):
-            only = "; weights that are frozen before can be stored so" if of_frozen else ""
+        is_for_frozen = casts.as_is.granularity in FROZEN_ONLY
+        if not casts.once and (trained or not is_for_frozen):
+            only = "; weights that are frozen before can be stored so" if is_for_frozen else ""
             return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
         if casts.as_is.format != E4M3:
             return f"its weights are {casts.as_is.format}, and stored ones E4M3"
-        if not of_frozen and casts.as_is.granularity not in STORABLE:
+        if not is_for_frozen and casts.as_is.granularity not in STORABLE:
             return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
         return None
 
@@ -178,8 +178,9 @@ class StoredWeight(ShardHooks, Pair):
         else:
             pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
-        of = granularity if is_shard or granularity in FROZEN_ONLY else None  # of a whole one of one block: PerTensor()
-        stored = cls(qdata, scale_inv, like.dtype, of, is_shard)
+        # a whole weight of one block is stored per tensor
+        stored_by = granularity if is_shard or granularity in FROZEN_ONLY else None
+        stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
         if keep_rest and granularity in STORABLE and not weight.is_meta:
             stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
@@ -239,6 +240,10 @@ class StoredWeight(ShardHooks, Pair):
     def has_one_scale(self) -> bool:
         """Whether the whole weight, with other ranks' shards of it, has one scale."""
         return self.granularity == PerTensor() and self.ndim == 2
+
+    def scales_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Return the shape of the scales of a weight of this shape whose elements share them as this one's do."""
+        return torch.Size(self.granularity.of_matrices(shape).scale_shape(shape))
 
     def pair(self) -> ScaledTensor:
         """Return the pair, over the same codes."""
@@ -446,9 +451,9 @@ def why_not_shardable(shape: torch.Size, granularity: Granularity, ranks: int, d
 def why_cut_blocks(weight: Any, granularity: Granularity) -> str | None:
     """Return why a DTensor can't be stored by this granularity, if its shards would cut blocks; or None."""
     ranks = [1] * max(weight.ndim, 2)
-    for at, placement in enumerate(getattr(weight, "placements", ())):
+    for mesh_dim, placement in enumerate(getattr(weight, "placements", ())):
         if (dim := getattr(placement, "dim", None)) is not None:
-            ranks[dim] *= weight.device_mesh.size(at)
+            ranks[dim] *= weight.device_mesh.size(mesh_dim)
     if weight.ndim == 3:
         return uneven_experts(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
     reasons = [why_not_shardable(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
@@ -536,7 +541,7 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``low_bits``."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    tensors_of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
+    parts: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
         lambda weight: weight.qdata.view(torch.uint8),
         lambda weight: weight.scale_inv.view(torch.uint8),
     ]
@@ -544,9 +549,9 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
             if weight.low_bits is None:  # another rank may have one
                 weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
-        tensors_of.append(lambda weight: weight.low_bits)
-    for tensor_of in tensors_of:
-        *_, work = func(*pytree.tree_map_only(kind, tensor_of, (received, *arguments)))
+        parts.append(lambda weight: weight.low_bits)
+    for part in parts:
+        *_, work = func(*pytree.tree_map_only(kind, part, (received, *arguments)))
         work.wait()
     for output, received_weight in zip(outputs, received, strict=True):
         output.write(received_weight)
@@ -562,8 +567,8 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     low_bits = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
     scale_inv = weight.scale_inv.clone()
-    if weight.granularity != PerTensor() or weight.ndim == 3:
-        scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
+    if not weight.has_one_scale:
+        scale_inv = scale_inv.new_ones(weight.scales_shape(size))
     return weight._like(codes, scale_inv, low_bits, is_shard=True)
 
 
