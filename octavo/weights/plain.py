@@ -127,7 +127,7 @@ def fp8_operands(
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
     kind: Any = type(local)
-    if issubclass(kind, HOLDING_CODES):
+    if isinstance(local, HOLDING_CODES):
         _refuse_tracing()
         return kind.operands(local, module, transposed)  # torch.compile makes an operation of a tensor's method
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
