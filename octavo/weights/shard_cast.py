@@ -48,7 +48,7 @@ class ShardCodes(NamedTuple):
     """The tensors that a cast of a shard wrote.
 
     Attributes:
-        sent: of each layout the codes, uint8, of as many rows on every rank, and their scales, unless ranks share these.
+        sent: of each layout the codes, uint8, of as many rows on each rank, and their scales, unless ranks share these.
         shared_scales: the scale_inv of each layout whose scales ranks share.
         amax: [1, 1], of the whole weight, under Delayed.
     """
