@@ -44,7 +44,8 @@ aten = torch.ops.aten
 T = TypeVar("T")
 
 # the work of ``fsdp_post_all_gather`` on (the received tensors, the parameter's dtype, a weight to refill or None)
-SecondHook = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]
+UnshardedWeight = tuple[Tensor, tuple[Tensor, ...]] | None  # (the weight, what FSDP2 frees besides); None: refilled
+SecondHook = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], UnshardedWeight]
 FirstHookResult = tuple[tuple[Tensor, ...], SecondHook]  # (tensors to send, each of as many rows on every rank, ...)
 
 
@@ -68,7 +69,7 @@ class ShardHooks(Tensor):
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: SecondHook, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+    ) -> UnshardedWeight:
         """Return the unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
@@ -96,11 +97,7 @@ class ShardedWeight(ShardHooks):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if (
-            type(result) is Tensor
-            and getattr(func, "__name__", "") in _KEEP_CLASS
-            and isinstance(args[0], ShardedWeight)
-        ):
+        if type(result) is Tensor and getattr(func, "__name__", "") in _KEEPS and isinstance(args[0], ShardedWeight):
             return result.as_subclass(cls)
         return result
 
@@ -109,7 +106,7 @@ class ShardedWeight(ShardHooks):
 
 
 # names of torch functions and aten overloads whose results are of the class too
-_KEEP_CLASS = {
+_KEEPS = {
     name + suffix
     for name in "detach alias view narrow slice clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
     for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
@@ -261,7 +258,7 @@ def whole(value: T) -> T:
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 
-def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> Any:
+def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> Tensor:
     """Return a sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
@@ -272,17 +269,18 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPoli
         return whole(param)
     mesh = meshes if meshes.ndim == 1 else meshes[meshes.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
-    inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
+    inputs, hook = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
     outputs = []
     for sent in inputs:
         sent = sent.contiguous()
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
         all_gather(outputs[-1], sent, mesh.get_group())
-    weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)
+    dtype = mp_policy.param_dtype or param.dtype
+    weight, _ = local.fsdp_post_all_gather(tuple(outputs), hook, dtype)  # type: ignore[misc]
     return weight
 
 
-def mp_policies(model: nn.Module) -> dict[int, Any]:
+def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
     """Return FSDP2's mixed-precision policy of each sharded parameter, by its id; {} where nothing is sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}

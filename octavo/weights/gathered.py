@@ -43,6 +43,7 @@ from octavo.weights.fsdp2 import (
     FirstHookResult,
     GatheredWeight,
     SecondHook,
+    UnshardedWeight,
     attach,
     gather_as_it_is,
     gathered_whole,
@@ -83,7 +84,7 @@ class Unshard(NamedTuple):
         """
         shape, casts = self.shape, self.module.fp8.recipe.weight_key
 
-        def hook(received: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Any:
+        def hook(received: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> UnshardedWeight:
             for tensor in local_tensors:  # allocated on FSDP2's stream, they must outlive this stream's reads
                 if tensor.is_cuda:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -532,8 +533,7 @@ def _scales_of(ways: Sequence[InFP8], amaxes: list[Tensor], cast: Cast) -> list[
             scales_and_counts = zip(delayed_scales.split(1), counts, strict=True)
             delayed_scales = torch.cat([scale.expand(count) for scale, count in scales_and_counts])
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed_scales)
-    shapes = [(-1, 1, 1) if len(way.gather.shape) == 3 else (1, 1) for way in ways]
-    inverses = [one.view(shape) for one, shape in zip(scale_inv_from_scale(scale).split(counts), shapes, strict=True)]
+    inverses = scale_inv_from_scale(scale).split(counts)
     weight_amaxes = weight_amax.view(-1, 1, 1).unbind() if cast.is_delayed else [None] * len(ways)
     return [WeightScales(*row) for row in zip(scale.split(counts), inverses, weight_amaxes, strict=True)]
 

@@ -181,7 +181,8 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
 
     ``training``: True for a forward in training (by the delayed scale), False for evaluation (by the weight's amax).
     """
-    parameter = weight = module.weight_parameter
+    parameter = module.weight_parameter
+    weight: Tensor = parameter
     if on_this_rank(parameter) is not parameter:
         if (stored := local_stored(parameter)) is not None:
             return whole_pair(parameter, stored)

@@ -34,9 +34,9 @@ from octavo.weights.fsdp2 import padded_rows, rows_of_rank, rows_on_each_rank
 
 
 class WeightScales(NamedTuple):
-    """The scales of a weight that is cast per tensor, the same on all ranks; ``amax`` [1, 1]: its own, under Delayed.
+    """The scales of a weight that is cast per tensor, [1], of experts [E]; the same on all ranks.
 
-    ``scale`` [1] and ``scale_inv`` [1, 1], of E experts [E] and [E, 1, 1].
+    ``amax``: [1, 1], the weight's own, under Delayed.
     """
 
     scale: Tensor
@@ -136,18 +136,17 @@ class ShardCast:
         ``before``: the last codes, whose memory is written again; ``scales``: per tensor; None for blocks.
         """
         sent = self._memory(shard, scales is None) if before is None else before.sent
-        codes = ShardCodes(sent, ()) if scales is None else ShardCodes(sent, (scales.scale_inv,), scales.amax)
-        if shard.numel() == 0:
-            return codes, []
-        q = sent[0][: shard.shape[0]].view(self.layouts[0].cast.format.dtype)
-        pairs = zip(_matrices(shard), _matrices(q), strict=True)
+        xs = _matrices(shard) if shard.numel() else []
+        codes = _matrices(sent[0].view(self.layouts[0].cast.format.dtype)[: len(shard)])
         if scales is None:
-            blocks = zip(pairs, _matrices(sent[1]), strict=True)
-            return codes, [MatrixToCast(*pair, scale_inv=scale_inv) for pair, scale_inv in blocks]
-        here = slice(self.first_row, self.first_row + len(shard)) if shard.ndim == 3 else slice(None)
-        return codes, [
-            MatrixToCast(*pair, scale=scale) for pair, scale in zip(pairs, scales.scale[here].split(1), strict=True)
+            matrices = [MatrixToCast(*row) for row in zip(xs, codes, _matrices(sent[1]), strict=False)]
+            return ShardCodes(sent, ()), matrices
+        scale_inv = scales.scale_inv.view(-1, *[1] * (shard.ndim - 1))
+        here = slice(self.first_row, None) if shard.ndim == 3 else slice(None)
+        matrices = [
+            MatrixToCast(x, q, None, one) for x, q, one in zip(xs, codes, scales.scale[here].split(1), strict=False)
         ]
+        return ShardCodes(sent, (scale_inv,), scales.amax), matrices
 
     def _memory(self, shard: Tensor, has_blocks: bool) -> tuple[Tensor, ...]:
         """Return memory for the codes, of as many rows on every rank, and for the scales of blocks."""
