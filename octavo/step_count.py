@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -47,8 +47,8 @@ class _OptimizerSteps:
         self.count = 0
         self._watching = False
         # by the parameter's id: weak references to parameters would keep torch from swapping them. The layers that ask
-        # hold the values, so that these go with the layers, whose parameters may leave their ids to others.
-        self._seen: WeakValueDictionary[int, SeenWrites] = WeakValueDictionary()
+        # hold the counts, so that these go with the layers, whose parameters may leave their ids to others.
+        self._seen: dict[int, ReferenceType[SeenWrites]] = {}
 
     def watch(self) -> None:
         """Start counting; more calls change nothing."""
@@ -59,8 +59,15 @@ class _OptimizerSteps:
 
     def writes_to(self, parameter: Tensor) -> SeenWrites:
         """Return the writes to a parameter, which are counted as long as the caller, or another one, holds them."""
-        if (writes := self._seen.get(id(parameter))) is None:
-            writes = self._seen[id(parameter)] = SeenWrites(parameter, self.count)
+        if watched := self._watched([parameter]):
+            return watched[0][1]
+        writes, seen = SeenWrites(parameter, self.count), self._seen
+
+        def forget(reference: ReferenceType[SeenWrites], key: int = writes.parameter_id) -> None:
+            if seen.get(key) is reference:
+                del seen[key]
+
+        seen[writes.parameter_id] = ref(writes, forget)
         return writes
 
     @contextmanager
@@ -75,22 +82,22 @@ class _OptimizerSteps:
 
     def _watched(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, SeenWrites]]:
         """Return those parameters whose writes anybody holds, with these."""
-        seen = ((parameter, self._seen.get(id(parameter))) for parameter in parameters)
+        seen = ((parameter, reference()) for parameter in parameters if (reference := self._seen.get(id(parameter))))
         return [(parameter, writes) for parameter, writes in seen if writes is not None]
 
     def _before_step(self, optimizer: Any, *args: Any) -> None:
-        for parameter, writes in self._watched(_parameters_of(optimizer)):
+        for parameter, writes in self._watched(self._parameters_of(optimizer)):
             writes.count_others(parameter)
 
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1
-        for parameter, writes in self._watched(_parameters_of(optimizer)):
+        for parameter, writes in self._watched(self._parameters_of(optimizer)):
             writes.step = self.count
             writes.count_none(parameter)
 
-
-def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    def _parameters_of(self, optimizer: Any) -> Iterator[Tensor]:
+        groups = optimizer.param_groups if self._seen else ()
+        return (parameter for group in groups for parameter in group["params"])
 
 
 def version_of(tensor: Tensor) -> int:
