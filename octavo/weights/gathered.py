@@ -22,6 +22,7 @@ Under Delayed a weight that anything but its optimizer wrote takes the scale of 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -215,10 +216,9 @@ class InFP8(Way):
             self.unsent_key = None
         group.wait_for_casts()
         assert self.codes is not None
-        codes, pads = self.codes.on(shard.device), module.fp8.recipe.pads
-        return codes.sent, unshard.second_hook(
-            lambda received: self.shard_cast.read(received, codes, pads), codes.known, module.stores_transposed
-        )
+        codes = self.codes.on(shard.device)
+        read = functools.partial(self.shard_cast.read, codes=codes, pads=module.fp8.recipe.pads)
+        return codes.sent, unshard.second_hook(read, codes.known, module.stores_transposed)
 
 
 class Gather:
