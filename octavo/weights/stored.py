@@ -509,8 +509,8 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
     return weight.write(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
-def _plainly(func: Any, *args: Any) -> Tensor:
-    """Answer the questions of trunc_normal_ of torch >= 2.13 about drawn values, from all their known bits."""
+def _read_values(func: Any, *args: Any) -> Tensor:
+    """Apply the rule of comparisons, which trunc_normal_ of torch >= 2.13 makes: to values of all known bits."""
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
@@ -600,7 +600,7 @@ StoredWeight.RULES = {
     aten.copy_.default: lambda _, to, other, *__: to.write(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
-    **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
+    **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _read_values),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.cat.default: join,
