@@ -2,7 +2,8 @@
 
     a weight is     its codes are written                              and thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
-                    by its optimizer, by copy_ and torch.nn.init
+                    by its optimizer, by copy_ and torch.nn.init, by
+                    an adapter merged into it, by DDP's first message
     gathered        at FSDP2's unshard (weights/gathered.py)           at its reshard
     kept            by KeptWeights.cast() (weights/kept.py)            at the next write, see KeptOperands
     freed           in every forward, and again in backward, where     after forward's product
