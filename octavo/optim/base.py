@@ -52,7 +52,7 @@ def check_not_negative(**numbers: float) -> None:
             raise ValueError(f"{name}={value!r} must be at least 0")
 
 
-DeviceUpdates = dict[nn.Parameter, WeightUpdate]  # of weights on one device
+DeviceUpdates = list[tuple[nn.Parameter, WeightUpdate]]  # of weights on one device
 
 
 class PreparedUpdate(NamedTuple):
@@ -72,11 +72,6 @@ class PreparedUpdate(NamedTuple):
     version: int
     options: tuple[Any, ...]
     state: tuple[Any, ...]
-
-    def is_of(self, options: tuple[Any, ...], state: dict[str, Any]) -> bool:
-        """Whether it was made for these options and for the very tensors of this state."""
-        same_count = len(self.state) == len(state)
-        return self.options == options and same_count and all(map(operator.is_, self.state, state.values()))
 
 
 def has_moved(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
@@ -325,11 +320,11 @@ class CompactOptimizer(Optimizer):
         positions = self._positions()
         for param in params:
             update = self._update(param, *positions[param])
-            updates.setdefault(update.gradient.device, {})[param] = update
+            updates.setdefault(update.gradient.device, []).append((param, update))
         for device, on_device in updates.items():
-            skip_there, scale_there = (
+            skip_there, scale_there = [
                 None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)
-            )
+            ]
             sums = None if self.resolution is None else self.resolution.on(device)
             self._launch(on_device, skip_there, scale_there, sums)
         self._note_writes(params)
@@ -352,7 +347,7 @@ class CompactOptimizer(Optimizer):
     def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         """Update weights of one device; arguments as the kernels' ``optimizer_step``."""
         groups: Any = [self._options(group) for group in self.param_groups]
-        optimizer_step([*updates.values()], groups, skip, scale, self._plans, sums)
+        optimizer_step([update for _, update in updates], groups, skip, scale, self._plans, sums)
 
     def _positions(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Return each parameter's group and its number among all parameters, on which its random bits depend."""
@@ -399,7 +394,9 @@ class CompactOptimizer(Optimizer):
         if (
             prepared is None
             or has_moved(prepared, weight, data)
-            or not prepared.is_of(options, state)
+            or prepared.options != options
+            or len(prepared.state) != len(state)
+            or not all(map(operator.is_, prepared.state, state.values()))
             or not data.is_contiguous()
         ):
             if prepared is not None:

@@ -229,8 +229,8 @@ class Muon(CompactOptimizer):
 
     def _rule(self, group: dict[str, Any]) -> SgdGroup:
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
-        rule = SgdGroup(group["lr"], momentum, 0.0, decay, group["nesterov"], maximize=False)
-        return rule._replace(averages=True, max_update=MAX_UPDATE)
+        options = group["lr"], momentum, 0.0, decay, group["nesterov"]
+        return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
 
     def _shared_options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in _NOT_OF_KERNELS if name in group} | super()._shared_options_of(group)
@@ -238,12 +238,12 @@ class Muon(CompactOptimizer):
     def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         adamws = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
         if by_adamw := [
-            update._replace(group=adamws.index(update.group)) for update in updates.values() if update.group in adamws
+            update._replace(group=adamws.index(update.group)) for _, update in updates if update.group in adamws
         ]:
             options: Any = [self._options(self.param_groups[number]) for number in adamws]
             optimizer_step(by_adamw, options, skip, scale, self._plans, sums)
-        sharded: dict[Any, list[tuple[nn.Parameter, WeightUpdate]]] = {}  # by the group of ranks that share rows
-        for param, update in updates.items():
+        sharded: dict[Any, DeviceUpdates] = {}  # by the group of ranks that share rows
+        for param, update in updates:
             if update.group in adamws:
                 continue
             if is_sharded(param) and param.ndim == 2:
