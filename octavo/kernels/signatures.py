@@ -10,8 +10,8 @@ Arguments that mean the same everywhere:
                    reference/nvfp4.py. Two of its codes lie in a byte, along the contraction: qdata is [R, C' / 2],
                    transposed [C, R' / 2], pad is 16 and the tile 1x16, 16x1 (transposed codes alone) or 16x16.
                    scale_inv is bf16, amax [1, 1] that of all of x, of which a delayed scale is the outer one
-    rotation       of E2M1: the signs of reference/nvfp4.hadamard, by which each 16 elements along the contraction are
-                   multiplied before the cast; codes of the padding are then not 0
+    rotation       of E2M1: the signs of the matrix by which each 16 elements along the contraction are multiplied
+                   before the cast, see reference/nvfp4.rotated; codes of the padding are then not 0
     seed           of E2M1: rounded stochastically, by random bits of this seed; None: to nearest
     place          the row and column, in a matrix of which x may be a part, of x's first element, for random bits
     tile           (rows, columns) of x that share a scale; -1 is the whole dimension (granularity.py)
