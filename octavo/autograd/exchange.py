@@ -33,7 +33,7 @@ from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast
-from octavo.tensor.collectives import maximum_over_ranks, pack, unpack
+from octavo.tensor.collectives import maximum_over_ranks, pack_message, unpack_message
 from octavo.tensor.pair import ForProducts, Operands
 
 
@@ -149,7 +149,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
     largest_amax = None
     if amax is None:
         q, _, scale_inv, _ = kernels.cast(rows, None, sending.role, *cast.arguments, offsets=journey.offsets)
-        message = pack(q, scale_inv, cast.power_of_two)
+        message = pack_message(q, scale_inv, cast.power_of_two)
     else:
         q, scale_inv = _cast_by_group(rows, journey, sending, amax)
         message, largest_amax = q.view(torch.uint8), amax.amax().view(1, 1)
@@ -157,7 +157,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
         observer.cast(recipe, sending.role, lambda: rows, Operands((q, scale_inv)), journey.offsets)
     received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
     if amax is None:
-        codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
+        codes, scales = unpack_message(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
     else:
         local_experts = journey.exchange.part(len(scale_inv) // journey.exchange.size)
         codes, scales = received.view(cast.format.dtype), scale_inv[local_experts]

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, State, as_rows, cast_role, cast_to_send, operands_of_codes
+from octavo.autograd.casts import CastRequest, as_rows, cast_role, cast_to_send, operands_of_codes
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
-from octavo.tensor.collectives import pack, summed, unpack
+from octavo.tensor.collectives import pack_message, summed, unpack_message
 from octavo.tensor.pair import ForProducts, Operands
 
 _REMEDY = (
@@ -137,8 +138,8 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     if cast.tile == (ALL, ALL):
         q = _gathered(q, wire)
     else:
-        message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
-        q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
+        message = _gathered(pack_message(q, scale_inv, cast.power_of_two), wire)
+        q, scale_inv = unpack_message(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
     return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(besides=norm_results)
 
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import State
 from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.nn.inputs import is_parallel, product_dtype
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
 

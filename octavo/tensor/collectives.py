@@ -11,7 +11,7 @@
     sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
     settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
 
-``pack`` makes a pair a message, codes beside their scales, and ``unpack`` reads it.
+``pack_message`` makes a pair a message, codes beside their scales, and ``unpack_message`` reads it.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Ten
     return scales.to(scale_inv_dtype(tile, power_of_two))
 
 
-def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
+def pack_message(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
     """Return a pair as a message, uint8: of each row its codes [R, C] and its scales."""
     return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
 
 
-def unpack(
+def unpack_message(
     message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, tile: Tile = (ALL, ALL)
 ) -> tuple[Tensor, Tensor]:
-    """Return the pair that ``pack`` took, of so many columns and codes of this dtype."""
+    """Return the pair that ``pack_message`` took, of so many columns and codes of this dtype."""
     return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two, tile)
 
 
@@ -117,6 +117,7 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
     (first, here), *others = sorted(every)
     other, there = next((rank, values) for rank, values in others if values != here)
     differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    said = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
-    more = [f"and {len(said) - 3} more"] * (len(said) > 3)
-    raise RanksDifferError(f"ranks have different settings: {'; '.join(said[:3] + more)}. Give all of them the same")
+    lines = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
+    if len(lines) > 3:
+        lines[3:] = [f"and {len(lines) - 3} more"]
+    raise RanksDifferError(f"ranks have different settings: {'; '.join(lines)}. Give all of them the same")

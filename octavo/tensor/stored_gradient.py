@@ -9,7 +9,7 @@ shows what ``gradient_storage`` gains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,13 +93,15 @@ def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> Any:
     return None
 
 
-def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
-    grad, other = args[:2]
+def _add(func: Any, grad: Tensor, other: Tensor, *, alpha: float = 1) -> StoredGradient:
+    """Write ``alpha`` x ``other`` where the gradient is zero; else raise UnsupportedOpError."""
     if func is aten.add_.Tensor and isinstance(grad, StoredGradient) and grad.is_zero and grad.shape == other.shape:
         by_expert = grad.qdata.shape != as_matrix_shape(grad.shape)
         fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other, by_expert=by_expert)
         grad.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
         grad.scale_inv.copy_(fresh.scale_inv)
+        if alpha != 1:
+            grad.scale_inv.mul_(alpha)
         grad.is_zero = False
         return grad
     raise UnsupportedOpError(
@@ -190,7 +192,7 @@ def _write_used(func: Any, gradients: list[Any], *factor: Any) -> Any:
     return None
 
 
-def _refuse_used(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_used(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedOpError(TWICE)
 
 
