@@ -29,6 +29,7 @@ from octavo import kernels
 from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
+    GradOutput,
     Layer,
     Saved,
     backward_plan,
@@ -121,7 +122,7 @@ class _Chunks:
             x = x._replace(as_is=(q, plain_scales(scale_inv, q.shape, cast.tile)))
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
         self.layer = layer._replace(observer=None)
-        self.plan = BackwardPlan(self.layer, (self.dtype, weight_NK.dtype))
+        self.plan = BackwardPlan(self.layer, self.dtype, weight_NK.dtype)
         self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
@@ -148,7 +149,7 @@ class _Chunks:
                 continue
             pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
             if needs[0]:
-                (dx, *_) = gradients((Operands(pair), g), saved, self.plan, (True, False, False))
+                (dx, *_) = gradients(GradOutput(Operands(pair), g), saved, self.plan, (True, False, False))
                 assert dx is not None
                 dxs.append(dx)
             if dw is not None and g is not None:
@@ -275,16 +276,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # where no row counts the loss is NaN and the gradient 0, as torch's
         factor = grads[0] if divisor is None else grads[0] / divisor.clamp(min=1)
         factor = factor.to(torch.float32).view(1, 1)
-        dtype, weight_dtype, *of_bias = plan.dtypes
         dx = dw = db = None
         if needs_dx and of_sum.dx is not None:
-            dx = (of_sum.dx * factor).to(dtype)
+            dx = (of_sum.dx * factor).to(plan.dtype)
         if needs_dw and of_sum.dw is not None:
-            dw = (of_sum.dw * factor).to(weight_dtype)
+            dw = (of_sum.dw * factor).to(plan.weight_dtype)
         elif needs_dw:
             dw = _grad_weight(of_sum, saved, plan, factor)
         if needs_db and of_sum.db is not None:
-            db = (of_sum.db * factor[0]).to(of_bias[0])
+            db = (of_sum.db * factor[0]).to(plan.bias_dtype)
         return dx, dw, db, None, None, None
 
 
@@ -292,15 +292,15 @@ def _grad_weight(of_sum: _Gradients, saved: Saved, plan: BackwardPlan, factor: T
     """Return dW by one product; the factor multiplies G's scale where all of G has one, else the result."""
     recipe, codes, scale_inv = plan.layer.recipe, of_sum.codes, of_sum.scale_inv
     assert codes is not None and recipe.grad_weight is not None
-    cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
+    cast, dtype = recipe.grad_weight[0], plan.dtype
     if scale_inv is None:
         pair, product = (codes, _unit_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
     else:  # a power of two stays one
         dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
-        pair, product = (codes, scale_inv), plan._replace(dtypes=(dtype, dtype))
-    _, dw, _ = gradients((Operands(None, pair), None), saved, product, (False, True, False))
+        pair, product = (codes, scale_inv), plan._replace(dtype=dtype, weight_dtype=dtype)
+    _, dw, _ = gradients(GradOutput(Operands(None, pair)), saved, product, (False, True, False))
     assert dw is not None
-    return dw if scale_inv is None else (dw * factor).to(plan.dtypes[1])
+    return dw if scale_inv is None else (dw * factor).to(plan.weight_dtype)
 
 
 def _computed(
@@ -317,7 +317,7 @@ def _computed(
     if layer.observer is not None:
         layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
         # lse shows a fault (inf, NaN) in any logit of its row
-        layer.observer.product(layer, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
+        layer.observer.product(layer.recipe, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
     total = losses.sum()
     return total if loss.divisor is None else total / loss.divisor, of_sum
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.autograd.observer import Observers
 from octavo.autograd.products import Layer, is_recorded
 from octavo.autograd.rows import DENSE, Rows
 from octavo.nn.fused import run_alone
@@ -40,20 +41,6 @@ class _JoinedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads[0].split(ctx.rows)
-
-
-class _Observers(NamedTuple):
-    """The observers of several layers; each sees the casts and products that the layers do together."""
-
-    observers: tuple[Any, ...]
-
-    def cast(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.cast(*arguments)
-
-    def product(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.product(*arguments)
 
 
 class Joined(NamedTuple):
@@ -101,7 +88,7 @@ class Joined(NamedTuple):
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
-        return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
+        return layer if layer.observer is None else layer._replace(observer=Observers(observers))
 
     def _share_state(self) -> None:
         """Give all layers the first one's delayed state, which is made to cover the histories of all.

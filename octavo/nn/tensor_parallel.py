@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatheredInput, GatherReader, can_gather, gather_input, input_cast_arguments
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
@@ -232,7 +232,8 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> Gather
     reading = earlier_readers or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
-    if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
+    arguments = input_cast_arguments(recipe)
+    if any(input_cast_arguments(reader.recipe) != arguments for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
     observers = [(reader.recipe, reader.observing) for reader in reading if reader.observing is not None]
@@ -338,7 +339,7 @@ def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any
     """Return the product of an input that was gathered in FP8 and a weight that is Shard(0), a DTensor."""
     from torch.distributed.tensor import Shard
 
-    if input.casts != arguments_of(module.recipe) or weight.placements != (Shard(0),):
+    if input.casts != input_cast_arguments(module.recipe) or weight.placements != (Shard(0),):
         raise ValueError(
             f"an input that was gathered in FP8 by {input.casts} reached a layer of the recipe {module.recipe.name!r} "
             f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "

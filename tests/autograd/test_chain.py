@@ -138,7 +138,8 @@ def test_without_gradients_each_input_is_cast_for_the_output_alone(name):
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
     written = []
-    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-2]) or cast_norm(*arguments))
+    cast = lambda *source, keep, **named: written.append(keep) or cast_norm(*source, keep=keep, **named)  # noqa: E731
+    monkeypatch.setattr(module, "cast_norm", cast)
     (parameters_of_layer,) = weights((N, K))
     for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
         for returns, needs_dw in itertools.product([False, True], repeat=2):

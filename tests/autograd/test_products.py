@@ -120,7 +120,7 @@ def test_layers_that_cast_no_input_still_share_its_history():
     recipe, (x, weight, *_) = recipes.delayed(2), data()
     state, other = delayed_state(recipe), delayed_state(recipe)
     operands = cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None)
-    plan = backward_plan(Layer(operands, recipe, state, True), x.dtype, weight, None, number=1)
+    plan = backward_plan(Layer(operands, recipe, state, True), x.dtype, weight, None, input_cast=1)
     amax = torch.ones(1, 1)
     for of_input, shares in ((None, True), (amax, False)):
         assert have_same_inputs(state, other)
