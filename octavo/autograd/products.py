@@ -126,17 +126,13 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
-    x_pair: tuple[Tensor | None, Tensor | None] = None, None
-    weight_pair = x_pair
-    if needs_dw and recipe.grad_weight is not None:
-        x_pair = x.transposed or x_pair
-    if needs_dx and recipe.grad_input is not None:
-        weight_pair = weight.transposed or weight_pair
+    x_pair = x.transposed if needs_dw and recipe.grad_weight is not None else None
+    weight_pair = weight.transposed if needs_dx and recipe.grad_input is not None else None
     return Saved(
         x_TK if needs_dw and recipe.grad_weight is None else None,
-        *x_pair,
+        *(x_pair or (None, None)),
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
-        *weight_pair,
+        *(weight_pair or (None, None)),
         layer.rows.offsets,
         x.amax,
         weight.amax,

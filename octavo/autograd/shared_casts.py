@@ -40,18 +40,15 @@ class CastReader(NamedTuple):
 
     def agrees(self, other: CastReader) -> bool:
         """Whether a cast for the other reader is, bit for bit, one for this."""
-        recipe, other_recipe = self.recipe, other.recipe
-        if recipe is not other_recipe and (recipe.input_casts, recipe.pads) != (
-            other_recipe.input_casts,
-            other_recipe.pads,
-        ):
+        recipe, its = self.recipe, other.recipe
+        if recipe is not its and (recipe.input_casts, recipe.pads) != (its.input_casts, its.pads):
             return False
         if self.dtype is not other.dtype or self.offsets is not other.offsets:
             return False
         if self.state is other.state or not any(cast and cast.is_delayed for cast in recipe.input_casts[:2]):
             return True
         assert self.state is not None and other.state is not None
-        return recipe.delayed == other_recipe.delayed and have_same_inputs(self.state, other.state)
+        return recipe.delayed == its.delayed and have_same_inputs(self.state, other.state)
 
     def moment(self) -> tuple[int, ...]:
         """Return numbers that differ if a cast of the same tensor would read another delayed scale or other groups."""
@@ -92,7 +89,7 @@ class ReadTensor:
         return number
 
 
-_of_thread = threading.local()
+_thread = threading.local()
 
 
 def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
@@ -113,7 +110,7 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         if capturing and x.grad_fn is None:
             return None
         place = current_raw_stream(x.get_device()), capturing
-    key, tensors = id(x), vars(_of_thread).setdefault("tensors", {})
+    key, tensors = id(x), vars(_thread).setdefault("tensors", {})
     read_tensor = tensors.pop(key, None)
     if (
         read_tensor is None

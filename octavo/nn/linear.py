@@ -90,8 +90,7 @@ class Linear(RecipeModule, nn.Linear):
         refuse_sharded(weight)
         x = input.to(product_dtype(input, weight))
         if self.recipe.is_high_precision:
-            weight = widened(weight)
-            return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), self.recipe, None, False))
+            return linear_cross_entropy_of_rows(x, widened(weight), bias, loss, Layer(Operands(), self.recipe))
         refuse_for_fp8(x, parameter, bias)
         layer = self.layer_of(x, tensors, x.requires_grad)
         return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
