@@ -150,10 +150,9 @@ class _Read(NamedTuple):
 
 def _read(source: Castable, request: CastRequest) -> _Read:
     """Return the op's arguments that say what of x is cast, and what is returned beside the pairs."""
-    options: dict[str, Any]
     if isinstance(source, CastSource):
         x, *activation = source
-        options = {"keep": True} if request.keep else {}
+        options: dict[str, Any] = {"keep": True} if request.keep else {}
         if request.activation is not None:
             options["value_scale"], options["value_dtype"] = request.activation
             options["value_transposed"] = needs_transposed_codes(x.device)
@@ -239,9 +238,9 @@ def _cast(
     return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, kept_scale, activation_codes)
 
 
-def cast_by_scale(source: CastSource, scale: Tensor, dtype: torch.dtype, pads: bool) -> Tensor:
-    """Return the codes of a source by one scale [1], contraction last in the transposed layout that products read."""
-    x, activation, *_ = source
+def cast_by_scale(source: CastSource, known: KnownScale, pads: bool) -> Tensor:
+    """Return the codes of a source by a known scale, contraction last in the transposed layout that products read."""
+    (x, activation, *_), (scale, dtype) = source, known
     transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()

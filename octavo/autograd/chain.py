@@ -84,7 +84,8 @@ class ChainTensors(NamedTuple):
 def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
     """Return (the first layer's input in high precision, where that is read or returned; its pairs)."""
     x, gamma, beta, *_ = tensors
-    layer, norm, y = chain.layers[0], chain.norm, x
+    layer, norm = chain.layers[0], chain.norm
+    y: Tensor | None = x
     if norm is None:
         request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw)
         operands = cast_role(x, request, layer.state, layer.rows)
@@ -98,10 +99,8 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _ChainFunction
             y = y.to(chain.dtype)
     if layer.observer is not None and layer.rows.wire is None:
-        values = lambda: x  # noqa: E731
-        if norm is not None and operands.norm is not None:
-            arguments = operands.norm.mean, operands.norm.rstd, gamma, beta, norm.kind, norm.zero_centered
-            values = functools.partial(kernels.normalised, x, *arguments)
+        arguments: Any = norm and (*operands.norm[:2], gamma, beta, norm.kind, norm.zero_centered)  # type: ignore[index]
+        values = (lambda: x) if norm is None else functools.partial(kernels.normalised, x, *arguments)
         layer.observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
     return y, operands
 
@@ -183,6 +182,13 @@ def _behind_activation(
     return result, (*saved_h, *saved)
 
 
+def _results(chain: Chain, result: Tensor, y: Tensor | None) -> Any:
+    """Return what ``run_chain`` returns, in rows: heads that are turned, the output and the norm's, or the output."""
+    if chain.positions is not None:
+        return chain.positions.turned(result)
+    return (result, y) if chain.returns_norm else result
+
+
 class _ChainFunction(torch.autograd.Function):
     """A chain with its gradients, see the module.
 
@@ -200,20 +206,16 @@ class _ChainFunction(torch.autograd.Function):
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
-        ctx.counts = None
         ctx.set_materialize_grads(False)
-        if (positions := chain.positions) is not None:
-            ctx.counts = positions.counts
-            ctx.save_for_backward(*saved, positions.cos, positions.sin)
-            return positions.turned(result)
-        ctx.save_for_backward(*saved)
-        return (result, y) if chain.returns_norm else result
+        positions = chain.positions
+        ctx.counts = None if positions is None else positions.counts
+        ctx.save_for_backward(*saved, *(() if positions is None else (positions.cos, positions.sin)))
+        return _results(chain, result, y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needed_now = gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors)
-        needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, needs_db2 = needed_now
+        needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, needs_db2 = gradients_needed_now(ctx)
         (x, gamma, mean, rstd), layer_end, has_beta = ctx.saved_tensors[:4], 4 + len(Saved._fields), ctx.are_tensors[2]
         tensors_behind, plans = ctx.saved_tensors[layer_end:], ctx.plans
         needs_dx = needs_x or needs_gamma or needs_beta
@@ -257,23 +259,26 @@ def _gradients_of_two_layers(
     saved, recipe, (needs_dh, needs_dw, needs_db) = Saved(*saved_tensors), plan.layer.recipe, needs
     scale_and_tile = h_scale_inv, _tile_of_saved(recipe)
     if needs_dw and recipe.grad_weight is None:
+        assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
         saved = saved._replace(x_TK=x.to(plan.dtype))
-    scale = None if saved.x_scale is None else KnownScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
-    casts_again = needs_dw and scale is not None
+    scale = None  # by which the second layer's input is cast again
+    if needs_dw and saved.x_scale is not None:
+        scale = KnownScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
     # GradOutputs are in lists: ``gradients`` gets the only reference, by pop(), and frees what it reads no more
     g2 = [cast_gradient(grad, saved, plan, needs)]
-    needs_now = needs_dh, needs_dw and not casts_again, needs_db
-    dh, dw2, db2 = gradients(g2[0] if casts_again else g2.pop(), saved, plan, needs_now)
+    needs_now = needs_dh, needs_dw and scale is None, needs_db
+    dh, dw2, db2 = gradients(g2.pop() if scale is None else g2[0], saved, plan, needs_now)
     g1 = []
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
-        g1.append(cast_gradient(source, *first, scale if casts_again else None))
+        g1.append(cast_gradient(source, *first, scale))
         del source, dh
-    if casts_again:
+    if scale is not None:
         codes = g1[0].operands.activation_codes if g1 else None
         if codes is None:  # no cast of the first layer was needed
-            codes = cast_by_scale(CastSource(h, ctx.activation), *scale, recipe.pads)
+            assert h is not None
+            codes = cast_by_scale(CastSource(h, ctx.activation), scale, recipe.pads)
         dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
         del codes
     dx, dw, db = gradients(g1.pop(), *first) if g1 else (None, None, None)
@@ -311,20 +316,16 @@ def run_chain(
     tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
-        if chain.positions is not None:
-            return results
-        results = results if chain.returns_norm else (results,)
     else:
         result, y, _ = _forward(tensors, chain, (False,) * 7)
-        if chain.positions is not None:
-            return chain.positions.turned(result)
-        results = (result, y) if chain.returns_norm else (result,)
-    dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
-    shaped = [
-        tensor if x.ndim == 2 else tensor.view(*leading_dims, tensor.shape[-1])
-        for tensor, leading_dims in zip(results, dims, strict=False)
-    ]
-    return tuple(shaped) if chain.returns_norm else shaped[0]
+        results = _results(chain, result, y)
+    if chain.positions is not None or x.ndim == 2:
+        return results
+    leading = x.shape[:-1] if leading is None else leading
+    if not chain.returns_norm:
+        return results.view(*leading, results.shape[-1])
+    result, y = results
+    return result.view(*leading, result.shape[-1]), y.view(x.shape)
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -347,9 +348,7 @@ class _ActivatedLinear(torch.autograd.Function):
         refuse_in_backward(*grads)
         plan, (h, h_scale_inv, *tensors_of_layer) = ctx.plan, ctx.saved_tensors
         recipe = plan.layer.recipe
-        needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(
-            ctx, ctx.needs_input_grad[:4], ctx.are_tensors
-        )
+        needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtype
         if h_scale_inv is not None:

@@ -97,9 +97,9 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
     # [ranks, E + 1, or 2 E + 1]: rows of each expert, all rows, and amaxes as int32
     messages = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(message, exchange.size, exchange.group))
     sizes: list[list[int]] = messages[:, : experts + 1].tolist()
-    for rank, (*of_experts, total) in enumerate(sizes):
-        if sum(of_experts) != total:
-            raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
+    for rank, (*expert_sizes, total) in enumerate(sizes):
+        if sum(expert_sizes) != total:
+            raise ValueError(f"rank {rank} has {total} rows, of which {sum(expert_sizes)} are of the {experts} experts")
     experts_per_rank = experts // exchange.size
     by_rank = [
         [sum(row[begin : begin + experts_per_rank]) for begin in range(0, experts, experts_per_rank)] for row in sizes
@@ -178,18 +178,16 @@ def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
     """Return the amax [E] of each group; 0 for a group without rows."""
     amax = rows.new_zeros(offsets.shape[0] + 1, dtype=torch.float32)  # the last: of rows in no group
     if len(rows):
-        of_rows = kernels.amax(rows, (1, ALL)).flatten()
-        amax.scatter_reduce_(0, group_of_rows(offsets, len(rows)), of_rows, "amax")
+        row_amax = kernels.amax(rows, (1, ALL)).flatten()
+        amax.scatter_reduce_(0, group_of_rows(offsets, len(rows)), row_amax, "amax")
     return amax[:-1]
 
 
 def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes [S, C], scale_inv [E, 1]) by scales from ``amax`` [E] of all ranks, or by delayed scales."""
-    cast = sending.cast
+    cast, role, state = sending.cast, sending.role, sending.reader.state
     assert cast is not None
-    delayed = None
-    if cast.is_delayed and sending.reader.state is not None:
-        delayed = sending.reader.state.in_force(sending.role)[sending.role]
+    delayed = state.in_force(role)[role] if cast.is_delayed and state is not None else None
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)

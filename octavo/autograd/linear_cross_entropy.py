@@ -117,17 +117,29 @@ class _Chunks:
         recipe, self.dtype = layer.recipe, x_TK.dtype
         if recipe.output is None or recipe.grad_input is None:
             weight_NK = weight_NK.to(self.dtype)  # once
+        self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
+        self.loss_options = loss.ignore_index, loss.label_smoothing, loss.softcap
+        self.x_pair = x.as_is
         if x.as_is is not None and recipe.output is not None:
-            (q, scale_inv), cast = x.as_is, recipe.output[0]
-            x = x._replace(as_is=(q, plain_scales(scale_inv, q.shape, cast.tile)))
-        self.x_TK, self.x, self.weight_NK, self.bias = x_TK, x, weight_NK, bias
-        self.target, self.loss_options = loss.target, (loss.ignore_index, loss.label_smoothing, loss.softcap)
-        self.layer = layer._replace(observer=None)
+            q, scale_inv = x.as_is
+            self.x_pair = q, plain_scales(scale_inv, q.shape, recipe.output[0].tile)
+        self.layer, self.observer = layer._replace(observer=None), layer.observer
         self.plan = BackwardPlan(self.layer, self.dtype, weight_NK.dtype)
         self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
-    def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
+    def loss_and_gradients(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, _Gradients]:
+        """Return the loss, and the gradients of the sum of the losses that are needed."""
+        losses, lse, sum_gradients = self._run(needs)
+        if self.observer is not None:
+            recipe, operand = self.layer.recipe, self.x.as_is or (self.x_TK, None)
+            self.observer.cast(recipe, INPUT, lambda: self.x_TK, self.x)
+            # lse shows a fault (inf, NaN) in any logit of its row
+            self.observer.product(recipe, "output", lse[:, None], operand, None, self.x.amax)
+        total = losses.sum()
+        return total if self.loss.divisor is None else total / self.loss.divisor, sum_gradients
+
+    def _run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
         """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
         recipe, (tokens, _), columns = self.layer.recipe, self.x_TK.shape, self.weight_NK.shape[0]
         needs_dx, needs_dw, needs_db = needs
@@ -182,11 +194,11 @@ class _Chunks:
     def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return a chunk's logits, losses and logarithms of sums of exponentials."""
         recipe, x = self.layer.recipe, Operands()
-        if recipe.output is not None and self.x.as_is is not None:
-            q, scale_inv = self.x.as_is
+        if recipe.output is not None and self.x_pair is not None:
+            q, scale_inv = self.x_pair
             x = Operands((q[rows], tile_rows(scale_inv, recipe.output[0].tile, rows)))
         logits = output(self.x_TK[rows], x, self.weight_NK, self.bias, self.layer, self.dtype)
-        return logits, *kernels.cross_entropy(logits, self.target[rows], *self.loss_options)
+        return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss_options)
 
     def _cast(
         self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
@@ -196,7 +208,7 @@ class _Chunks:
         Its codes transposed are written to their place among all rows', in ``codes``. Their scales are None where all
         are the fixed scale of numbers in [-1, 1].
         """
-        recipe, arguments = self.layer.recipe, (self.target[rows], *self.loss_options, lse)
+        recipe, arguments = self.layer.recipe, (self.loss.target[rows], *self.loss_options, lse)
         cast, cast_t, _ = recipe.grad_output_casts
         (needs_dx, needs_dw, needs_db), pair, scale_inv, g = needs, None, None, None
         is_fixed, is_fixed_t = needs_dx and _has_fixed_scale(cast), needs_dw and _has_fixed_scale(cast_t)
@@ -256,7 +268,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, None, read, needs[1])
-        result, sum_gradients = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
+        result, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients(needs)
         saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
         if sum_gradients.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
@@ -269,7 +281,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         plan, (divisor, *tensors) = ctx.plan, ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
+        needs_dx, needs_dw, needs_db = gradients_needed_now(ctx)
         count = len(_Gradients._fields)
         sum_gradients, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
         ctx.plan = plan_for_next_pass(plan)
@@ -277,16 +289,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # where no row counts the loss is NaN and the gradient 0, as torch's
         factor = grads[0] if divisor is None else grads[0] / divisor.clamp(min=1)
         factor = factor.to(torch.float32).view(1, 1)
-        dx = dw = db = None
-        if needs_dx and sum_gradients.dx is not None:
-            dx = (sum_gradients.dx * factor).to(plan.dtype)
-        if needs_dw and sum_gradients.dw is not None:
-            dw = (sum_gradients.dw * factor).to(plan.weight_dtype)
-        elif needs_dw:
-            dw = _grad_weight(sum_gradients, saved, plan, factor)
-        if needs_db and sum_gradients.db is not None:
-            db = (sum_gradients.db * factor[0]).to(plan.bias_dtype)
-        return dx, dw, db, None, None, None
+        dx, dw, db, *_ = sum_gradients
+        dx = (dx * factor).to(plan.dtype) if needs_dx and dx is not None else None
+        if needs_dw:
+            dw = _grad_weight(sum_gradients, saved, plan, factor) if dw is None else (dw * factor).to(plan.weight_dtype)
+        db = (db * factor[0]).to(plan.bias_dtype) if needs_db and db is not None else None
+        return dx, dw if needs_dw else None, db, None, None, None
 
 
 def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, factor: Tensor) -> Tensor:
@@ -302,25 +310,6 @@ def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, fa
     _, dw, _ = gradients(GradOutput(Operands(None, pair)), saved, product, (False, True, False))
     assert dw is not None
     return dw if scale_inv is None else (dw * factor).to(plan.weight_dtype)
-
-
-def _computed(
-    x_TK: Tensor,
-    x: Operands,
-    weight_NK: Tensor,
-    bias: Tensor | None,
-    loss: LossOfRows,
-    layer: Layer,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, _Gradients]:
-    """Return the loss, and the gradients of the sum of the losses that are needed."""
-    losses, lse, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
-    if layer.observer is not None:
-        layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
-        # lse shows a fault (inf, NaN) in any logit of its row
-        layer.observer.product(layer.recipe, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
-    total = losses.sum()
-    return total if loss.divisor is None else total / loss.divisor, sum_gradients
 
 
 def linear_cross_entropy_of_rows(
@@ -343,4 +332,4 @@ def linear_cross_entropy_of_rows(
         result: Tensor = _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
         return result
     _, x, _ = input_operands(x_TK, layer, None, read, False)
-    return _computed(x_TK, x, weight_NK, bias, loss, layer, (False, False, False))[0]
+    return _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients((False, False, False))[0]

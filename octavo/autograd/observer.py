@@ -68,22 +68,20 @@ class LayerCounts(NamedTuple):
         ):
             if cast is None or counts is None:
                 continue
-            x = x_RC
+            x, casts_transpose = x_RC, is_transposed != swaps
             if pair is not None:
-                tile, codes = pair
+                tile, (q, scale_inv) = pair
             elif cast.is_packed:
-                x, tile = x_RC.t() if is_transposed != swaps else x_RC, cast.tile
+                x, tile = x_RC.t() if casts_transpose else x_RC, cast.tile
                 scale = delayed_scale if cast.is_delayed else None
                 q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, NV[1], **cast.named)
-                codes = q, scale_inv
             else:
                 scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
-                tile = cast.tile[::-1] if is_transposed != swaps else cast.tile
-                dtype, _, *options = cast.arguments
-                q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, dtype, tile, *options, offsets=ends)
-                codes = q, scale_inv
+                arguments = cast.arguments_transposed if casts_transpose else cast.arguments
+                q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, *arguments, offsets=ends)
+                tile = arguments[1]
             sums, extremes = counts if experts is None else (counts[0][experts], counts[1][experts])
-            kernels.cast_statistics(x, *codes, tile, sums, extremes, ends)
+            kernels.cast_statistics(x, q, scale_inv, tile, sums, extremes, ends)
 
     @staticmethod
     def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -104,12 +102,7 @@ class Observer(NamedTuple):
     notes: tuple[Notes, Notes] | None = None
 
     def cast(
-        self,
-        recipe: Recipe,
-        role: int,
-        source: Callable[[], Tensor],
-        operands: Operands,
-        offsets: Tensor | None = None,
+        self, recipe: Recipe, role: int, source: Callable[[], Tensor], operands: Operands, offsets: Tensor | None = None
     ) -> None:
         """Count the effects of a cast of ``source()``, of the role INPUT or GRAD_OUTPUT.
 

@@ -16,7 +16,6 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +93,7 @@ def output(
     if recipe.output is None:
         assert x_TK is not None
         weight, bias = weight_NK.to(dtype), None if bias is None else bias.to(dtype)
-        if offsets is None:
-            y_TN = F.linear(x_TK, weight, bias)
-        else:
-            y_TN = grouped_linear(x_TK, weight, bias, offsets)
+        y_TN = F.linear(x_TK, weight, bias) if offsets is None else grouped_linear(x_TK, weight, bias, offsets)
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
         y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, offsets)
@@ -126,13 +122,17 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
-    x_pair = x.transposed if needs_dw and recipe.grad_weight is not None else None
-    weight_pair = weight.transposed if needs_dx and recipe.grad_input is not None else None
+    x_pair: tuple[Tensor | None, Tensor | None] = None, None
+    weight_pair = x_pair
+    if needs_dw and recipe.grad_weight is not None:
+        x_pair = x.transposed or x_pair
+    if needs_dx and recipe.grad_input is not None:
+        weight_pair = weight.transposed or weight_pair
     return Saved(
         x_TK if needs_dw and recipe.grad_weight is None else None,
-        *(x_pair or (None, None)),
+        *x_pair,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
-        *(weight_pair or (None, None)),
+        *weight_pair,
         layer.rows.offsets,
         x.amax,
         weight.amax,
@@ -153,16 +153,17 @@ def plan_for_next_pass(plan: BackwardPlan) -> BackwardPlan:
     return plan._replace(first_state=State(scale, state.amax_history, torch.zeros_like(state.before)))
 
 
-def gradients_needed_now(ctx: Any, needs: Sequence[bool], are_tensors: Sequence[bool]) -> Any:
-    """Return which of the gradients that forward's inputs need are computed in this backward pass.
+def gradients_needed_now(ctx: Any) -> Any:
+    """Return which of the gradients that forward's first inputs need are computed in this backward pass.
 
     torch.autograd.grad may ask for those of inputs first and for those of weights later, as pipelines without bubbles
-    do. ``are_tensors``: which of the inputs are tensors.
+    do. ``ctx.are_tensors``, which forward has set: which of these inputs are tensors, and not None.
     """
+    needs = ctx.needs_input_grad[: len(ctx.are_tensors)]
     if torch.compiler.is_compiling():
-        return tuple(needs)
+        return needs
     edges, needed = iter(ctx.next_functions), []
-    for need, is_tensor in zip(needs, are_tensors, strict=True):
+    for need, is_tensor in zip(needs, ctx.are_tensors, strict=True):
         node = next(edges)[0] if is_tensor else None
         try:
             needed.append(need and bool(will_engine_execute_node(node)))
@@ -243,10 +244,10 @@ def gradients(
     g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
-    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale, _ = saved
+    weight_NK, offsets = saved.weight_NK, saved.offsets
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
-    layer, dtype, weight_dtype = plan.layer, plan.dtype, plan.weight_dtype
+    layer, dtype = plan.layer, plan.dtype
     recipe, observer, committed = layer.recipe, layer.observer, layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
     operands, grad_TN = g
@@ -258,8 +259,9 @@ def gradients(
             assert grad_TN is not None and weight_NK is not None
             dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
+            w_q, w_scale_inv = saved.weight_q, saved.weight_scale_inv
             if w_q is None and weight_NK is not None:
-                w_q, w_scale_inv = weight_cast_again(weight_NK, layer, delayed_scale)
+                w_q, w_scale_inv = weight_cast_again(weight_NK, layer, saved.delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
         if observer is not None:
@@ -267,13 +269,13 @@ def gradients(
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
-            assert grad_TN is not None and x_TK is not None
-            dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
+            assert grad_TN is not None and saved.x_TK is not None
+            dw_NK = _mm(grad_TN.t(), saved.x_TK, offsets)
         else:
-            assert transposed is not None and x_q is not None and x_scale_inv is not None
-            dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
-                weight_dtype
-            )
+            assert transposed is not None and saved.x_q is not None and saved.x_scale_inv is not None
+            x_pair = saved.x_q, saved.x_scale_inv
+            dw_NK = _matmul(recipe, "grad_weight", transposed, x_pair, None, dtype, offsets)
+        dw_NK = dw_NK.to(plan.weight_dtype)
         if observer is not None and not needs_dx:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
             observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
@@ -384,7 +386,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, needs = ctx.plan, gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
+        plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         arguments = Saved(*ctx.saved_tensors), plan, needs
         return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None

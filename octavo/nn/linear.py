@@ -344,10 +344,10 @@ def separate(layer: Linear, ranks: int = 1) -> None:
         if bias is not None:
             split._parameters["bias"] = nn.Parameter(bias.detach()[rows].clone(), bias.requires_grad)
         split.is_split, split.training, split.recipe = True, layer.training, layer.recipe  # its state leaves meta
-        if state is not None and (state_of_split := state_of(split)) is not None:
-            for of_split, of_layer in zip(state_of_split, state, strict=True):
-                of_split.copy_(of_layer)
-            note_empty(state_of_split.scale)  # perhaps
+        if state is not None and (split_state := state_of(split)) is not None:
+            for tensor, source in zip(split_state, state, strict=True):
+                tensor.copy_(source)
+            note_empty(split_state.scale)  # perhaps
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)

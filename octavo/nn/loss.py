@@ -210,12 +210,8 @@ class CrossEntropyLoss(nn.Module):
         super().__init__()
         if weight is not None:
             raise ValueError("weight: octavo.nn.CrossEntropyLoss has no weights of classes; use torch's")
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-        }
+        self.options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        self.options |= {"label_smoothing": label_smoothing, "softcap": softcap}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(input, target, **self.options)

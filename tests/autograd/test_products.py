@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,7 +145,8 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
 def test_a_graph_asks_nothing_of_autograd(monkeypatch):
     """It computes all gradients that its inputs need, and it is no pass of second derivatives."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert gradients_needed_now(None, (True, False, True), (True, True, False)) == (True, False, True)
+    ctx = SimpleNamespace(needs_input_grad=(True, False, True, False), are_tensors=(True, True, False))
+    assert gradients_needed_now(ctx) == (True, False, True)
     refuse_in_backward(torch.ones(2), None)
     monkeypatch.undo()
     with pytest.raises(HigherOrderGradientError):
