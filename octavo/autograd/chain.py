@@ -98,10 +98,10 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
         y = operands.norm.y if keep else None
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _ChainFunction
             y = y.to(chain.dtype)
-    if layer.observer is not None and layer.rows.wire is None:
+    for observer in layer.observers if layer.rows.wire is None else ():
         arguments: Any = norm and (*operands.norm[:2], gamma, beta, norm.kind, norm.zero_centered)  # type: ignore[index]
         values = (lambda: x) if norm is None else functools.partial(kernels.normalised, x, *arguments)
-        layer.observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
+        observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
     return y, operands
 
 
@@ -140,7 +140,7 @@ def _can_cast_again(first: Layer, second: Layer) -> bool:
     Each of both casts has one scale, and h is saved as it is; what an observer reads is saved.
     """
     (y_cast, _, y_once), (dh_cast, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
-    if not (y_once and dh_once) or second.recipe.saved is not None or second.observer is not None:
+    if not (y_once and dh_once) or second.recipe.saved is not None or second.observers:
         return False
     assert y_cast is not None and dh_cast is not None
     one_scale = y_cast.tile == dh_cast.tile == (ALL, ALL) and first.recipe.pads == second.recipe.pads
@@ -164,9 +164,9 @@ def _behind_activation(
     transposed = needs_dw and not casts_again
     request = CastRequest(layer.recipe, INPUT, True, transposed, keep=casts_again, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
-    if layer.observer is not None:
+    for observer in layer.observers:
         produced = functools.partial(kernels.produced, h, activation, None)
-        layer.observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
+        observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
     if casts_again:
@@ -216,8 +216,9 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, needs_db2 = gradients_needed_now(ctx)
-        (x, gamma, mean, rstd), layer_end, has_beta = ctx.saved_tensors[:4], 4 + len(Saved._fields), ctx.are_tensors[2]
-        tensors_behind, plans = ctx.saved_tensors[layer_end:], ctx.plans
+        x, gamma, mean, rstd, *tensors = ctx.saved_tensors  # which a checkpoint lets be read once
+        layer_end, plans, has_beta = len(Saved._fields), ctx.plans, ctx.are_tensors[2]
+        saved, tensors_behind = Saved(*tensors[:layer_end]), tensors[layer_end:]
         needs_dx = needs_x or needs_gamma or needs_beta
         needs_dh = needs_dx or needs_dw or needs_db
         source: Tensor | RotaryHeads | None
@@ -225,16 +226,15 @@ class _ChainFunction(torch.autograd.Function):
         if ctx.counts is not None:
             source, grads_of_norm = gradient_of_heads(grads, ctx.counts, *tensors_behind), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
-        first = Saved(*ctx.saved_tensors[4:layer_end]), plans[0], (needs_dx, needs_dw, needs_db)
+        plan, needs = plans[0], (needs_dx, needs_dw, needs_db)
         if isinstance(source, Tensor) and len(plans) == 2:
-            needs = needs_dh, needs_dw2, needs_db2
-            dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, first, tensors_behind, needs)
+            second = tensors_behind, (needs_dh, needs_dw2, needs_db2)
+            dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, (saved, needs), second)
         elif source is not None and needs_dh:
-            dx, dw, db = gradients(cast_gradient(source, *first), *first)
+            dx, dw, db = gradients(cast_gradient(source, saved, plan, needs), saved, plan, needs)
         if source is not None:
-            plan = plan_for_next_pass(plans[0]) if needs_dh else plans[0]
-            ctx.plans = [plan, *map(plan_for_next_pass, plans[1:])]
-        dx = _whole(dx, plans[0])
+            ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, plans[1:])]
+        dx = _whole(dx, plan)
         dys = [dy for dy in (dx, *grads_of_norm) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
             kind, _, zero_centered = ctx.norm
@@ -246,16 +246,16 @@ class _ChainFunction(torch.autograd.Function):
 def _gradients_of_two_layers(
     ctx: Any,
     grad: Tensor,
-    first: tuple[Saved, BackwardPlan, tuple[bool, bool, bool]],
-    tensors: Sequence[Tensor | None],
-    needs: tuple[bool, bool, bool],
+    first: tuple[Saved, tuple[bool, bool, bool]],
+    second: tuple[Sequence[Tensor | None], tuple[bool, bool, bool]],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of (input, weight, bias) of the first layer and (weight, bias) of the second.
 
-    ``first``: as ``gradients`` takes it of the first layer; ``tensors``: those that ``_behind_activation`` saved;
-    ``needs``: which of (h, weight, bias) of the second layer need a gradient.
+    ``first`` and ``second``: the tensors that were saved of each layer, the second's by ``_behind_activation``, and
+    which of its (input, weight, bias) need a gradient.
     """
-    (h, h_scale_inv, *saved_tensors), plan = tensors, ctx.plans[1]
+    (first_saved, first_needs), ((h, h_scale_inv, *saved_tensors), needs) = first, second
+    first_plan, plan = ctx.plans
     saved, recipe, (needs_dh, needs_dw, needs_db) = Saved(*saved_tensors), plan.layer.recipe, needs
     scale_and_tile = h_scale_inv, _tile_of_saved(recipe)
     if needs_dw and recipe.grad_weight is None:
@@ -265,14 +265,14 @@ def _gradients_of_two_layers(
     scale = None  # by which the second layer's input is cast again
     if needs_dw and saved.x_scale is not None:
         scale = KnownScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
-    # GradOutputs are in lists: ``gradients`` gets the only reference, by pop(), and frees what it reads no more
+    # GradOutputs are in lists: pop() leaves ``gradients`` the only reference, as it wants
     g2 = [cast_gradient(grad, saved, plan, needs)]
     needs_now = needs_dh, needs_dw and scale is None, needs_db
     dh, dw2, db2 = gradients(g2.pop() if scale is None else g2[0], saved, plan, needs_now)
     g1 = []
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
-        g1.append(cast_gradient(source, *first, scale))
+        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, scale))
         del source, dh
     if scale is not None:
         codes = g1[0].operands.activation_codes if g1 else None
@@ -281,7 +281,7 @@ def _gradients_of_two_layers(
             codes = cast_by_scale(CastSource(h, ctx.activation), scale, recipe.pads)
         dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
         del codes
-    dx, dw, db = gradients(g1.pop(), *first) if g1 else (None, None, None)
+    dx, dw, db = gradients(g1.pop(), first_saved, first_plan, first_needs) if g1 else (None, None, None)
     return dx, dw, db, dw2, db2
 
 

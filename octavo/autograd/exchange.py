@@ -162,8 +162,8 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
         local_experts = journey.exchange.part(len(scale_inv) // journey.exchange.size)
         codes, scales = received.view(cast.format.dtype), scale_inv[local_experts]
     recipe, _, needs_dw, _ = sending.reader
-    arguments = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
-    return ReceivedRows(operands_of_codes((codes, scales), *arguments), codes.shape, rows.dtype)
+    operands = operands_of_codes((codes, scales), recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets)
+    return ReceivedRows(operands, codes.shape, rows.dtype)
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:

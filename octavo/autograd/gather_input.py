@@ -122,8 +122,7 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
     """Return the pairs of all ranks' rows, or of their norm, and what the norm of this rank's rows returns beside."""
     recipe, state, needs_dw, observers = reader
-    casts, scale, amax = recipe.casts[role], None, None
-    cast = casts.as_is
+    cast, scale, amax = recipe.casts[role].as_is, None, None
     assert cast is not None
     if isinstance(source, NormSource):
         norm_arguments = source._asdict()

@@ -123,7 +123,7 @@ class _Chunks:
         if x.as_is is not None and recipe.output is not None:
             q, scale_inv = x.as_is
             self.x_pair = q, plain_scales(scale_inv, q.shape, recipe.output[0].tile)
-        self.layer, self.observer = layer._replace(observer=None), layer.observer
+        self.layer, self.observers = layer._replace(observers=()), layer.observers
         self.plan = BackwardPlan(self.layer, self.dtype, weight_NK.dtype)
         self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
@@ -131,11 +131,11 @@ class _Chunks:
     def loss_and_gradients(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, _Gradients]:
         """Return the loss, and the gradients of the sum of the losses that are needed."""
         losses, lse, sum_gradients = self._run(needs)
-        if self.observer is not None:
+        for observer in self.observers:
             recipe, operand = self.layer.recipe, self.x.as_is or (self.x_TK, None)
-            self.observer.cast(recipe, INPUT, lambda: self.x_TK, self.x)
+            observer.cast(recipe, INPUT, lambda: self.x_TK, self.x)
             # lse shows a fault (inf, NaN) in any logit of its row
-            self.observer.product(recipe, "output", lse[:, None], operand, None, self.x.amax)
+            observer.product(recipe, "output", lse[:, None], operand, None, self.x.amax)
         total = losses.sum()
         return total if self.loss.divisor is None else total / self.loss.divisor, sum_gradients
 
@@ -272,7 +272,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
         if sum_gradients.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
-        ctx.plan = backward_plan(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer._replace(observers=()), x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(loss.divisor, *sum_gradients, *saved)
         return result

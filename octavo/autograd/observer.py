@@ -7,7 +7,7 @@ by octavo.inspect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,17 +170,3 @@ class Observer(NamedTuple):
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
             result = result[..., 0].sum(-1)[group].unsqueeze(1)
         kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
-
-
-class Observers(NamedTuple):
-    """The observers of several layers; each sees the casts and products that the layers do together."""
-
-    observers: tuple[Observer, ...]
-
-    def cast(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.cast(*arguments)
-
-    def product(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.product(*arguments)

@@ -26,7 +26,7 @@ from octavo import kernels
 from octavo.autograd.casts import CastRequest, CodesAndScale, KnownScale, as_rows, cast_and_commit, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
-from octavo.autograd.observer import Observer, Observers
+from octavo.autograd.observer import Observer
 from octavo.autograd.rows import DENSE, Rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.errors import HigherOrderGradientError
@@ -41,7 +41,7 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """A linear layer's part in its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observer`` sees the
+    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observers`` see the
     casts and products; ``rows``: how the rows of its input and output lie.
     """
 
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
     recipe: Recipe
     state: State | None = None
     commits: bool = False
-    observer: Observer | Observers | None = None
+    observers: tuple[Observer, ...] = ()
     rows: Rows = DENSE
 
 
@@ -77,10 +77,10 @@ def backward_plan(
     layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, input_cast: int = UNKNOWN
 ) -> BackwardPlan:
     """Return the plan of a layer's backward, with results of this dtype."""
-    (_, recipe, state, commits, observer, rows), source = layer, layer.weight.source
+    (_, recipe, state, commits, observers, rows), source = layer, layer.weight.source
     rows = rows if rows.offsets is None else Rows(None, rows.parts, rows.wire)
     # field by field, as every forward calls this: _replace takes twice as long
-    layer = Layer(_SAVED, recipe, state, commits, observer, rows)
+    layer = Layer(_SAVED, recipe, state, commits, observers, rows)
     bias_dtype = None if bias is None else bias.dtype
     return BackwardPlan(layer, dtype, weight_NK.dtype, bias_dtype, input_cast, source is not None and source.is_swapped)
 
@@ -97,8 +97,8 @@ def output(
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
         y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, offsets)
-    if layer.observer is not None:
-        layer.observer.product(recipe, "output", y_TN, x.as_is or (x_TK, None), offsets, x.amax)
+    for observer in layer.observers:
+        observer.product(recipe, "output", y_TN, x.as_is or (x_TK, None), offsets, x.amax)
     return y_TN
 
 
@@ -191,7 +191,7 @@ def cast_gradient(
     ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what is computed to
     it: of an activation of that output, or of heads that rotary positions turned. ``activation``: see CastRequest.
     """
-    _, recipe, state, commits, observer, rows = plan.layer
+    _, recipe, state, commits, observers, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
     request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, activation=activation)
@@ -209,7 +209,7 @@ def cast_gradient(
     else:
         with entering_input(state, plan.input_cast):
             g = cast_and_commit(source, request, state, forward_amax, rows)
-    if observer is not None:
+    for observer in observers:
         observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
@@ -243,16 +243,20 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 def gradients(
     g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
+    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments.
+
+    Each pair of ``g`` is freed before the next product, if the caller has no reference to it: neither a variable's nor,
+    in Python 3.11, that of arguments after a star.
+    """
     weight_NK, offsets = saved.weight_NK, saved.offsets
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
     layer, dtype = plan.layer, plan.dtype
-    recipe, observer, committed = layer.recipe, layer.observer, layer.state if layer.commits else None
+    recipe, observers, committed = layer.recipe, layer.observers, layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
     operands, grad_TN = g
     as_is, transposed, column_sum = operands.as_is, operands.transposed, operands.column_sum
-    del g, operands  # so that pairs that are read no more are freed before the next product
+    del g, operands
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
@@ -264,7 +268,7 @@ def gradients(
                 w_q, w_scale_inv = weight_cast_again(weight_NK, layer, saved.delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
-        if observer is not None:
+        for observer in observers:
             observer.product(recipe, "grad_input", dx_TK, as_is or (grad_TN, None), offsets, None, committed)
     as_is = None
     if needs_dw:
@@ -276,7 +280,7 @@ def gradients(
             x_pair = saved.x_q, saved.x_scale_inv
             dw_NK = _matmul(recipe, "grad_weight", transposed, x_pair, None, dtype, offsets)
         dw_NK = dw_NK.to(plan.weight_dtype)
-        if observer is not None and not needs_dx:
+        for observer in () if needs_dx else observers:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
             observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
     if needs_db:
@@ -376,8 +380,8 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
-        if layer.observer is not None and gathered is None:
-            layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
+        for observer in layer.observers if gathered is None else ():
+            observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
         ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))
@@ -388,8 +392,8 @@ class _LinearFunction(torch.autograd.Function):
         refuse_in_backward(*grads)
         plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
-        arguments = Saved(*ctx.saved_tensors), plan, needs
-        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None
+        saved = Saved(*ctx.saved_tensors)
+        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None, None
 
 
 def linear(

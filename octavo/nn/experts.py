@@ -115,7 +115,7 @@ def feed_forward(
         linears = gate_up, down
         if activation is None or not run_alone(linears):
             return down(between(gate_up(rows, offsets)), offsets)
-        tensors = [linear.operands() for linear in linears]
+        tensors = [linear.layer_tensors() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
         placed = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
         return run_as_one(placed, None, linears, activation, dtype)

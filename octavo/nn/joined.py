@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.observer import Observers
 from octavo.autograd.products import Layer, is_recorded
 from octavo.autograd.rows import DENSE, Rows
 from octavo.nn.fused import run_alone
@@ -70,7 +69,7 @@ class Joined(NamedTuple):
             and linear.splits is linear.fp8.kept_operands is linear.fp8.gather.parameter is None
         )
 
-    def operands(self) -> LayerTensors:
+    def layer_tensors(self) -> LayerTensors:
         """Return (a facade of the weights [N, K], the biases [N] or None, the first weight)."""
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
@@ -88,7 +87,7 @@ class Joined(NamedTuple):
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
-        return layer if layer.observer is None else layer._replace(observer=Observers(observers))
+        return layer._replace(observers=observers) if layer.observers else layer  # which see what all do together
 
     def _share_state(self) -> None:
         """Give all layers the first one's delayed state, which is made to cover the histories of all.

@@ -84,7 +84,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
         """Return the loss of logits input [T, K] . weight^T + bias, by this module's recipe and in chunks."""
-        tensors = weight, bias, parameter = self.operands()
+        tensors = weight, bias, parameter = self.layer_tensors()
         if self.splits is not None:
             raise ValueError(f"a head with splits {self.splits} has several outputs: call it, and take each one's loss")
         refuse_sharded(weight)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.gather_input import GatheredInput, GatherReader, can_gather, gather_input, input_cast_arguments
+from octavo.autograd.observer import Observer
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
@@ -95,7 +96,7 @@ class ShardedLayer(Protocol):
         """The recipe of its products."""
 
     @property
-    def observing(self) -> Any:
+    def observing(self) -> Observer | None:
         """The observer of a forward that runs now; None in evaluation."""
 
     def state_of_input(self) -> State | None:
@@ -116,7 +117,7 @@ class FusedParts(NamedTuple):
     rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
 
 
-def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
+def _fused_placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
     """Return the placement of a fused module's input, if styles and placements are those the file names; or None."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -152,7 +153,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
-    if (placement := _placement(norm, linears, weights, input)) is None:
+    if (placement := _fused_placement(norm, linears, weights, input)) is None:
         return None
     mesh = weights[0].device_mesh
     group = mesh.get_group().group_name

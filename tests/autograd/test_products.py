@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, Delayed, HigherOrderGradientError, PerBlock, PerTensor, Recipe, kernels, recipes
+from octavo.autograd import products
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.products import (
     Layer,
@@ -140,6 +142,25 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
             summed = needs[2] and operands_and_gradient[0].column_sum is None
             assert (operands_and_gradient[1] is not None) == (read or summed)
+
+
+@pytest.mark.parametrize("layer", [octavo.nn.Linear, octavo.nn.LayerNormLinear, octavo.nn.LayerNormMLP])
+def test_codes_that_no_product_reads_any_more_are_freed(layer, monkeypatch):
+    """The gradient's codes as they lie are freed before grad_weight, which reads others."""
+    read, product = [], products._matmul
+
+    def watched(recipe, name, a, *arguments):
+        if name == "grad_input":
+            read.append(weakref.ref(a[0]))
+        elif name == "grad_weight":
+            assert read.pop()() is None
+        return product(recipe, name, a, *arguments)
+
+    module = layer(K, N, recipe=recipes.rowwise())
+    y = module(torch.randn(T, K, requires_grad=True))
+    monkeypatch.setattr(products, "_matmul", watched)
+    y.sum().backward()
+    assert not read and all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_a_graph_asks_nothing_of_autograd(monkeypatch):
