@@ -96,13 +96,13 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     cast = first or second
     if cast is None:
         return Operands()
-    read = _Read(source, (), {}) if isinstance(source, Tensor) else _read(source, request)
+    read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
     if parts is not None and request.recipe.packs:
         read.options["place"] = _place(source.shape, role, parts)
     if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
         if _swizzles(source.shape, read.x, first, second):
             read.options["swizzle"] = True
-    if first is None or second is None or casts.once:
+    if first is None or second is None or casts.once:  # one cast serves all that is needed
         has_scale = cast.is_delayed or parts is not None
         scale = scale_for(source, cast, state, role, parts) if has_scale else None
         return _cast(read, cast, scale, request, (first is not None, second is not None), offsets)
@@ -112,11 +112,11 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     has_scales = first.is_delayed or second.is_delayed or scale is not None or second_scale is not None
     if not has_scales and offsets is None and read.x.ndim != 3:
         return _cast_by_two_scalings(read, first, second, request)
-    if isinstance(source, NormSource):
-        read = _read(source, request._replace(keep=True))
+    if isinstance(source, NormSource):  # the first cast computes the norm, which the later one reads
+        read = _op_input(source, request._replace(keep=True))
     operands = _cast(read, first, scale, request, (True, False), offsets)
     if (norm := operands.norm) is not None and norm.y is not None:
-        read = _Read(norm.y, (), {})
+        read = _OpInput(norm.y, (), {})
         norm = norm if request.keep else norm._replace(y=None)
     later = _cast(read, second, second_scale, request._replace(column_sum=False), (False, True), offsets)
     amax = later.amax if operands.amax is None else operands.amax
@@ -140,7 +140,7 @@ def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
     return (0, parts.rank * shape[1]) if by_columns else (parts.rank * shape[0], 0)
 
 
-class _Read(NamedTuple):
+class _OpInput(NamedTuple):
     """The tensor that the cast op reads, its arguments of an activation, by place, and other options, by name."""
 
     x: Tensor
@@ -148,7 +148,7 @@ class _Read(NamedTuple):
     options: dict[str, Any]
 
 
-def _read(source: Castable, request: CastRequest) -> _Read:
+def _op_input(source: Castable, request: CastRequest) -> _OpInput:
     """Return the op's arguments that say what of x is cast, and what is returned beside the pairs."""
     if isinstance(source, CastSource):
         x, *activation = source
@@ -156,15 +156,15 @@ def _read(source: Castable, request: CastRequest) -> _Read:
         if request.activation is not None:
             options["value_scale"], options["value_dtype"] = request.activation
             options["value_transposed"] = needs_transposed_codes(x.device)
-        return _Read(x, activation, options)
+        return _OpInput(x, activation, options)
     if isinstance(source, RotaryHeads):
         q, k, v, cos, sin, _ = source
-        return _Read(q, (), {"k": k, "v": v, "cos": cos, "sin": sin})
+        return _OpInput(q, (), {"k": k, "v": v, "cos": cos, "sin": sin})
     options = source._asdict() | {"keep": request.keep}
-    return _Read(options.pop("x"), (), options)
+    return _OpInput(options.pop("x"), (), options)
 
 
-def _cast_by_two_scalings(read: _Read, first: Cast, second: Cast, request: CastRequest) -> Operands:
+def _cast_by_two_scalings(read: _OpInput, first: Cast, second: Cast, request: CastRequest) -> Operands:
     """Cast by one scaling as x lies and by another transposed, reading x once."""
     x, activation, options = read
     writes_transposed = second.is_packed or needs_transposed_codes(x.device)
@@ -179,7 +179,7 @@ def _cast_by_two_scalings(read: _Read, first: Cast, second: Cast, request: CastR
 
 
 def _cast(
-    read: _Read,
+    read: _OpInput,
     cast: Cast,
     scale: Tensor | None,
     request: CastRequest,
@@ -278,7 +278,7 @@ def cast_and_commit(
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
     commits = cast is not None and once and cast.is_delayed and not cast.is_packed
     if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
-        read = _Read(source, (), {}) if isinstance(source, Tensor) else _read(source, request)
+        read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
         return _cast(read, cast, None, request, layouts, None, (state, forward_amax))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)

@@ -162,7 +162,7 @@ def _behind_activation(
     """
     needs_dh, needs_dw = needs
     transposed = needs_dw and not casts_again
-    request = CastRequest(layer.recipe, INPUT, True, transposed, keep=casts_again, only_products=True)
+    request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=transposed, keep=casts_again, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     for observer in layer.observers:
         produced = functools.partial(kernels.produced, h, activation, None)

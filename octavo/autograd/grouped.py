@@ -93,7 +93,7 @@ class Routing(NamedTuple):
     offsets: Tensor
 
     @classmethod
-    def of(cls, expert_S: Tensor, experts: int) -> Routing:
+    def by_expert(cls, expert_S: Tensor, experts: int) -> Routing:
         """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
         sorted_experts, order = torch.sort(expert_S, stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

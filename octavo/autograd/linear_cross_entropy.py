@@ -182,7 +182,7 @@ class _Chunks:
     def _saved(self, needs_dx: bool) -> Saved:
         """Return the tensors that a chunk's dx is computed from, besides its G."""
         layer, source = self.layer, self.layer.weight.source
-        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, False)
+        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, needs_dw=False)
         if needs_dx and source is not None and layer.recipe.grad_input is not None:  # FSDP1's and ZeRO-3's: once
             weight = source.tensor.mT if source.is_swapped else source.tensor
             q, scale_inv = weight_cast_again(weight, layer, source.delayed_scale)
@@ -269,7 +269,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, None, read, needs[1])
         result, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients(needs)
-        saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
+        saved = to_save(x_to_save, x, weight_NK, layer, needs_dx=False, needs_dw=needs[1])
         if sum_gradients.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
         ctx.plan = backward_plan(layer._replace(observers=()), x_TK.dtype, weight_NK, bias, number)

@@ -84,7 +84,7 @@ def unpack_message(
     return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two, tile)
 
 
-def home_of(group: Any) -> torch.device:
+def sending_device(group: Any) -> torch.device:
     """Return the device of tensors that a process group sends: the CPU, if its backend sends from there."""
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
         return
     settings_here = {name: str(value) for name, value in settings.items()}
     number = int.from_bytes(hashlib.sha256(repr(settings_here).encode()).digest()[:7])
-    bounds = torch.tensor([number, -number], device=home_of(groups[0]))
+    bounds = torch.tensor([number, -number], device=sending_device(groups[0]))
     if not int(maximum_over_ranks(bounds, *groups).sum()):
         return
     every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), settings_here)]

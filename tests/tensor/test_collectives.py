@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.tensor.collectives import all_gather, home_of, pack_message, unpack_message
+from octavo.tensor.collectives import all_gather, pack_message, sending_device, unpack_message
 
 
 def gathered(mesh, waits):
@@ -23,7 +23,7 @@ def test_tensors_are_sent_from_where_the_backend_sends(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
     for backend, device in (("cpu:gloo,cuda:nccl", torch.device("cpu")), ("cuda:nccl", gpu)):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
-        assert home_of(None) == device
+        assert sending_device(None) == device
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
