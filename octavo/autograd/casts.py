@@ -48,8 +48,8 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
     return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
-class KnownScale(NamedTuple):
-    """A scale [1] that is known before the cast, and the dtype of the codes."""
+class CastByScale(NamedTuple):
+    """A cast to codes of a dtype by a scale [1] that is there before it."""
 
     scale: Tensor
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class CastRequest(NamedTuple):
         column_sum: add up columns in the same read, where the layout as it lies is cast; never of rows in groups.
         keep: whether a norm's result y is returned too, in high precision; of an activation the scale of its one cast.
         only_products: only products read the result: scales may be in the device's swizzled order.
-        activation: if set, the cast of an activation's gradient also casts the activation itself, by this scale, and
+        activation: if set, the cast of an activation's gradient also makes this cast of the activation itself, and
             returns its codes transposed, which the next layer's grad_weight reads.
     """
 
@@ -76,7 +76,7 @@ class CastRequest(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     only_products: bool = False
-    activation: KnownScale | None = None
+    activation: CastByScale | None = None
 
 
 def cast_role(source: AnySource, request: CastRequest, state: State | None, rows: Rows = DENSE) -> Operands:
@@ -238,9 +238,9 @@ def _cast(
     return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, kept_scale, activation_codes)
 
 
-def cast_by_scale(source: CastSource, known: KnownScale, pads: bool) -> Tensor:
+def cast_by_scale(source: CastSource, cast: CastByScale, pads: bool) -> Tensor:
     """Return the codes of a source by a known scale, contraction last in the transposed layout that products read."""
-    (x, activation, *_), (scale, dtype) = source, known
+    (x, activation, *_), (scale, dtype) = source, cast
     transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()

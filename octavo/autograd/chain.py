@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, KnownScale, Norm, as_rows, cast_by_scale, cast_role
+from octavo.autograd.casts import CastByScale, CastRequest, Norm, as_rows, cast_by_scale, cast_role
 from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
@@ -262,23 +262,23 @@ def _gradients_of_two_layers(
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
         saved = saved._replace(x_TK=x.to(plan.dtype))
-    scale = None  # by which the second layer's input is cast again
+    cast_again = None  # of the second layer's input, whose codes are not saved
     if needs_dw and saved.x_scale is not None:
-        scale = KnownScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
+        cast_again = CastByScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
     # GradOutputs are in lists: pop() leaves ``gradients`` the only reference, as it wants
     g2 = [cast_gradient(grad, saved, plan, needs)]
-    needs_now = needs_dh, needs_dw and scale is None, needs_db
-    dh, dw2, db2 = gradients(g2.pop() if scale is None else g2[0], saved, plan, needs_now)
+    needs_now = needs_dh, needs_dw and cast_again is None, needs_db
+    dh, dw2, db2 = gradients(g2.pop() if cast_again is None else g2[0], saved, plan, needs_now)
     g1 = []
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
-        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, scale))
+        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, cast_again))
         del source, dh
-    if scale is not None:
+    if cast_again is not None:
         codes = g1[0].operands.activation_codes if g1 else None
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
-            codes = cast_by_scale(CastSource(h, ctx.activation), scale, recipe.pads)
+            codes = cast_by_scale(CastSource(h, ctx.activation), cast_again, recipe.pads)
         dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
         del codes
     dx, dw, db = gradients(g1.pop(), first_saved, first_plan, first_needs) if g1 else (None, None, None)

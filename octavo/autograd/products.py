@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, CodesAndScale, KnownScale, as_rows, cast_and_commit, cast_role, commit
+from octavo.autograd.casts import CastByScale, CastRequest, CodesAndScale, as_rows, cast_and_commit, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.observer import Observer
@@ -184,12 +184,13 @@ def cast_gradient(
     saved: Saved,
     plan: BackwardPlan,
     needs: tuple[bool, bool, bool],
-    activation: KnownScale | None = None,
+    activation: CastByScale | None = None,
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
-    ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what is computed to
-    it: of an activation of that output, or of heads that rotary positions turned. ``activation``: see CastRequest.
+    ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what that is computed
+    from: the gradient of an activation of the output, or of heads that rotary positions turned. ``activation``: see
+    CastRequest.
     """
     _, recipe, state, commits, observers, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
@@ -199,12 +200,12 @@ def cast_gradient(
     forward_amax = saved.x_amax, saved.weight_amax
     if state is None or not commits:
         g = cast_role(source, request, state, rows)
-    elif plan.first_state is not None:
+    elif plan.first_state is not None:  # another pass over the graph: the first one has entered forward's amaxes
         g = cast_role(source, request, plan.first_state, rows)
         if g.amax is not None:
             with entering_input(state, 0):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
-    elif saved.x_amax is None:
+    elif saved.x_amax is None:  # nothing enters the input's history
         g = cast_and_commit(source, request, state, forward_amax, rows)
     else:
         with entering_input(state, plan.input_cast):
