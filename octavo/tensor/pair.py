@@ -122,7 +122,8 @@ class ForProducts(Facade):
     """A facade that has the operands of products alone, and to which gradients flow.
 
     Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
-    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``casts``: a weight's Casts, as text.
+    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``found_amax`` is Operands' ``amax``, which is
+    a method of tensors; ``casts``: a weight's Casts, as text.
     """
 
     qdata: Tensor

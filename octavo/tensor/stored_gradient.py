@@ -126,8 +126,8 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
         return torch.zeros((), device=q.device, dtype=torch.float32)
     rows = max(_ELEMENTS_AT_A_TIME // q.shape[1], 1)
     norms = [
-        torch.linalg.vector_norm(kernels.dequantize(*some, GRANULARITY.tile, torch.float32), ord)
-        for some in zip(q.split(rows), scale_inv.split(rows), strict=True)
+        torch.linalg.vector_norm(kernels.dequantize(codes, scales, GRANULARITY.tile, torch.float32), ord)
+        for codes, scales in zip(q.split(rows), scale_inv.split(rows), strict=True)
     ]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
 
