@@ -20,8 +20,8 @@ Arguments that mean the same everywhere:
                    None for Dynamic; the op reads element ``role``. With one, tile is (-1, -1); with none or 0, the
                    scale is that of this tensor's own amax
     qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
-                   up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: torch's FP8 product needs
-                   a multiple of 16. Where pad > 1, that dimension's tile is -1 or a multiple of pad
+                   up to a multiple of ``pad`` (1 to PADDING, a power of two), the codes beyond are 0: torch's FP8
+                   product needs a multiple of 16. Where pad > 1, that dimension's tile is -1 or a multiple of pad
     sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
                    without ``column_sum``
     scale_inv      fp32, or E8M0 as numerics.scale_inv_dtype says; what is read may be either. Of the shape that

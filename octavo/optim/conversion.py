@@ -25,7 +25,7 @@ from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
-from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut
+from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut_blocks
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -91,7 +91,7 @@ class Conversion(NamedTuple):
             return
         assert self.settings is not None
         for param, granularity in self.storage.items():
-            if granularity is not None and (why := why_cut(param, granularity)) is not None:
+            if granularity is not None and (why := why_cut_blocks(param, granularity)) is not None:
                 raise ValueError(why)
         targets = [
             (blank(param, self.storage[param], "meta") if param in self.storage else param, group)

@@ -21,7 +21,7 @@ from octavo.kernels.reference.optimizer_state import (
     MasterWeight,
     values_with,
 )
-from octavo.weights.stored import OF_FROZEN, StoredWeight, has_powers_of_two, local_stored
+from octavo.weights.stored import FROZEN_ONLY, StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MasterForm:
             if self.low_bits_dtype is None:
                 return {}
             return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device))}
-        if not has_powers_of_two(weight.scale_inv) or weight.granularity in OF_FROZEN:
+        if not has_powers_of_two(weight.scale_inv) or weight.granularity in FROZEN_ONLY:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
