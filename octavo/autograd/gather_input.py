@@ -124,11 +124,8 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     recipe, state, needs_dw, observers = reader
     cast, scale, amax = recipe.casts[role].as_is, None, None
     assert cast is not None
-    if isinstance(source, NormSource):
-        norm_arguments = source._asdict()
-        rows = norm_arguments.pop("x")
-    else:
-        rows, norm_arguments = source, {}
+    norm_arguments = source._asdict() if isinstance(source, NormSource) else {"x": source}
+    rows = norm_arguments.pop("x")
     if cast.tile == (ALL, ALL):
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
         scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)

@@ -66,7 +66,9 @@ class Joined(NamedTuple):
             and linear.fp8.recipe is first.fp8.recipe
             and linear.training == first.training
             and (linear.bias is None) == (first.bias is None)
-            and linear.splits is linear.fp8.kept_operands is linear.fp8.gather.parameter is None
+            and linear.splits is None
+            and linear.fp8.kept_operands is None
+            and linear.fp8.gather.parameter is None
         )
 
     def layer_tensors(self) -> LayerTensors:

@@ -36,7 +36,7 @@ from octavo.weights.plain import (
     widened,
 )
 from octavo.weights.stored import local_stored
-from octavo.weights.writes import WeightWrites
+from octavo.weights.writes import KeptOperands, WeightWrites
 
 
 class LayerFP8:
@@ -60,7 +60,7 @@ class LayerFP8:
 
     def __init__(self) -> None:
         self.state: State | None = None
-        self.kept_operands: Any = None  # KeptOperands of weights/kept.py
+        self.kept_operands: KeptOperands | None = None
         self.gather = Gather()
         self.observer: Observer | None = None
         self.outer: LayerFP8 | None = None
