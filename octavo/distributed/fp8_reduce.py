@@ -37,7 +37,7 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import all_gather, check_ranks_agree, pack, unpack
+from octavo.tensor.collectives import all_gather, check_ranks_agree, pack_message, unpack_message
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
 _ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
@@ -242,17 +242,17 @@ class Fp8Reduction:
         """
         if not self.stochastic:
             codes, _, scale_inv, *_ = kernels.cast(x, None, 0, self.format.dtype, _TILE, True, 0)
-            return pack(codes, scale_inv, True)
+            return pack_message(codes, scale_inv, True)
         scale = scale_from_amax(kernels.amax(x, _TILE), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
         bits = random_bits(key_of(self.seed, rank, self.calls, rounding), index)
         wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
-        return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
+        return pack_message(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 
     def _read(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Return the values [R, columns] of ``dtype`` in a message."""
-        return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
+        return kernels.dequantize(*unpack_message(message, columns, self.format.dtype, True), _TILE, dtype)
 
 
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

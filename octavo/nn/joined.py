@@ -42,20 +42,6 @@ class _JoinedRows(torch.autograd.Function):
         return grads[0].split(ctx.rows)
 
 
-class _Observers(NamedTuple):
-    """The observers of several layers; each sees the casts and products that the layers do together."""
-
-    observers: tuple[Any, ...]
-
-    def cast(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.cast(*arguments)
-
-    def product(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.product(*arguments)
-
-
 class Joined(NamedTuple):
     """Linear layers to compute as one; ``run_as_one`` takes it for a layer."""
 
@@ -80,10 +66,12 @@ class Joined(NamedTuple):
             and linear.fp8.recipe is first.fp8.recipe
             and linear.training == first.training
             and (linear.bias is None) == (first.bias is None)
-            and linear.splits is linear.fp8.kept_operands is linear.fp8.gather.parameter is None
+            and linear.splits is None
+            and linear.fp8.kept_operands is None
+            and linear.fp8.gather.parameter is None
         )
 
-    def operands(self) -> LayerTensors:
+    def layer_tensors(self) -> LayerTensors:
         """Return (a facade of the weights [N, K], the biases [N] or None, the first weight)."""
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
@@ -101,7 +89,7 @@ class Joined(NamedTuple):
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
-        return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
+        return layer._replace(observers=observers) if layer.observers else layer  # which see what all do together
 
     def _share_state(self) -> None:
         """Give all layers the first one's delayed state, which is made to cover the histories of all.

@@ -36,7 +36,7 @@ from octavo.weights.plain import (
     widened,
 )
 from octavo.weights.stored import local_stored
-from octavo.weights.writes import WeightWrites
+from octavo.weights.writes import KeptOperands, WeightWrites
 
 
 class LayerFP8:
@@ -60,7 +60,7 @@ class LayerFP8:
 
     def __init__(self) -> None:
         self.state: State | None = None
-        self.kept_operands: Any = None
+        self.kept_operands: KeptOperands | None = None
         self.gather = Gather()
         self.observer: Observer | None = None
         self.outer: LayerFP8 | None = None
@@ -209,7 +209,7 @@ class RecipeModule(WeightOwner):
         """Return (weight, bias or None), as they are stored."""
         return self.weight, self.bias
 
-    def operands(self) -> LayerTensors:
+    def layer_tensors(self) -> LayerTensors:
         """Return the tensors of the module's products; for experts [E, ...]."""
         parameter, bias = self.own_parameters()
         weight = parameter
@@ -289,7 +289,7 @@ class RecipeModule(WeightOwner):
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
-        tensors = weight, bias, _ = self.operands()
+        tensors = weight, bias, _ = self.layer_tensors()
         parallel = offsets is None and is_parallel(weight)
         if parallel:
             check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
@@ -341,10 +341,11 @@ class RecipeModule(WeightOwner):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        return Layer(weight, fp8.recipe, state, training, fp8.observer if training else None, rows)
+        observers = (fp8.observer,) if training and fp8.observer is not None else ()
+        return Layer(weight, fp8.recipe, state, training, observers, rows)
 
     @property
-    def observing(self) -> Any:
+    def observing(self) -> Observer | None:
         """The observer of a forward that runs now; None in evaluation."""
         return self.fp8.observer if self.training and torch.is_grad_enabled() else None
 

@@ -31,7 +31,7 @@ from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
 from octavo.scaling.recipe import INPUT, Cast
-from octavo.tensor.collectives import pack, unpack
+from octavo.tensor.collectives import pack_message, unpack_message
 from octavo.weights.fsdp2 import groups_of, rows_of_rank
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
@@ -286,14 +286,14 @@ class Muon(CompactOptimizer):
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
         qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
-        return pack(qdata, scale_inv, True)
+        return pack_message(qdata, scale_inv, True)
 
     def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
         """Orthogonalise a matrix's direction, or each expert's, after it travelled: bf16 [R, C] or [E * N, K]."""
         if not matrix.numel():
             return matrix
         if self.directions == "fp8":
-            pair = unpack(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
+            pair = unpack_message(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
             matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
         coefficients, count, eps = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
         if param.ndim == 2:

@@ -173,7 +173,7 @@ def test_products_read_a_ranks_stored_experts_themselves(kind, mesh):
     net = built_experts(kind, "dynamic", 8, storage="fp8")
     expert_parallel(net, mesh, exact=True)
     for part in (net.experts.gate_up, net.experts.down):
-        stored, tensors = local_stored(part.weight_parameter), part.operands()
+        stored, tensors = local_stored(part.weight_parameter), part.layer_tensors()
         ends = torch.tensor([4, 8], dtype=torch.int32)
         operands = part.layer_of(torch.randn(8, tensors[0].shape[-1]), tensors, True, Rows(ends)).weight
         assert all(pair[0].data_ptr() == stored.qdata.data_ptr() for pair in (operands.as_is, operands.transposed))
