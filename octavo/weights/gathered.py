@@ -174,7 +174,7 @@ class CastAfter(Way):
                 scale = torch.zeros_like(state.scale) if gather.delayed_scale is None else gather.delayed_scale
                 state = state._replace(scale=scale, before=torch.zeros_like(state.before)).on(weight.device)
             weight_NK = weight.mT if module.stores_transposed else weight
-            return cast_role(weight_NK, CastRequest(recipe, WEIGHT, True, True), state)
+            return cast_role(weight_NK, CastRequest(recipe, WEIGHT, as_is=True, transposed=True), state)
 
         return (padded_rows(shard, shape, mesh.size()).to(dtype),), unshard.second_hook(read)
 

@@ -142,7 +142,8 @@ def fp8_operands(
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    request = CastRequest(module.fp8.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
+    transposed = transposed and not is_freed
+    request = CastRequest(module.fp8.recipe, WEIGHT, as_is=True, transposed=transposed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
