@@ -59,10 +59,10 @@ def optimizer_of(
     make = algorithm_of(model, algorithm, {"moments": moments, "master": master})
 
     def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-        of_params = make(params)
+        result = make(params)
         if outstanding is not None:
-            update_in_backward(of_params, outstanding)
-        return of_params
+            update_in_backward(result, outstanding)
+        return result
 
     return optimizer
 

@@ -124,8 +124,8 @@ def _beside_fused_bf16(estimates: Sequence[Estimate], best: Estimate) -> Iterato
     """Yield how the best recipe compares with bf16 with the same fusions, if that is one of the steps."""
     for step in estimates:
         if step.name == FUSED_BF16:
-            of_fused = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
-            yield f"{best.name} takes {of_fused}, a kernel each as Liger-Kernel computes them."
+            share = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
+            yield f"{best.name} takes {share}, a kernel each as Liger-Kernel computes them."
 
 
 def _layers_to_leave_out(steps: Sequence[Estimate]) -> Iterator[str]:

@@ -20,21 +20,28 @@ from typing import NamedTuple
 
 from octavo import recipes
 from octavo.cost.mesh.rank import Rank
-from octavo.cost.mesh.shapes import BF16, BLOCK, CODE, Weight
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Weight
 from octavo.cost.rates import IN_BF16
-from octavo.granularity import PerTensor
+from octavo.granularity import ALL, BLOCK, tiles_along
 
-ALL = PerTensor().tile[0]  # as a tile's rows or columns: all that there are
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
+class Scale(NamedTuple):
+    """The rows and columns of a weight that share a scale, and the scale's bytes."""
+
+    rows: int
+    cols: int
+    size: int
+
+
 @functools.cache
-def weight_tiles(recipe: str) -> list[tuple[int, int, int]]:
-    """Return, for each pair that a recipe of octavo.recipes makes of a weight, (rows, columns, bytes) of a scale."""
+def weight_scales(recipe: str) -> list[Scale]:
+    """Return the Scale of each pair that a recipe of octavo.recipes makes of a weight."""
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
     tiles = [(as_is, as_is.tile)] if as_is else []
     tiles += [(transposed, transposed.tile[::-1])] if transposed and not once else []
-    return [(*tile, cast.scale_inv_dtype.itemsize) for cast, tile in tiles]
+    return [Scale(*tile, cast.scale_inv_dtype.itemsize) for cast, tile in tiles]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
@@ -47,18 +54,15 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     total: float = 0
     amaxes: float = 0
     for weight in weights:
-        rows_of_rank, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
-        elements, pairs = matrices * rows_of_rank * ranks * weight.cols, 0.0
-        if not weight.converted or recipe == IN_BF16:
-            total += elements * param_bytes
-            continue
-        for rows, cols, scale_bytes in weight_tiles(recipe):
-            tiles_of_rows = 1 if rows == ALL else math.ceil(weight.rows / rows)
-            scales = matrices * tiles_of_rows * (1 if cols == ALL else math.ceil(weight.cols / cols))
-            is_sent = rows != ALL and weight.rows == rows_of_rank * ranks and rows_of_rank % rows == 0
+        shard_rows, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
+        elements, pairs = matrices * shard_rows * ranks * weight.cols, 0.0
+        is_converted = weight.converted and recipe != IN_BF16
+        for rows, cols, scale_bytes in weight_scales(recipe) if is_converted else ():
+            scales = matrices * tiles_along(weight.rows, rows) * tiles_along(weight.cols, cols)
+            is_sent = rows != ALL and weight.rows == shard_rows * ranks and shard_rows % rows == 0
             pairs += elements + scale_bytes * scales if is_sent else elements
-            amaxes += 0 if is_sent else 4 * scales
-        total += elements * param_bytes if ranks == 1 else pairs
+            amaxes += 0 if is_sent else FLOAT * scales
+        total += pairs if is_converted and ranks > 1 else elements * param_bytes
     return total, amaxes
 
 

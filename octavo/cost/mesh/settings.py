@@ -63,8 +63,8 @@ class MeshLayout:
             return self
         layout = replace(self, batch=max(1, self.micro_batches // max(1, count)))
         if layout.micro_batches != count:
-            of_rank = self.sequences // self.data
-            raise PlanError(f"--micro-batches {count} does not divide the {of_rank} sequences of a rank")
+            rank_sequences = self.sequences // self.data
+            raise PlanError(f"--micro-batches {count} does not divide the {rank_sequences} sequences of a rank")
         return layout
 
     def __str__(self) -> str:

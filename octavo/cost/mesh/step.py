@@ -14,7 +14,7 @@ from typing import NamedTuple
 from octavo import recipes
 from octavo.cost.estimate import orthogonalising
 from octavo.cost.mesh import messages
-from octavo.cost.mesh.rank import STATE_BYTES, Rank
+from octavo.cost.mesh.rank import Rank
 from octavo.cost.mesh.shapes import BF16, FLOAT, Weight
 from octavo.cost.rates import IN_BF16, product_kinds
 from octavo.cost.work import LinearWork
@@ -50,8 +50,21 @@ class Stage(Rank):
 
     @functools.cached_property
     def kinds(self) -> dict[str, float]:
-        """Seconds of forward and backward by kind."""
-        return forward_and_backward(self)
+        """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
+        layout, rates, whole, hardware = self.layout, self.hardware.rates, self.whole, self.hardware
+        layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
+        other = 3 * BF16 * whole.elementwise * self.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
+        flop = 2.0 * self.tokens * layout.sequence * whole.attention / layout.tensor
+        attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
+        passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
+        logits = self.tokens * whole.head.rows / (layout.tensor * layout.pipeline)
+        head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.head.cols)
+        return {
+            "products": passes * sum(products for products, _ in layers) + head,
+            "casts": passes * sum(casts for _, casts in layers),
+            "attention": passes * attention,
+            "other": passes * other + whole.logits * logits / rates.copy,
+        }
 
     @property
     def compute(self) -> float:
@@ -92,8 +105,21 @@ class Stage(Rank):
 
     @functools.cached_property
     def optimizer(self) -> float:
-        """Seconds of the optimizer's update."""
-        return update(self)
+        """Seconds of the optimizer's update of this rank's shards.
+
+        It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the
+        products; matrices but those of experts travel to them and back in bf16.
+        """
+        seconds, hardware = 0.0, self.hardware
+        for part, ranks, stride in self.shards:
+            moved = 2 * (self.state.master + self.moments(part)) + FLOAT + BF16
+            seconds += moved * part.parameters / ranks / hardware.rates.copy
+            for w in part.block if self.precision.algorithm == "muon" else ():
+                if w.cols > 1:
+                    products = orthogonalising((w.share * w.held, w.rows, w.cols), hardware.rates)
+                    sent = BF16 * w.elements / ranks * (w.split != "experts")
+                    seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
+        return seconds
 
     @functools.cached_property
     def step(self) -> Step:
@@ -108,25 +134,7 @@ class Stage(Rank):
         return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
 
 
-def forward_and_backward(rank: Rank) -> dict[str, float]:
-    """Return seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
-    layout, rates, whole, hardware = rank.layout, rank.hardware.rates, rank.whole, rank.hardware
-    layers = [linear(rank, weight) for weight in rank.shapes.block if weight.converted]
-    other = 3 * BF16 * whole.elementwise * rank.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
-    flop = 2.0 * rank.tokens * layout.sequence * whole.attention / layout.tensor
-    attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
-    passes = rank.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
-    logits = rank.tokens * whole.root[-1].rows / (layout.tensor * layout.pipeline)
-    head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.root[-1].cols)
-    return {
-        "products": passes * sum(products for products, _ in layers) + head,
-        "casts": passes * sum(casts for _, casts in layers),
-        "attention": passes * attention,
-        "other": passes * other + whole.logits * logits / rates.copy,
-    }
-
-
-def linear(rank: Rank, weight: Weight) -> tuple[float, float]:
+def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:
     """Return seconds of a converted weight's products and casts, forward and backward."""
     rates, name = rank.hardware.rates, rank.precision.recipe
     recipe: Recipe = getattr(recipes, "high_precision" if name == IN_BF16 else name)()
@@ -158,23 +166,5 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     elif precision.pairs and precision.elsewhere and weight.split == "experts":
         divisor = weight.used
     is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == rank.whole.width)
-    divisors = (divisor, 1) if is_first else (1, divisor)
-    return rows * weight.cols / divisors[0], elements, rows * weight.rows / divisors[1]
-
-
-def update(rank: Rank) -> float:
-    """Return seconds of the optimizer's update of this rank's shards.
-
-    It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the products;
-    matrices but those of experts travel to them and back in bf16.
-    """
-    master, seconds, hardware = STATE_BYTES[rank.precision.state][0], 0.0, rank.hardware
-    for part, ranks, stride in rank.shards:
-        moved = 2 * (master + rank.moments(part)) + FLOAT + BF16
-        seconds += moved * part.parameters / ranks / hardware.rates.copy
-        for w in part.block if rank.precision.algorithm == "muon" else ():
-            if w.cols > 1:
-                products = orthogonalising((w.share * w.held, w.rows, w.cols), hardware.rates)
-                sent = BF16 * w.elements / ranks * (w.split != "experts")
-                seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
-    return seconds
+    input_divisor, gradient_divisor = (divisor, 1) if is_first else (1, divisor)
+    return rows * weight.cols / input_divisor, elements, rows * weight.rows / gradient_divisor
