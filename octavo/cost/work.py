@@ -19,7 +19,6 @@ from octavo.cost.rates import IN_BF16, Rates, product_kinds
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.counting import OperationCounter
-from octavo.nn.known_forwards import refusal
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import fakes_of
 from octavo.private import pytree
@@ -147,7 +146,7 @@ class Work(NamedTuple):
     other: Traffic  # with the loss of a language model
     blocks: Blocks | None
     attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
-    inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each norm that octavo knows, by name
+    inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each other module, by name
     logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
@@ -408,7 +407,7 @@ def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
 
 
 def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
-    """Return the LinearWork of layers, and elements of the inputs of norms that octavo knows: filled by a forward."""
+    """Return the LinearWork of layers, and elements of the inputs of other modules, by name: filled by a forward."""
     works_by_name: dict[str, LinearWork] = {}
     sizes: dict[str, int] = {}
     numbers: dict[tuple[int, int], int] = {}
@@ -429,14 +428,15 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
 
     def size(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
-            sizes[name] = sizes.get(name, 0) + (*arguments, *keywords.values())[0].numel()
+            x = next(iter((*arguments, *keywords.values())), None)
+            sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
 
         return hook
 
     for name, module in twin.named_modules():
         if any(sizes_of(module)):
             module.register_forward_hook(note(name))
-        elif refusal(module) is None:
+        else:
             module.register_forward_hook(size(name), with_kwargs=True)
     return works_by_name, sizes
 

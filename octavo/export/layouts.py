@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock, PerRow, PerTensor
+from octavo.granularity import BLOCK, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
@@ -38,7 +38,6 @@ from octavo.weights.fsdp2 import on_this_rank, whole
 
 PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
-BLOCK = 128
 TENSOR, ROW = PerTensor().tile, PerRow().tile
 SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards

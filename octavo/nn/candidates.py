@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,6 +27,9 @@ Select = Callable[[nn.Module, str], bool]
 # bytes an element and an FP8 product saves half of a bf16 one, so at 4.3 TB/s and 790 TFLOP/s (H200) a layer needs
 # about 500 features.
 MIN_FEATURES = 512
+
+ROUTER = ("Router",)  # words in the names of libraries' classes: for what chooses the experts of a token
+MIXTURE = ("Moe", "MoE", "Experts")  # and for the modules of a mixture of experts around it
 
 SHARDED = "it is sharded already: call octavo.convert before fully_shard"
 REPLACED = (
@@ -99,6 +102,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
             kind = kind.__bases__[0]
         else:
             return kind
+
+
+def is_called_like(kind: type[nn.Module], words: Iterable[str]) -> bool:
+    """Whether a class's name has one of these words in it: of another library's module nothing else says what it is."""
+    return any(word in kind.__name__ for word in words)
 
 
 def is_sharded(kind: type[nn.Module]) -> bool:

@@ -29,7 +29,7 @@ from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import predicted_by_kind
+from octavo.nn.saved import MIB, predicted_by_kind
 from octavo.scaling.recipe import Recipe
 from octavo.weights.plain import weight_of
 
@@ -55,9 +55,6 @@ class ModuleSummary:
     recipe: Recipe | None
     reason: str
     gathered: str = ""
-
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

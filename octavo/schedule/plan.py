@@ -16,8 +16,6 @@ from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
 from octavo.schedule.phase import Target
 
-MIB = 1 << 20
-
 
 class BudgetError(OctavoError, ValueError):
     """A phase takes more than the budget; the message names the phase and the cheapest way to fit."""
@@ -101,7 +99,7 @@ class Plan:
 
 
 def _mib(size: int) -> str:
-    return f"{size / MIB:,.2f} MiB"
+    return f"{size / 2**20:,.2f} MiB"
 
 
 def plan_of(

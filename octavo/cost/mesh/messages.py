@@ -22,26 +22,25 @@ from octavo import recipes
 from octavo.cost.mesh.rank import Rank
 from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Weight
 from octavo.cost.rates import IN_BF16
-from octavo.granularity import ALL, BLOCK, tiles_along
+from octavo.granularity import BLOCK, Granularity
 
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
-class Scale(NamedTuple):
-    """The rows and columns of a weight that share a scale, and the scale's bytes."""
+class Scales(NamedTuple):
+    """The scales of a weight's pair: which elements share one, of the weight as it lies, and its bytes."""
 
-    rows: int
-    cols: int
+    granularity: Granularity
     size: int
 
 
 @functools.cache
-def weight_scales(recipe: str) -> list[Scale]:
-    """Return the Scale of each pair that a recipe of octavo.recipes makes of a weight."""
+def weight_scales(recipe: str) -> list[Scales]:
+    """Return the Scales of each pair that a recipe of octavo.recipes makes of a weight."""
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
-    tiles = [(as_is, as_is.tile)] if as_is else []
-    tiles += [(transposed, transposed.tile[::-1])] if transposed and not once else []
-    return [Scale(*tile, cast.scale_inv_dtype.itemsize) for cast, tile in tiles]
+    pairs = [(as_is, as_is.granularity)] if as_is else []
+    pairs += [(transposed, transposed.granularity.transposed())] if transposed and not once else []
+    return [Scales(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
@@ -57,9 +56,10 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
         shard_rows, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
         elements, pairs = matrices * shard_rows * ranks * weight.cols, 0.0
         is_converted = weight.converted and recipe != IN_BF16
-        for rows, cols, scale_bytes in weight_scales(recipe) if is_converted else ():
-            scales = matrices * tiles_along(weight.rows, rows) * tiles_along(weight.cols, cols)
-            is_sent = rows != ALL and weight.rows == shard_rows * ranks and shard_rows % rows == 0
+        for granularity, scale_bytes in weight_scales(recipe) if is_converted else ():
+            scales = matrices * math.prod(granularity.scale_shape((weight.rows, weight.cols)))
+            height, _ = granularity.tile  # -1: all rows
+            is_sent = height > 0 and weight.rows == shard_rows * ranks and shard_rows % height == 0
             pairs += elements + scale_bytes * scales if is_sent else elements
             amaxes += 0 if is_sent else FLOAT * scales
         total += pairs if is_converted and ranks > 1 else elements * param_bytes
