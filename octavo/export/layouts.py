@@ -139,14 +139,14 @@ class Entry(NamedTuple):
         if self.layer is None:
             return self._written(whole(self.tensor.detach()))
         codes, scale_inv = pair_of(self.layer, training)
-        return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
+        return self._written(codes.detach(), scale_inv.detach().view(weight_scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
         """Return ``read``'s tensors on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
-        return self._written(codes, torch.empty(scale_shape(self.layer), dtype=torch.float32, device="meta"))
+        return self._written(codes, torch.empty(weight_scale_shape(self.layer), dtype=torch.float32, device="meta"))
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
@@ -282,7 +282,7 @@ def weight_cast(module: RecipeModule) -> Cast:
     return module.recipe.output[1]
 
 
-def scale_shape(module: RecipeModule) -> tuple[int, ...]:
+def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
     """Return the shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
     if len(shape) == 3:

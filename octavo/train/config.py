@@ -371,7 +371,7 @@ class TrainConfig:
 SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(TrainConfig)}
 
 
-def check_recipe(name: str) -> str:
+def check_recipe_name(name: str) -> str:
     """Return the recipe's name; raise ValueError, with a list of all names, if there is no such recipe."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
@@ -384,7 +384,7 @@ def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
     Raise ValueError for anything else.
     """
     if isinstance(value, str) and not value.endswith(".json"):
-        return check_recipe(value)
+        return check_recipe_name(value)
     try:
         return as_recipe(value)
     except TypeError as error:  # content of another form
@@ -425,7 +425,7 @@ def load_options(path: Path) -> dict[str, Any]:
             if name in SECTIONS:
                 options |= _section(name, values)
             else:
-                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe(values)
+                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe_name(values)
     return options
 
 

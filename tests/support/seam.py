@@ -37,7 +37,7 @@ SEAM = {
     "kernels.triton.cases": "CASES_OF_KIND",
     "kernels.triton.launch": "TileTable",
     "nn.candidates": "Select of_subclass sizes_of",
-    "nn.convert": "gather_anew storages stored_now",
+    "nn.convert": "gather_anew storage_after storage_now",
     "nn.counting": "OperationCounter",
     "nn.known_forwards": "fused_modules",
     "nn.linear": "SeparateSplits",
