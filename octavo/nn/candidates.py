@@ -211,6 +211,7 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
 
 # attributes of a layer; code that reads one doesn't call the layer
 _LAYERS = {"weight", "bias", "in_features", "out_features"}
+# attributes of a weight; code that reads one doesn't read the weight's values
 _APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
 
 
@@ -257,18 +258,15 @@ def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     nothing = [("", "")]
     for code in _with_inner(codes):
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
-        for (_, argval_before), (_, loaded), (op, name), then, after in zip(
-            *(steps[start:] for start in range(5)), strict=False
-        ):
-            if (
-                op not in ("LOAD_ATTR", "LOAD_METHOD")
-                or (loaded[-1] if isinstance(loaded, tuple) else loaded) != "self"
-            ):
+        # such as: isinstance, self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
+        for before, owner, (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
+            loaded = owner[1][-1] if isinstance(owner[1], tuple) else owner[1]
+            if op not in ("LOAD_ATTR", "LOAD_METHOD") or loaded != "self":
                 continue
             if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
                 uses_by_name.setdefault(name, set()).add("called")
             elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
-                if argval_before != "isinstance":
+                if before[1] != "isinstance":
                     uses_by_name.setdefault(name, set()).add("read")
     return uses_by_name
 

@@ -81,8 +81,8 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     text = owners["output"] if len(set(owners.values())) == 1 else text
     if first is None:
         return text, "nothing"
-    of_all = len({maker.loss for maker in makers_by_product.values()}) == 1
-    return text, first.loss if of_all else f"in {first.product} {first.loss}"
+    losses = {maker.loss for maker in makers_by_product.values()}
+    return text, first.loss if len(losses) == 1 else f"in {first.product} {first.loss}"
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
