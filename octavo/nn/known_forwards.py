@@ -402,7 +402,8 @@ class Attention(KnownForward):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
-        layers, angles = self.readers, kwargs.get("position_embeddings")
+        layers = self.readers
+        angles: Any = kwargs.get("position_embeddings")
         is_turned = not (args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]))
         if not is_turned or hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
