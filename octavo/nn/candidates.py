@@ -260,8 +260,9 @@ def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
         # such as: isinstance, self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
         for before, owner, (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
-            loaded = owner[1][-1] if isinstance(owner[1], tuple) else owner[1]
-            if op not in ("LOAD_ATTR", "LOAD_METHOD") or loaded != "self":
+            if op not in ("LOAD_ATTR", "LOAD_METHOD"):
+                continue
+            if (owner[1][-1] if isinstance(owner[1], tuple) else owner[1]) != "self":  # a tuple: two loads in one
                 continue
             if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
                 uses_by_name.setdefault(name, set()).add("called")
