@@ -312,17 +312,16 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
     name = short.blocks.name
     block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
-    blocks = Blocks(
-        name,
-        short.blocks.size + more,
-        short.blocks.other.lengthened(long.blocks.other, more),
-        short.blocks.forward.lengthened(long.blocks.forward, more),
-    )
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
         other_flop=lengthened(short.other_flop, long.other_flop, more),
         other=short.other.lengthened(long.other, more),
-        blocks=blocks,
+        blocks=Blocks(
+            name,
+            size=short.blocks.size + more,
+            other=short.blocks.other.lengthened(long.blocks.other, more),
+            forward=short.blocks.forward.lengthened(long.blocks.forward, more),
+        ),
         attention={size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
         inputs={**short.inputs, **repeated},
     )

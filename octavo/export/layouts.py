@@ -290,11 +290,6 @@ def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
     return (1,) if cast.tile == TENSOR else cast.granularity.scale_shape(shape)
 
 
-def scale_name(name: str, layout: Layout) -> str:
-    """Return the name of a weight's scales."""
-    return name + layout.scale_ending
-
-
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
     """Return transformers' FineGrainedFP8Config, with DeepSeek-V3's ``fmt``; inputs are cast by blocks as they come."""
     return {

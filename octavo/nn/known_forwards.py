@@ -487,19 +487,9 @@ def _turns_halves(forward: Any) -> bool:
     )
 
 
-_KINDS: tuple[type[KnownForward], ...] = (
-    OfLlama,
-    OfViT,
-    OfT5,
-    OfGatedT5,
-    LeanRMSNorm,
-    LeanT5Norm,
-    DecoderLayer,
-    Attention,
-    AttentionOfMistral,
-    AttentionOfQwen2,
-    AttentionOfQwen3,
-)
+_FEED_FORWARDS = (OfLlama, OfViT, OfT5, OfGatedT5)
+_ATTENTIONS = (Attention, AttentionOfMistral, AttentionOfQwen2, AttentionOfQwen3)
+_KINDS: tuple[type[KnownForward], ...] = (*_FEED_FORWARDS, LeanRMSNorm, LeanT5Norm, DecoderLayer, *_ATTENTIONS)
 
 
 def activation_name(act: nn.Module | None, gated: bool) -> str | None:

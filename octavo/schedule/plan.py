@@ -145,12 +145,10 @@ def _cheapest(
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
     if previous is not None and previous.settings is not None:
         last, storage = previous.settings, target.storage
+        new_master, new_moments = last._replace(master=wanted.master), last._replace(moments=wanted.moments)
         ways = {
-            "leave moments as they were, and promote the master alone": (last._replace(master=wanted.master), storage),
-            "leave masters as they were, and promote the moments alone": (
-                last._replace(moments=wanted.moments),
-                storage,
-            ),
+            "leave moments as they were, and promote the master alone": (new_master, storage),
+            "leave masters as they were, and promote the moments alone": (new_moments, storage),
             "leave moments and masters as they were": (last, storage),
             f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }
