@@ -269,23 +269,6 @@ def _shortened(model: nn.Module, name: str | None, count: int) -> nn.Module:
     return twin
 
 
-def _block_number(name: str, blocks: str) -> str:
-    """Return the number, as text, of the block that a module is in; "" outside of blocks."""
-    return name.removeprefix(f"{blocks}.").split(".")[0] if name.startswith(f"{blocks}.") else ""
-
-
-def _is_in_order(work: Work) -> bool:
-    """Return whether the layers of a Work's last two blocks are the same, one after the other."""
-    if work.blocks is None:
-        return False
-    inside = [(_block_number(each.name, work.blocks.name), each) for each in work.linears]
-    numbers = [number for number, _ in inside if number]
-    count = numbers.count(str(TRACED - 1))
-    in_order = [str(TRACED - 2)] * count + [str(TRACED - 1)] * count
-    first = next((index for index, (number, _) in enumerate(inside) if number == str(TRACED - 2)), 0)
-    return count > 0 and [number for number, _ in inside[first : first + 2 * count]] == in_order
-
-
 def _description(block: nn.Module) -> list[Any]:
     """Return what tells a block from others: its modules' parameters, recipes and settings, but not its number."""
     modules = []
@@ -306,8 +289,6 @@ def lengthened(short: float, long: float, more: int) -> Any:
 
 def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
-    if not _is_in_order(short):
-        raise ValueError("the layers of blocks do not run one block after the other")
     assert short.blocks is not None and long.blocks is not None
     name = short.blocks.name
     block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
@@ -328,19 +309,24 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on."""
+    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on.
+
+    Raises ValueError if the last two blocks' layers do not run one block after the other.
+    """
     before_last, last = (
-        [each for each in linears if _block_number(each.name, blocks) == str(number)]
+        [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{number}.")]
         for number in (TRACED - 2, TRACED - 1)
     )
+    begin = linears.index(before_last[0])
+    end = begin + len(before_last + last)
+    if list(linears[begin:end]) != before_last + last:
+        raise ValueError("layers of two blocks run in turn")
     steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
     repeated = [
         each._replace(name=_in_block(each.name, blocks, TRACED - 2 + i), reads=each.reads + i * step)
         for i in range(more + 2)
         for each, step in zip(before_last, steps, strict=True)
     ]
-    begin = linears.index(before_last[0])
-    end = begin + len(before_last + last)
     after_blocks = [each._replace(reads=each.reads + more * max(steps)) for each in linears[end:]]
     return (*linears[:begin], *repeated, *after_blocks)
 
