@@ -310,8 +310,7 @@ def estimate(
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
-    stored: dict[str, Any] = {} if weight_storage is None else {"weight_storage": weight_storage}
-    phase = Phase(high_precision() if recipe is None else recipe, **stored)
+    phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
     schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
     memory = schedule.plan().phases[0]

@@ -308,15 +308,12 @@ def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 # {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
+_SQUARES = {"strategy": "block", "block_structure": [*SQUARE]}
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _SCHEMES: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any], str]] = {
     TENSOR: ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
     ROW: ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
-    SQUARE: (
-        {"strategy": "block", "block_structure": [*SQUARE]},
-        {"strategy": "group", "group_size": BLOCK},
-        "float-quantized",
-    ),  # FP8_BLOCK
+    SQUARE: (_SQUARES, {"strategy": "group", "group_size": BLOCK}, "float-quantized"),  # FP8_BLOCK
     MX: (_GROUPS_OF_32, _GROUPS_OF_32, "mxfp8-quantized"),  # MXFP8
 }
 

@@ -133,9 +133,8 @@ class Summary:
         if self.saved is not None:
             lines.append(str(self.saved))
         if self.fused:
-            lines.append(
-                "fused: " + ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(self.fused.values()).items()))
-            )
+            counts = sorted(Counter(self.fused.values()).items())
+            lines.append(f"fused: {', '.join(f'{count} {kind}' for kind, count in counts)}")
         first = {why: name for name, why in reversed([*self.not_fused.items()])}
         for why, count in Counter(self.not_fused.values()).items():
             lines.append(f"not fused: {count}, first {first[why]}: {why}")
@@ -253,11 +252,11 @@ class _Reasons:
 
 def _fused(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Return ``Summary.fused`` and ``Summary.not_fused``."""
-    known = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
+    modules = [*model.named_modules()]
+    known = [(name, module) for name, module in modules if isinstance(module, KnownForward)]
     kinds = {name: class_of(module).__name__ for name, module in known if module.why_bypassed() is None}
-    with_loss = [(name, module) for name, module in model.named_modules() if has_loss(module)]
-    modules = model.named_modules() if known or with_loss else ()
-    refused = {name: why for name, module in modules if (why := refusal(module))}
+    with_loss = [(name, module) for name, module in modules if has_loss(module)]
+    refused = {name: why for name, module in modules if (known or with_loss) and (why := refusal(module))}
     for name, module in with_loss:
         label = f"{name}.loss_function".lstrip(".")
         if library := library_of_forward(module):

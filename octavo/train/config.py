@@ -436,9 +436,8 @@ def _section(section: str, values: Any) -> dict[str, Any]:
         raise ValueError(f"{section} has no option {', '.join(unknown)}: choose {', '.join(fields_by_name)}")
     options = {}
     for name, value in values.items():
-        options[name] = (
-            Path(value) if fields_by_name[name].default is None and isinstance(value, str) and value else value
-        )
+        is_path = fields_by_name[name].default is None and isinstance(value, str) and value
+        options[name] = Path(value) if is_path else value
         if (choice := remedy(fields_by_name[name], options[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
     return options

@@ -149,14 +149,8 @@ def plan(
             fuses = recipe is not None and fuse
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuses).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        precision = Precision(
-            name,
-            name,
-            gathers=recipe is not None,
-            pairs=recipe is not None,
-            regions=in_pairs(shapes.width) if checkpoint_in_fp8 else BF16,
-            algorithm=algorithm,
-        )
+        in_fp8, regions = recipe is not None, in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
+        precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)
         return Stage(shapes, layout, precision, hardware)
 
     compiled, other = [stage(name, True) for name in (IN_BF16, *RECIPES)], None
