@@ -124,7 +124,7 @@ class Estimate:
         return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
 
 
-def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
+def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
     """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
     *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
     large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
@@ -186,7 +186,7 @@ class _Times:
         return layer
 
 
-def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
+def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
     """Return the parts that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
     parts = [each for each in fused_parts(twin, work) if each.part in kernels]
@@ -289,7 +289,7 @@ def estimate(
         convert_quietly(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
     modules = dict(twin.named_modules())
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
-    parts = _fused(model, twin, work, kernels) if fuse else []
+    parts = _newly_fused(model, twin, work, kernels) if fuse else []
     loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
         loss = chunked.size
@@ -334,5 +334,5 @@ def _update_seconds(memory: PhasePlan, optimizer: Optimizer, rates: Rates) -> fl
     seconds = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
     for group in optimizer.param_groups:
         if group.get("algorithm") == "muon":
-            seconds += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
+            seconds += sum(orthogonalising_seconds(param.shape, rates, group["ns_steps"]) for param in group["params"])
     return seconds

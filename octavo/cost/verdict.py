@@ -41,7 +41,7 @@ class Column(NamedTuple):
     """A column of a table: its name, its number of a step, given the step without FP8, and what stands above it."""
 
     name: str
-    of: Callable[[Estimate, Estimate], float]
+    number: Callable[[Estimate, Estimate], float]
     above: str = ""
 
 
@@ -158,7 +158,7 @@ def _rows(title: str, columns: Sequence[Column], estimates: Sequence[Estimate]) 
     """Return a table's rows: what stands above columns, if anything does, the title and their names, each step's."""
     above = ["", *(column.above for column in columns)]
     rows = [[title, *(column.name for column in columns)]]
-    rows += [[step.name, *(f"{column.of(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
+    rows += [[step.name, *(f"{column.number(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
     return [above, *rows] if any(above) else rows
 
 

@@ -31,7 +31,7 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
 Result = TypeVar("Result")  # of a run of a model
-NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
+BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
 class Sizes(NamedTuple):
@@ -277,7 +277,7 @@ def _description(block: nn.Module) -> list[Any]:
         parameters = [(key, p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)]
         recipe = repr(module.recipe) if isinstance(module, RecipeModule) else ""
         hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        ordered = sorted((key, value) for key, value in settings.items() if key not in NUMBERS)
+        ordered = sorted((key, value) for key, value in settings.items() if key not in BLOCK_NUMBERS)
         modules.append((name, type(module), ordered, parameters, recipe, hooks))
     return modules
 

@@ -24,6 +24,7 @@ from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Weight
 from octavo.cost.rates import IN_BF16
 from octavo.granularity import BLOCK, Granularity
 
+MOST_SERVERS = 4.0  # whose experts a token visits (arXiv 2412.19437, section 3.2.2)
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
@@ -90,7 +91,7 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
     """
     layout, hardware = rank.layout, rank.hardware
     recipe, levels = rank.precision.recipe if rank.precision.gathers else IN_BF16, rank.precision.reduction
-    apart = layout.tensor * layout.sharded
+    replica_stride = layout.tensor * layout.sharded
     exposed = in_forward = in_backward = 0.0
     links = [(0.0, "NVLink")]
     for shapes, ranks, stride in rank.shards:
@@ -106,12 +107,12 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
         )
         first_gathers = gather(root + block)
         gather_again = gather(shapes.layers * block) * layout.resharded
-        replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
+        replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, replica_stride)
         exposed += first_gathers + scatter_of_root + hardware.latency * (ranks > 1 and amaxes > 0)
         in_forward += gather(shapes.layers * block + root) - first_gathers
         in_backward += gather_again + scatter - scatter_of_root + replicas
         links.append((gather_again + scatter, hardware.link(ranks, stride)))
-        links.append((replicas, hardware.link(layout.replicate, apart)))
+        links.append((replicas, hardware.link(layout.replicate, replica_stride)))
     seconds = exposed + in_forward + in_backward
     exposed += max(0.0, in_forward - forward) + max(0.0, in_backward - backward)
     return Wait(seconds, exposed, max(links, key=lambda link: link[0])[1])
@@ -120,19 +121,19 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
 def tensor(rank: Rank) -> Wait:
     """Return tensor parallelism's collectives, which products wait for, as for torch's functional collectives.
 
-    A split of the features out gathers its input in forward, elsewhere also in backward for the weight's gradient
-    (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
-    scatters the sum of its output and gathers that output's gradient.
+    A split of the features out gathers its input in forward, by ``Precision.as_megatron`` also in backward for the
+    weight's gradient (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the
+    features in scatters the sum of its output and gathers that output's gradient.
     """
     layout, hardware, bytes_gathered = rank.layout, rank.hardware, rank.precision.operand_bytes
     seconds = 0.0
     for weight in rank.whole.block:
         if layout.tensor > 1 and weight.split in ("in", "out"):
             elements = rank.tokens * (weight.cols if weight.split == "out" else weight.rows)
-            gathers = 2 if weight.split == "out" and rank.precision.elsewhere else 1
+            gathers = 2 if weight.split == "out" and rank.precision.as_megatron else 1
             seconds += weight.share * gathers * hardware.wire(elements * bytes_gathered, layout.tensor, 1)
             seconds += weight.share * hardware.wire(elements * BF16, layout.tensor, 1)  # the sum
-            seconds += weight.share * hardware.latency * (bytes_gathered == CODE)  # of the scale
+            seconds += weight.share * hardware.latency * rank.precision.pairs  # of the scale
     seconds *= rank.shapes.layers
     return Wait(seconds, seconds, hardware.link(layout.tensor, 1))
 
@@ -140,8 +141,8 @@ def tensor(rank: Rank) -> Wait:
 def expert(rank: Rank) -> Wait:
     """Return expert parallelism's all-to-alls, which products wait for: tokens there and back, forward and backward.
 
-    A token goes to each of its experts; elsewhere once to each server that has some and on to them over NVLink.
-    Experts are as likely on any server, of which at most 4 are chosen (arXiv 2412.19437, section 3.2.2).
+    A token goes to each of its experts; by ``Precision.as_megatron`` once to each server that has some, and on to them
+    over NVLink. Experts are as likely on any server, of which at most MOST_SERVERS are chosen.
     """
     layout, hardware = rank.layout, rank.hardware
     experts = [weight for weight in rank.whole.block if weight.split == "experts"]
@@ -149,7 +150,7 @@ def expert(rank: Rank) -> Wait:
     if layout.expert == 1 or not experts:
         return Wait(0.0, 0.0, link)
     used, servers = experts[0].used, max(1.0, layout.expert / hardware.server)
-    visited = min(4.0, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.elsewhere else used
+    visited = min(MOST_SERVERS, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.as_megatron else used
     here = min(layout.expert, hardware.server)
     layers = rank.shapes.layers * experts[0].share
     numbers = rank.tokens / layout.tensor * rank.whole.width * layers

@@ -186,7 +186,7 @@ class Rank:
         operand = BF16 if precision.recipe == IN_BF16 else CODE
         operands, from_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
         for w in self.whole.block:
-            is_gathered = w.split == "out" and not precision.elsewhere
+            is_gathered = w.split == "out" and not precision.as_megatron
             rows = BF16 * w.rows if w.split != "in" else 0
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
             gathered = min(operand, precision.operand_bytes) * w.share * w.used * w.converted * w.cols

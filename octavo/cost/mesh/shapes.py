@@ -18,7 +18,7 @@ from octavo.cost.rates import PlanError
 from octavo.cost.work import ATTENTION_FLOP, Work, blocks_of, on_meta
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
-TRACED_BLOCKS = 8  # that are run in place of all, if all are alike
+MOST_BLOCKS = 8  # of a model that a plan looks at in place of all, if all are alike
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
 GPT_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 
@@ -92,13 +92,13 @@ class Shapes:
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """Return a copy without memory, of at most TRACED_BLOCKS blocks if all have the same parameters: a faster plan."""
+    """Return a copy without memory, of at most MOST_BLOCKS blocks if all have the same parameters: a faster plan."""
     twin, name = on_meta(model), blocks_of(model)
     if name is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
     blocks: Any = twin.get_submodule(name)
     if len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1:
-        del blocks[TRACED_BLOCKS:]
+        del blocks[MOST_BLOCKS:]
     return twin
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo import recipes
-from octavo.cost.estimate import orthogonalising
+from octavo.cost.estimate import orthogonalising_seconds
 from octavo.cost.mesh import messages
 from octavo.cost.mesh.messages import Wait
 from octavo.cost.mesh.rank import Rank
@@ -77,7 +77,7 @@ class Stage(Rank):
             seconds += moved * part.parameters / ranks / hardware.rates.copy
             for w in part.block if self.precision.algorithm == "muon" else ():
                 if w.cols > 1:
-                    products = orthogonalising((w.share * w.held, w.rows, w.cols), hardware.rates)
+                    products = orthogonalising_seconds((w.share * w.held, w.rows, w.cols), hardware.rates)
                     sent = BF16 * w.elements / ranks * (w.split != "experts")
                     seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
         return seconds
@@ -115,8 +115,8 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     """Return elements of a layer's input (of so many rows), weight and output's gradient that this rank casts.
 
     A tensor that is sent as pairs is cast before it is sent: the input of a first layer, the gradient of a second one's
-    output. Each rank casts its part of a tensor that tensor parallelism gathers; by ``Precision.elsewhere`` a token is
-    cast once for all its experts. Other tensors are cast as a whole. A weight is cast where it is sharded if it is
+    output. Each rank casts its part of a tensor that tensor parallelism gathers; by ``Precision.as_megatron`` a token
+    is cast once for all its experts. Other tensors are cast as a whole. A weight is cast where it is sharded if it is
     gathered in FP8, else as a whole; once a step if it stays gathered.
     """
     layout, precision = rank.layout, rank.precision
@@ -125,7 +125,7 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     divisor: float = 1
     if precision.pairs and weight.split in ("in", "out"):
         divisor = layout.tensor
-    elif precision.pairs and precision.elsewhere and weight.split == "experts":
+    elif precision.pairs and precision.as_megatron and weight.split == "experts":
         divisor = weight.used
     is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == rank.whole.width)
     input_divisor, gradient_divisor = (divisor, 1) if is_first else (1, divisor)
