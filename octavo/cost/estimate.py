@@ -229,10 +229,7 @@ def _saved(
         schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
         return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
 
-    def lengthen(short: dict[str, int], long: dict[str, int], more: int) -> dict[str, int]:
-        return {kind: lengthened(size, long[kind], more) for kind, size in short.items()}
-
-    return run_shorter(model, saved_by, lengthen)
+    return run_shorter(model, saved_by, lengthened)
 
 
 def estimate(

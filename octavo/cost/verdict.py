@@ -246,11 +246,8 @@ def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
 
 def describe_rates(rates: Rates) -> str:
     """Return a text of all rates, and of the sizes at which FP8 pays by them."""
-    lines = [
-        f"{rates.device} ({rates.source})",
-        f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us",
-        "",
-    ]
+    copy_and_launch = f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us"
+    lines = [f"{rates.device} ({rates.source})", copy_and_launch, ""]
     sizes = [flop for flop, _ in rates.products[IN_BF16]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
     for kind, name in KIND_NAMES.items():

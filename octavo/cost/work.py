@@ -31,6 +31,7 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
 Result = TypeVar("Result")  # of a run of a model
+Key = TypeVar("Key")
 BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
@@ -123,7 +124,7 @@ class Traffic(NamedTuple):
 
     def lengthened(self, long: Traffic, more: int) -> Traffic:
         """Return ``lengthened`` of each number."""
-        return Traffic(*(lengthened(*both, more) for both in zip(self, long, strict=True)))
+        return Traffic(**lengthened(self._asdict(), long._asdict(), more))
 
 
 NO_TRAFFIC = Traffic(0, 0, 0)
@@ -282,9 +283,9 @@ def _description(block: nn.Module) -> list[Any]:
     return modules
 
 
-def lengthened(short: float, long: float, more: int) -> Any:
-    """Return what grows by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
-    return short + more * (long - short)
+def lengthened(short: Mapping[Key, Any], long: Mapping[Key, Any], more: int) -> dict[Key, Any]:
+    """Return numbers that grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+    return {key: number + more * (long[key] - number) for key, number in short.items()}
 
 
 def _lengthened(short: Work, long: Work, more: int) -> Work:
@@ -295,7 +296,7 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
-        other_flop=lengthened(short.other_flop, long.other_flop, more),
+        other_flop=short.other_flop + more * (long.other_flop - short.other_flop),
         other=short.other.lengthened(long.other, more),
         blocks=Blocks(
             name,
@@ -303,7 +304,7 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
             other=short.blocks.other.lengthened(long.blocks.other, more),
             forward=short.blocks.forward.lengthened(long.blocks.forward, more),
         ),
-        attention={size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
+        attention=lengthened(short.attention, long.attention, more),
         inputs={**short.inputs, **repeated},
     )
 

@@ -206,9 +206,8 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
 def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     """Return the layers in FP8, and the names of other modules that own a matrix, but embeddings: none is quantised."""
     modules_by_name = dict(model.named_modules(remove_duplicate=False))
-    layers = {
-        name: m for name, m in modules_by_name.items() if isinstance(m, RecipeModule) and m.recipe.output is not None
-    }
+    converted = ((name, module) for name, module in modules_by_name.items() if isinstance(module, RecipeModule))
+    layers = {name: module for name, module in converted if module.recipe.output is not None}
     if not layers:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"

@@ -69,9 +69,8 @@ class Phase:
         if len(triggers) > 1:
             raise ValueError(f"Phase: {' and '.join(triggers)}: a phase begins by one of them")
         for name in triggers:
-            value, (kinds, wanted) = getattr(self, name), (int | float, "a number")
-            if name.startswith("from_"):
-                kinds, wanted = int, "a whole number"
+            value = getattr(self, name)
+            kinds, wanted = (int, "a whole number") if name.startswith("from_") else (int | float, "a number")
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise ValueError(f"Phase: {name}={value!r} must be {wanted} above 0")
 

@@ -131,9 +131,8 @@ def _put_into(target: Target, twin: nn.Module) -> None:
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    return PhasePlan(
-        target.phase.name, *target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer), saved
-    )
+    sizes = target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer)
+    return PhasePlan(target.phase.name, *sizes, saved)
 
 
 def _cheapest(

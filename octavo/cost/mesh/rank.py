@@ -158,14 +158,9 @@ class Rank:
             shard = part.parameters / ranks
             resident = shard if layout.resharded else part.parameters
             largest = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
-            sizes = {
-                "weights": state.weight * resident,
-                "masters": state.master * shard,
-                "moments": self.moments(part) * shard,
-                "gradients": FLOAT * resident,
-                "gathered": 4 * BF16 * largest * layout.resharded,
-            }
-            bytes_by_kind.update(sizes)
+            sizes = {"weights": state.weight * resident, "masters": state.master * shard}
+            sizes |= {"moments": self.moments(part) * shard, "gradients": FLOAT * resident}
+            bytes_by_kind.update(sizes | {"gathered": 4 * BF16 * largest * layout.resharded})
         return bytes_by_kind
 
     def _activations(self) -> float:
