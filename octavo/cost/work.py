@@ -31,11 +31,10 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
 Result = TypeVar("Result")  # of a run of a model
-Key = TypeVar("Key")
 BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """Elements of a layer's tensors; a gradient is as large as what it is of."""
 
     input: int
@@ -66,10 +65,10 @@ class LinearWork(NamedTuple):
         return 2.0 * self.tokens * self.in_features * self.out_features
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LayerSizes:
         """Elements of input, weight and output."""
         weight = self.groups * self.in_features * self.out_features
-        return Sizes(self.tokens * self.in_features, weight, self.tokens * self.out_features)
+        return LayerSizes(self.tokens * self.in_features, weight, self.tokens * self.out_features)
 
     @property
     def shape(self) -> str:
@@ -283,7 +282,7 @@ def _description(block: nn.Module) -> list[Any]:
     return modules
 
 
-def lengthened(short: Mapping[Key, Any], long: Mapping[Key, Any], more: int) -> dict[Key, Any]:
+def lengthened(short: Mapping[Any, Any], long: Mapping[Any, Any], more: int) -> dict[Any, Any]:
     """Return numbers that grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
     return {key: number + more * (long[key] - number) for key, number in short.items()}
 

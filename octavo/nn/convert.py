@@ -47,7 +47,7 @@ from octavo.weights.stored import OF_FROZEN, StoredWeight, local_stored, store, 
 LEFT_OUT = "select returned False"
 
 
-class Target(NamedTuple):
+class Convertible(NamedTuple):
     """A module to convert, and the class that it gets."""
 
     name: str
@@ -160,7 +160,7 @@ def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
 
 
 def _granularities_in_fp8(
-    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Target]
+    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible]
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
     matrices = [(*each, target) for target in targets for each in _weights(target)]
@@ -193,7 +193,7 @@ def _granularities_in_fp8(
     return granularities
 
 
-def _weights(target: Target) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
+def _weights(target: Convertible) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """Return a module's weights that convert takes, each with the names that a RecipeMap's patterns may match."""
     name, module, _ = target
     if isinstance(module, RecipeModule):
@@ -223,7 +223,9 @@ def storage_after(
     modules = _modules(model)
     after = dict(before) if weight_storage else dict.fromkeys(before)
     if weight_storage == "fp8":
-        after |= _granularities_in_fp8(model, recipe, [Target(name, module, type(module)) for name, module in modules])
+        after |= _granularities_in_fp8(
+            model, recipe, [Convertible(name, module, type(module)) for name, module in modules]
+        )
     for name, module, weight in _weights_of(modules):
         if after[weight] != before[weight]:
             _refuse_sharded(name, weight)
@@ -426,7 +428,7 @@ def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
     return recipe
 
 
-def _chosen(model: nn.Module, select: Select | None) -> list[Target]:
+def _chosen(model: nn.Module, select: Select | None) -> list[Convertible]:
     """Return the modules that convert, which calls this, would convert; warn of those that one would expect, too."""
     if select is not None and not callable(select):
         raise TypeError(
@@ -434,7 +436,7 @@ def _chosen(model: nn.Module, select: Select | None) -> list[Target]:
             "{'blocks.0.up', 'blocks.0.down'}"
         )
     past = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.called}
-    targets: list[Target] = []
+    targets: list[Convertible] = []
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         is_converted = isinstance(module, RecipeModule)
@@ -442,7 +444,7 @@ def _chosen(model: nn.Module, select: Select | None) -> list[Target]:
         if new_class is None and not isinstance(module, nn.Linear):
             continue
         if (reason := _why_not_chosen(name, module, select, past)) is None:
-            targets.append(Target(name, module, new_class))
+            targets.append(Convertible(name, module, new_class))
         else:
             reasons.setdefault(reason, []).append(name or "the model")
     if not targets:

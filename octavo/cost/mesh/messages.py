@@ -28,7 +28,7 @@ MOST_SERVERS = 4.0  # whose experts a token visits (arXiv 2412.19437, section 3.
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
-class Scales(NamedTuple):
+class PairScales(NamedTuple):
     """The scales of a weight's pair: which elements share one, of the weight as it lies, and its bytes."""
 
     granularity: Granularity
@@ -36,12 +36,12 @@ class Scales(NamedTuple):
 
 
 @functools.cache
-def weight_scales(recipe: str) -> list[Scales]:
-    """Return the Scales of each pair that a recipe of octavo.recipes makes of a weight."""
+def weight_scales(recipe: str) -> list[PairScales]:
+    """Return the PairScales of each pair that a recipe of octavo.recipes makes of a weight."""
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
     pairs = [(as_is, as_is.granularity)] if as_is else []
     pairs += [(transposed, transposed.granularity.transposed())] if transposed and not once else []
-    return [Scales(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
+    return [PairScales(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
