@@ -294,17 +294,7 @@ def estimate(
     if recipe is None and fuse:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
-    layers, cast_inputs = [], set()
-    for linear in work.linears:
-        module = modules.get(linear.name)  # None for experts that are not converted
-        followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        spared = {"weight"} if weight_storage else set()
-        cast_input = linear.reads, linear.grad_weight, followed.input_casts
-        spared |= {"input"} if cast_input in cast_inputs else set()
-        cast_inputs |= {cast_input} if linear.reads else set()
-        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
-        layer = times.add(linear, followed, spared)
-        layers += [] if followed.is_high_precision else [layer]
+    layers = _added_layers(times, modules, weight_storage, chunked)
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
@@ -318,12 +308,30 @@ def estimate(
         other=times.other,
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
-        layers=tuple(layers),
+        layers=layers,
         fused=times.other_compiled,
         device=tuple(times.device),
         host=tuple(times.host),
         loss=loss,
     )
+
+
+def _added_layers(
+    times: _Times, modules: Mapping[str, nn.Module], weight_storage: str | None, chunked: ChunkedLoss | None
+) -> tuple[LayerTime, ...]:
+    """Add the linear layers of a step to its times, without casts that are not made; return the converted ones."""
+    layers, cast_inputs = [], set()
+    for linear in times.work.linears:
+        module = modules.get(linear.name)  # None for experts that are not converted
+        recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
+        spared = {"weight"} if weight_storage else set()
+        cast_input = linear.reads, linear.grad_weight, recipe.input_casts
+        spared |= {"input"} if cast_input in cast_inputs else set()
+        cast_inputs |= {cast_input} if linear.reads else set()
+        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
+        layer = times.add(linear, recipe, spared)
+        layers += [] if recipe.is_high_precision else [layer]
+    return tuple(layers)
 
 
 def _update_seconds(memory: PhasePlan, optimizer: Optimizer, rates: Rates) -> float:
