@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.autograd.casts import operands_of_codes
 from octavo.autograd.gather_input import GatherReader
 from octavo.autograd.grouped import Routing, group_of_rows
@@ -193,12 +194,7 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
-    if parts := [group for group in groups if len(group[0])]:
-        xs, codes, scales = map(list, zip(*parts, strict=True))
-        # scale_inv and amax, which are known already
-        outputs = [[scale.new_empty(1, 1) for _ in xs] for _ in range(2)]
-        options = cast.tile, cast.power_of_two, cast.margin
-        kernels.multi_tensor_cast(xs, codes, [], *outputs, scales, 0, *options, None)
+    cast_together([MatrixToCast(x, codes, scale=one) for x, codes, one in groups if len(x)], cast)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
 
 

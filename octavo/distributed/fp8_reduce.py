@@ -164,10 +164,10 @@ class Fp8Reduction:
         for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
             members = sum(level)
             x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
-            sent = self.pack(x, dist.get_rank(group), rounding)
+            sent = self._message_of(x, dist.get_rank(group), rounding)
             received, splits = torch.empty_like(sent), None if all(level) else level
             dist.all_to_all_single(received, sent, splits, splits, group)
-            x = self.unpack(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
+            x = self._read(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
         return x
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -223,19 +223,19 @@ class Fp8Reduction:
         width = -(-len(flat) // ranks)
         x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
         mean = self.mean(x_nS, group)
-        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, rank, MEAN)
+        message = mean.to(self.gather_dtype) if self.gather_dtype else self._message_of(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
         work = all_gather(gathered, message, group, async_op=True)
 
         def finish(_: Any) -> Tensor:
             if flat.device.type != "cpu":  # a callback has a stream of its own, and the memory is of another
                 gathered.record_stream(torch.accelerator.current_stream(flat.device))
-            read = gathered if self.gather_dtype else self.unpack(gathered, width, flat.dtype)
+            read = gathered if self.gather_dtype else self._read(gathered, width, flat.dtype)
             return flat.copy_(read.view(-1)[: len(flat)])
 
         return work.get_future().then(finish)
 
-    def pack(self, x: Tensor, rank: int, rounding: int) -> Tensor:
+    def _message_of(self, x: Tensor, rank: int, rounding: int) -> Tensor:
         """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.
 
         The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
@@ -250,8 +250,8 @@ class Fp8Reduction:
         wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
         return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 
-    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the values [R, columns] of ``dtype`` in a message from ``pack``."""
+    def _read(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [R, columns] of ``dtype`` in a message."""
         return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
 
 

@@ -20,7 +20,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.private import FakeTensor, no_modes
 from octavo.scaling.delayed import note_empty
-from octavo.weights.plain import is_freed_after_forward, state_for
+from octavo.weights.plain import fresh_state, is_freed_after_forward
 
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ class Joined(NamedTuple):
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._share_state()
             for linear in others:
-                state_for(linear, linear.weight, True, input.device)  # empties the history of a weight written by hand
+                fresh_state(linear, linear.weight, True, input.device)  # a weight written by hand has no history
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)

@@ -10,6 +10,8 @@
     amaxes that ranks share              their maximum, float32                    maximum_over_ranks, optim/layout.py
     sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
     settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
+    rows of each expert, their amaxes    int32                                     autograd/exchange.py
+    what ranks decide together           objects, int64, float64                   distributed/ranks.py
 
 ``pack`` makes a pair a message, codes beside their scales, and ``unpack`` reads it.
 """
