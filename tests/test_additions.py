@@ -119,7 +119,7 @@ def begin(model, recipe):
     "rows": Layout("_scale_rows", (ROW,), "rowwise", _compressed_tensors_config, "rows"),
 """,
     "a column": r"""
-@ octavo/nn/summary.py <MIB = 1
+@ octavo/nn/summary.py <@dataclass(frozen=True)\nclass SavedBytes
     @property
     def elements(self) -> int:
         return math.prod(self.shape)

@@ -15,7 +15,7 @@ import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, layouts, to_safetensors
-from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
+from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, weight_scale_shape
 from octavo.weights.plain import pair_reader
 from tests.export.test_checkpoints import seen_operands
 from tests.support.helpers import to_fp8
@@ -215,7 +215,7 @@ def test_the_recipe_that_is_named_fits(layout):
     assert name == "0.weight"
     assert (codes.shape, codes.dtype) == ((300, 192), torch.float8_e4m3fn)
     shapes = {"blockwise": (3, 2), "rowwise": (300, 1), "mx": (300, 6)}
-    assert scales.shape == scale_shape(net[0]) == shapes.get(LAYOUTS[layout].recipe, (1,))
+    assert scales.shape == weight_scale_shape(net[0]) == shapes.get(LAYOUTS[layout].recipe, (1,))
 
 
 def test_codes_that_no_product_reads_are_not_taken_for_values():

@@ -4,9 +4,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import RecipeMap, recipes
+from octavo.nn.saved import MIB
 from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.schedule.phase import switch
-from octavo.schedule.plan import MIB
 from octavo.train import GPT, ModelConfig
 from octavo.weights.stored import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of

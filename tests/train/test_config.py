@@ -28,7 +28,7 @@ from octavo.train.config import (
     RunCheckpointError,
     TrainError,
     build,
-    check_recipe,
+    check_recipe_name,
     config_of,
     load_options,
     options_text,
@@ -75,7 +75,7 @@ def test_one_except_clause_catches_all_of_them(error):
             "tensor_parallel 2 cuts columns of matrices, which muon takes whole: choose adamw",
         ),
         (lambda: TrainConfig(run=RunConfig(dtype="float32"), state=StateConfig(master="split24")), "master split24"),
-        (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from baseline, bf16"),
+        (lambda: check_recipe_name("fp8"), "unknown recipe 'fp8': choose from baseline, bf16"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
