@@ -336,6 +336,10 @@ def test_views_and_products_in_high_precision_are_written_as_they_are(tmp_path):
         assert file.metadata()["format"] == "pt"
 
 
+def two_layers(recipe: Recipe = recipes.blockwise()) -> nn.Module:
+    return to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipe)
+
+
 E5M2_WEIGHT = Recipe(output=(Cast(E4M3, PerTensor()), Cast(E5M2, PerTensor())))
 SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(64, 64))))
 
@@ -354,14 +358,9 @@ SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(6
     ],
 )
 def test_a_cast_without_a_place_is_refused(tmp_path, recipe, layout, message):
-    model = to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipe)
     with pytest.raises(ExportError, match=f"layout='{layout}' can't hold a and 1 more layers: .*{message}"):
-        to_safetensors(model, tmp_path / "out", layout)
+        to_safetensors(two_layers(recipe), tmp_path / "out", layout)
     assert not any(tmp_path.iterdir())
-
-
-def two_layers() -> nn.Module:
-    return to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipes.blockwise())
 
 
 def parametrized() -> nn.Module:
