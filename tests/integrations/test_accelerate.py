@@ -19,6 +19,7 @@ from octavo.integrations.accelerate import TrainingState, check_clip, convert_on
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import assert_equal, every_layer
+from tests.support.schedule_situations import PROMOTING, SWITCHING
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -26,11 +27,6 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 WIDTH, BATCH, STEPS, SAVED = 64, 8, 5, 2
-SWITCHING = [Phase(recipes.delayed()), Phase(recipes.dynamic(), from_step=1), Phase(recipes.delayed(), from_step=3)]
-PROMOTING = [
-    Phase(recipes.delayed(), moments="fp8", master="split24"),
-    Phase(recipes.delayed(), moments="fp32", master="split32", from_step=1),
-]
 WIDENING = [
     Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8"),
     Phase(recipes.delayed(), moments="fp32", master="split32", weight_storage=None, from_step=1),

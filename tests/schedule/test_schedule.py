@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import octavo
 from octavo import recipes
@@ -102,7 +101,7 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     assert same(tensors(model, optimizer), tensors(again, other))
 
 
-def faulty(model, schedule, optimizer, step: int, spoil) -> float:
+def faulty(model, schedule, optimizer, step: int, spoil) -> None:
     optimizer.zero_grad()
     loss = loss_of(model, step)
     loss.backward()
@@ -110,7 +109,6 @@ def faulty(model, schedule, optimizer, step: int, spoil) -> float:
     schedule.observe(loss)
     optimizer.step()
     schedule.step()
-    return float(loss.detach())
 
 
 def spoil_gradient(model):
@@ -232,22 +230,18 @@ def test_gradients_that_overflow_under_a_scaler_are_no_faults_but_losses_are(mak
     assert fell >= 2 and left_out == fell + 1
 
 
-def test_weights_that_ddp_holds_are_refused_before_they_would_move():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        late = Phase(LOW, weight_storage="fp8", master="split16", from_step=9)
-        model = net()
-        parallel = [torch.nn.parallel.DistributedDataParallel(model)]
-        optimizer = optimizer_of(model)
-        with pytest.raises(RuntimeError, match="under it; use fully_shard"):
-            PrecisionSchedule(model, optimizer, [Phase(LOW), late])
-        PrecisionSchedule(model, optimizer, [Phase(LOW), Phase(HIGH, from_step=9)])
-        model, optimizer, schedule = started(Phase(LOW), late)
-        parallel.append(torch.nn.parallel.DistributedDataParallel(model))
-        with pytest.raises(RuntimeError, match="under it; use fully_shard"):  # wrapped since: at once, not at step 9
-            schedule.step()
-    finally:
-        dist.destroy_process_group()
+def test_weights_that_ddp_holds_are_refused_before_they_would_move(lone_mesh):
+    late = Phase(LOW, weight_storage="fp8", master="split16", from_step=9)
+    model = net()
+    parallel = [torch.nn.parallel.DistributedDataParallel(model)]
+    optimizer = optimizer_of(model)
+    with pytest.raises(RuntimeError, match="under it; use fully_shard"):
+        PrecisionSchedule(model, optimizer, [Phase(LOW), late])
+    PrecisionSchedule(model, optimizer, [Phase(LOW), Phase(HIGH, from_step=9)])
+    model, optimizer, schedule = started(Phase(LOW), late)
+    parallel.append(torch.nn.parallel.DistributedDataParallel(model))
+    with pytest.raises(RuntimeError, match="under it; use fully_shard"):  # wrapped since: at once, not at step 9
+        schedule.step()
 
 
 def test_the_callers_list_of_parameters_stays_right():
@@ -298,12 +292,8 @@ def test_phases_that_make_no_schedule(phases, error, message):
         started(*phases)
 
 
-PHASE = Phase(recipes.high_precision())
-ONE = torch.tensor(1.0)
-
-
 def watch(**options) -> LossWatch:
-    return LossWatch(Recovery(PHASE, **{"window": 8} | options))
+    return LossWatch(Recovery(Phase(HIGH), **{"window": 8} | options))
 
 
 def look(watched: LossWatch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
@@ -370,4 +360,4 @@ def test_its_state_is_all_that_it_knows():
 )
 def test_what_it_can_not_be(options, error, message):
     with pytest.raises(error, match=message):
-        Recovery(**{"phase": PHASE} | options)
+        Recovery(**{"phase": Phase(HIGH)} | options)

@@ -208,17 +208,12 @@ def test_what_is_no_option_is_refused_with_the_files_name_and_the_choices(conten
 
 
 def test_what_is_no_file_of_options_is_refused(tmp_path):
-    (tmp_path / "binary.json").write_bytes(b"\xff\x00")
-    (tmp_path / "json.toml").write_text('{"model": {}}')
-    with pytest.raises(TrainError, match="neither JSON nor"):
-        load_options(tmp_path / "binary.json")
-    with pytest.raises(TrainError, match="neither JSON nor"):
-        load_options(tmp_path / "json.toml")
     with pytest.raises(TrainError, match="No such file"):
         load_options(tmp_path)
-    (tmp_path / "deep.toml").write_text(f"a = {DEEP}")
-    with pytest.raises(TrainError, match="neither JSON nor"):
-        load_options(tmp_path / "deep.toml")
+    for name, content in {"x.json": b"\xff\x00", "x.toml": b'{"model": {}}', "y.toml": f"a = {DEEP}".encode()}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TrainError, match="neither JSON nor"):
+            load_options(tmp_path / name)
 
 
 def test_a_damaged_file_of_options_is_a_train_error_or_options(tmp_path):

@@ -103,21 +103,20 @@ def test_learning_rate_of_short_runs(steps, warmup):
     assert all(0 < learning_rate(step, config) <= 1e-2 for step in range(steps))
 
 
-def test_only_matrices_decay():
-    model = build_model(ModelConfig(width=32, layers=1, heads=2, context=8), "bf16", seed=0)
+def test_only_matrices_decay(config):
+    model = build_model(config.model, "bf16", seed=0)
     decaying, others = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
     assert decaying["weight_decay"] == 0.3 and all(p.dim() == 2 for p in decaying["params"])
     assert others["weight_decay"] == 0 and len(others["params"]) == 3  # the norms' gains
     assert len(decaying["params"]) + 3 == len(list(model.parameters()))
 
 
-def test_initial_weights_depend_on_the_seed_only():
-    config = ModelConfig(width=32, layers=1, heads=2, context=8)
-    first = build_model(config, "bf16", seed=5)
+def test_initial_weights_depend_on_the_seed_only(config):
+    first = build_model(config.model, "bf16", seed=5)
     state = torch.get_rng_state()
-    second = build_model(config, "delayed", seed=5)
+    second = build_model(config.model, "delayed", seed=5)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is his own
-    other = build_model(config, "bf16", seed=6)
+    other = build_model(config.model, "bf16", seed=6)
     assert first.state_dict().keys() == second.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.head.weight, other.head.weight)
@@ -185,9 +184,8 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(config):
     require_memory(TrainConfig(), torch.device("cpu"))
 
 
-def test_muon_has_the_blocks_matrices_and_adamw_all_others():
-    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=2)
-    model = build_model(config, "dynamic", 0)
+def test_muon_has_the_blocks_matrices_and_adamw_all_others(config):
+    model = build_model(replace(config.model, experts=2), "dynamic", 0)
     names = {param: name for name, param in model.named_parameters()}
     optimizer = build_optimizer(model, OptimizerConfig(), StateConfig(algorithm="muon"))
     groups = [(group["algorithm"], group["weight_decay"]) for group in optimizer.param_groups]
