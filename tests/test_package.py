@@ -89,21 +89,12 @@ def test_the_lock_has_a_hashed_release_for_each_development_requirement() -> Non
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    build = sys.executable, "-m", "hatchling", "build", "-d", folder, "-t"
+    run(*build, "sdist", cwd=ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
-    run(
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "-t",
-        "wheel",
-        "-d",
-        folder,
-        cwd=sdist.with_suffix("").with_suffix(""),
-    )
+    run(*build, "wheel", cwd=sdist.with_suffix("").with_suffix(""))
     return folder
 
 

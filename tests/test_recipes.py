@@ -226,13 +226,6 @@ def test_a_recipe_is_its_name_or_a_file_too(tmp_path):
         assert {layer.recipe for layer in net} == {recipes.dynamic()}
     octavo.set_recipe(net, path)
     assert net[1].recipe == by_layer.of("1")
-    for wrong, error, says in (
-        ("dinamic", ValueError, "no recipe: choose .* or a file that ends in .json"),
-        (3, TypeError, "is no"),
-        ({"default": "mx"}, TypeError, "is not of the form"),
-    ):
-        with pytest.raises(error, match=says):
-            octavo.set_recipe(net, wrong)
 
 
 def roles(recipe: Recipe):
@@ -340,12 +333,19 @@ def test_a_share_of_the_last_blocks_is_from_0_to_1(share):
         recipes.last_blocks(torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)), share)
 
 
-def test_what_is_no_recipe_is_told_what_to_write():
-    written = {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}
-    for value, instead in written.items():
-        with pytest.raises(TypeError, match=rf"is no octavo\.Recipe; try octavo\.{re.escape(instead)}"):
-            octavo.convert(torch.nn.Linear(512, 512), value)
-    with pytest.raises(TypeError, match=r"try octavo\.RecipeMap\(octavo\.recipes\.default\(\), rules\)"):
-        octavo.convert(torch.nn.Linear(512, 512), {"head": None})
-    with pytest.raises(ValueError, match=r"'fast' is no recipe: choose default, dynamic"):
-        octavo.convert(torch.nn.Linear(512, 512), "fast")
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        (recipes.mx, TypeError, "is no octavo.Recipe; try octavo.recipes.mx()"),
+        (recipes.load, TypeError, "is no octavo.Recipe; try octavo.recipes.default()"),
+        (3, TypeError, "is no octavo.Recipe; try octavo.recipes.default()"),
+        ({"head": None}, TypeError, "try octavo.RecipeMap(octavo.recipes.default(), rules)"),
+        ({"default": "mx"}, TypeError, "is not of the form"),
+        ("fast", ValueError, "'fast' is no recipe: choose default, dynamic"),
+        ("fast", ValueError, "or a file that ends in .json"),
+    ],
+)
+def test_what_is_no_recipe_is_told_what_to_write(value, error, says):
+    for call in (octavo.convert, octavo.set_recipe):
+        with pytest.raises(error, match=re.escape(says)):
+            call(octavo.nn.Linear(512, 512), value)
