@@ -40,8 +40,7 @@ def test_bounds_of_global_memory(access: str) -> None:
 
 
 def test_vectors_in_global_memory() -> None:
-    data = np.zeros(132, np.uint32)
-    data = data[-data.ctypes.data // 4 % 4 :][:128]  # begins at a multiple of 16
+    data = source()
     body = "mul.wide.u32 %d1, %n, 16; add.s64 %d1, %d1, %a0; st.global.v4.b32 [%d1+{}], {{%t, %t, %t, %t}};"
     launch(body.format(0), data)
     assert (data == np.repeat(np.arange(32), 4)).all()
@@ -195,6 +194,7 @@ LOOK = "ld.shared.b32 %r1, [%r9]; mul.wide.u32 %d2, %n, 4; add.s64 %d2, %d2, %a1
 
 
 def source() -> np.ndarray:
+    """Numbers that begin at a multiple of 16."""
     data = np.arange(132, dtype=np.uint32)
     return data[-data.ctypes.data // 4 % 4 :][:128]
 

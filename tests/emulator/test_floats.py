@@ -34,6 +34,7 @@ def rounded(value: Fraction, kind: str) -> float:
     return nearest if value > 0 else -nearest
 
 
+@np.errstate(all="ignore")
 def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, y, z of any size, near each other, where z takes x * y away but for its last bits, and where z tips a tie."""
     random, dtype, digits = np.random.default_rng(0), DTYPES[kind], FORMATS[kind][0]
@@ -86,8 +87,7 @@ def test_fma_is_rounded_once() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", ["add", "sub", "mul"])
 def test_sums_and_products(name: str, kind: str) -> None:
-    with np.errstate(all="ignore"):
-        x, y, z = operands(kind, 1000)
+    x, y, z = operands(kind, 1000)
     second = y if name == "mul" else z
     got = compute(f"{name}.rn.{kind}", x, second)
     function = getattr(operator, name)
@@ -96,8 +96,7 @@ def test_sums_and_products(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_quotients_and_roots(kind: str) -> None:
-    with np.errstate(all="ignore"):
-        x, y, _ = operands(kind, 1000)
+    x, y, _ = operands(kind, 1000)
     check(compute(f"div.rn.{kind}", x, y), [row and row[1] and row[0] / row[1] for row in fractions(x, y)], kind)
     root = compute(f"sqrt.rn.{kind}", np.abs(x))
     digits = FORMATS[kind][0]
@@ -109,8 +108,7 @@ def test_quotients_and_roots(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
 def test_pairs_of_float32(name: str) -> None:
-    with np.errstate(all="ignore"):
-        values = operands("f32", 1000)[: 3 if name == "fma" else 2]
+    values = operands("f32", 1000)[: 3 if name == "fma" else 2]
     together = compute(f"{name}.rn.f32x2", *(value.view(np.uint64) for value in values))
     assert (together.view(np.uint32) == bits_of(compute(f"{name}.rn.f32", *values))).all()
 

@@ -24,7 +24,7 @@ from octavo.train import (
     loop,
     run,
 )
-from octavo.train.checkpoint import HEADER
+from octavo.train.checkpoint import HEADER, RunFolder
 from octavo.train.loop import trained_model
 from octavo.train.progress import Progress, RunRecorder
 from octavo.train.trainer import build_model
@@ -104,6 +104,7 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_p
     ((_, kind, text),) = octavo.inspect.load(tmp_path / "dynamic/inspect").events
     assert kind == "fault" and "at step 4" in text
     assert len((tmp_path / "dynamic/log.csv").read_text().splitlines()) == 1 + 4
+    assert RunFolder(tmp_path / "dynamic").load(None)["step"] == 3
     assert len(run(changed(recorded, run={"resume": True}), "dynamic").rows) == 10
     with pytest.raises(DivergedError) as caught:  # without a folder nothing is recorded, and the fault is found
         run(changed(recorded, run={"out": None}), "dynamic", hooks=diverging())
