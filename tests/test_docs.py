@@ -19,8 +19,8 @@ import pytest
 from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from tests.support.command_line import TEXT, TINY
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts", "peft")  # libraries that take seconds to import
 SLOW += ("ten-minutes", "compile")  # one trains three times, one compiles as tests/compile does

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run_python
+from tests.support.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 _spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
 notebooks = importlib.util.module_from_spec(_spec)

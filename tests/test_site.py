@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import ROOT
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
 # What a browser fetches by itself when it shows a page; an <a href> it does not.

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo.cli import info
 from octavo.nn import machine
-from tests.support.command_line import ROOT
+from tests.support.processes import ROOT
 
 
 def test_it_names_versions_devices_and_extras(monkeypatch, tmp_path):

@@ -10,7 +10,8 @@ import pytest
 from octavo import cli
 from octavo.cli.train import _stopped
 from octavo.train import RunConfig, RunResult, TrainConfig
-from tests.support.command_line import ROOT, TINY, one_line, signals_in_step, train
+from tests.support.command_line import TINY, one_line, signals_in_step, train
+from tests.support.processes import ROOT
 
 
 def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):

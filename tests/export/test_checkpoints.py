@@ -21,7 +21,7 @@ from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, FileLayout
-from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, to_fp8
+from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
 LAYOUT_OF = {
@@ -81,9 +81,7 @@ def layers(recipe: str, stored: bool = False, sizes: tuple[int, ...] = (256, 512
 
 
 def step(net: Any, optimizer: Any) -> None:
-    net(torch.randn(32, net[0].in_features)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(optimizer, net(torch.randn(32, net[0].in_features)).square().mean())
 
 
 def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training: bool) -> list[str]:

@@ -17,11 +17,11 @@ from octavo.export import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
 from octavo.weights.plain import pair_reader
 from tests.export.test_checkpoints import dequantized, seen_operands
-from tests.support.helpers import to_fp8
+from tests.support.helpers import stepped, to_fp8
 from tests.support.pool import Pool
+from tests.support.processes import ROOT
 from tests.support.tiny_models import decoder
 
-ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 2}
 GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
@@ -96,10 +96,7 @@ def test_the_codes_are_those_of_the_forward(training: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.randint(64, (2, 8))
     for _ in range(2):  # so that a delayed scale is an earlier weight's
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-    optimizer.zero_grad()
+        stepped(optimizer, model(input_ids=tokens, labels=tokens).loss)
     model.train(training)
     pairs = {name: codes_and_scales for name, *codes_and_scales in iterate_fp8(model, "per-tensor", fp8_only=True)}
     with seen_operands() as operands, torch.no_grad():

@@ -19,7 +19,7 @@ from octavo.export.layouts import LAYOUTS
 from octavo.export.loading import load_fp8, places_of_experts, split_stored
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.damage import damaged_json
-from tests.support.helpers import every_layer, sqnr, to_fp8
+from tests.support.helpers import every_layer, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -247,12 +247,7 @@ def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp
         assert not torch.equal(stored.dequantize().float(), values)
     optimizer = octavo.optim.AdamW(loaded.parameters(), lr=1e-3)
     tokens = torch.randint(64, (2, 16))
-    losses = []
-    for _ in range(4):
-        losses.append(loaded(input_ids=tokens, labels=tokens).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [stepped(optimizer, loaded(input_ids=tokens, labels=tokens).loss) for _ in range(4)]
     assert losses[-1] < losses[0] - 0.05
     assert isinstance(loaded.model.layers[0].mlp.up_proj.weight, StoredWeight)
 

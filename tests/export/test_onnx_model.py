@@ -22,7 +22,7 @@ from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
 from octavo.export.onnx_model import delayed_argument, in_float32, program_of
-from tests.support.helpers import FP8_RECIPES, sqnr
+from tests.support.helpers import FP8_RECIPES, sqnr, stepped
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -48,9 +48,7 @@ def trained_a_little(module: nn.Module, *shape: int) -> nn.Module:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for _ in range(3):
         outputs = module(torch.randn(shape, dtype=next(module.parameters()).dtype))
-        sum(y.square().mean() for y in torch.utils._pytree.tree_leaves(outputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, sum(y.square().mean() for y in torch.utils._pytree.tree_leaves(outputs)))
     return module
 
 

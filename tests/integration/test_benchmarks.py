@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run_python
+from tests.support.processes import ROOT, run_python
 
 pytest.importorskip("triton")
 subjects = importlib.import_module("benchmarks.subjects")
-
-ROOT = Path(__file__).parents[2]
 
 
 Run = Callable[..., str]

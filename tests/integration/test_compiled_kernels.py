@@ -4,10 +4,11 @@ import ast
 import csv
 import importlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.processes import ROOT
 
 triton = pytest.importorskip("triton")
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
@@ -17,7 +18,6 @@ predictions = importlib.import_module("benchmarks.machine_code.predictions")
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
 launch = importlib.import_module("octavo.kernels.triton.launch")
 
-ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "octavo/kernels/triton"
 
 

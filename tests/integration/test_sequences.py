@@ -23,16 +23,11 @@ from octavo.scaling.recipe import WEIGHT
 from octavo.weights.fsdp2 import like_sharded
 from octavo.weights.gathered import IN_FP8
 from octavo.weights.stored import StoredWeight, local_stored
+from tests.support.helpers import FP8_RECIPES
 
 TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2
 
-RECIPES = {
-    "dynamic": recipes.dynamic,
-    "delayed": lambda: recipes.delayed(HISTORY),
-    "blockwise": recipes.blockwise,
-    "rowwise": recipes.rowwise,
-    "mx": recipes.mx,
-}
+RECIPES = FP8_RECIPES | {"delayed": lambda: recipes.delayed(HISTORY)}
 STORABLE = ("dynamic", "delayed", "blockwise")
 FACTORS = (0.25, 8.0)
 

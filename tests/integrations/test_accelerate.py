@@ -72,7 +72,6 @@ class Run:
         phases: list[Phase] | None = None,
         dtype: torch.dtype = torch.float32,
         weight_storage: Any = None,
-        scale: float = 2.0**10,
         plugin: Any = None,
     ) -> None:
         self.accelerator = accelerate.Accelerator(
@@ -80,7 +79,7 @@ class Run:
         )
         if mixed_precision == "fp16":  # which accelerate has for accelerators only
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         plain = net().to(dtype)
         self.plain = octavo.convert(plain, recipes.delayed(), select=every_layer, weight_storage=weight_storage)
         kind = torch.optim.AdamW if optimizer is None else octavo.optim.AdamW

@@ -13,7 +13,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from octavo.weights.stored import StoredWeight
-from tests.support.helpers import CountOps, assert_equal, sqnr
+from tests.support.helpers import CountOps, assert_equal, sqnr, stepped
 
 transformers = pytest.importorskip("transformers")
 
@@ -270,9 +270,7 @@ def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(steps):
         batch = sequences(shift, 16, 1000 * seed + step)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, model(input_ids=batch, labels=batch).loss)
     batch = sequences(shift, 64, 7)
     with torch.no_grad():
         return float(model.eval()(input_ids=batch, labels=batch).loss)

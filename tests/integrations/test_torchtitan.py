@@ -21,7 +21,7 @@ from octavo import recipes
 from octavo.integrations import torchtitan as ours
 from octavo.weights.fsdp2 import whole
 from octavo.weights.stored import StoredWeight
-from tests.support.helpers import every_layer
+from tests.support.helpers import every_layer, stepped
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:
@@ -62,11 +62,7 @@ def losses_of(model: nn.Module, steps: int, storage: str | None = None) -> list[
     optimizer, losses = kind(model.parameters(), lr=8e-4), []
     for _ in range(steps):
         logits = whole(model(tokens[:, :-1])).float().flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(stepped(optimizer, nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())))
     return losses
 
 

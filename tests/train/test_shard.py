@@ -34,6 +34,7 @@ from octavo.train.trainer import build_model, require_memory
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import thread_pool
 from tests.support.pool import free_port
+from tests.support.processes import ROOT
 
 
 def changed(config: TrainConfig, **parts: Any) -> TrainConfig:
@@ -79,9 +80,6 @@ def nearly(first: Any, second: Any, rel: float) -> bool:
     numbers = [value for pair in first for value in pair if value is not None]
     others = [value for pair in second for value in pair if value is not None]
     return numbers == pytest.approx(others, rel=rel)
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

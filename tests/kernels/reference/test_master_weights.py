@@ -14,6 +14,7 @@ from octavo.kernels.reference.optimizer_state import (
     remainder_of,
     values_with,
 )
+from tests.support.definitions import same_bits
 from tests.support.fp8_weights import BITS, RESTS, amax_of, master_of, random32, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one
@@ -47,10 +48,7 @@ def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None) -> None:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two have the same bits; NaNs are one."""
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
-        a.nan_to_num(nan=0.5, posinf=math.inf, neginf=-math.inf).view(torch.int32),
-        b.nan_to_num(nan=0.5, posinf=math.inf, neginf=-math.inf).view(torch.int32),
-    )
+    return same_bits(*(torch.where(values.isnan(), math.nan, values) for values in (a, b)))
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
