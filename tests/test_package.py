@@ -18,7 +18,6 @@ import octavo
 from tests.support.processes import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 USE = """
 import torch, octavo, sys
 assert octavo.__file__.startswith(sys.prefix), octavo.__file__
@@ -108,7 +107,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_the_wheel_installs_in_a_clean_environment(built: Path, tmp_path: Path, version: str) -> None:
     """The wheel computes by this environment's torch; of other Python versions, where torch is not, it compiles."""
     if (python := interpreter(version)) is None:

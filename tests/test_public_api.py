@@ -17,7 +17,6 @@ ROOMS = """octavo octavo.recipes octavo.nn octavo.optim octavo.distributed octav
 octavo.inspect octavo.cost octavo.export octavo.integrations.accelerate octavo.integrations.transformers
 octavo.integrations.lightning octavo.integrations.torchtitan octavo.compat.torchao
 octavo.compat.transformer_engine""".split()
-DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
 @cache
@@ -50,7 +49,7 @@ def test_the_names_are_those_of_the_design():
 
 def test_each_name_is_in_the_reference_once():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")]
-    listed = Counter(name for page in pages for name in DIRECTIVE.findall(page))
+    listed = Counter(name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE))
     assert [name for name in public() if listed[name] != 1] == []
 
 

@@ -125,11 +125,8 @@ def test_narrow_numbers_and_float32_add_up(kind: str, dtype: type) -> None:
     check(compute(f"fma.rn.f32.{kind}", x, narrow, z, out=np.float32), exact, "f32")
 
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan]
-
-
 def pairs(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    values = np.array(SPECIAL, np.float64).astype(DTYPES[kind])
+    values = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan], np.float64).astype(DTYPES[kind])
     bits_of(values)[-1] |= 1  # a NaN with a payload, and a sign
     a, b = np.meshgrid(values, values)
     return a.reshape(-1).copy(), b.reshape(-1).copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -32,16 +33,13 @@ def aligned(data: np.ndarray) -> np.ndarray:
     return raw
 
 
-def load(first: int, count: int, array: int) -> str:
+def load(first: int, count: int, array: int, access: str = "ld.global.b32 %r{0}, [%d9+{1}];") -> str:
     """Registers %r{first}... of each thread from its 32-bit words of an array."""
-    lines = [f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"]
-    return " ".join([*lines, *(f"ld.global.b32 %r{first + index}, [%d9+{4 * index}];" for index in range(count))])
+    place = f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"
+    return " ".join([place, *(access.format(first + index, 4 * index) for index in range(count))])
 
 
-def store(first: int, count: int, array: int) -> str:
-    """The same to the array."""
-    lines = [f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"]
-    return " ".join([*lines, *(f"st.global.b32 [%d9+{4 * index}], %r{first + index};" for index in range(count))])
+store = partial(load, access="st.global.b32 [%d9+{1}], %r{0};")  # the same to the array
 
 
 def names(first: int, count: int) -> str:

@@ -21,6 +21,7 @@ from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, FileLayout
+from tests.support.combinations import in_full
 from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
@@ -505,10 +506,7 @@ def test_a_server_computes_what_the_trainer_computes(recipe):
         ("delayed", False, False, True),
         ("blockwise", True, False, True),
         ("rowwise", False, True, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [("mx", True, False, True), ("delayed", False, True, False), ("dynamic", True, False, False)]
-        ),
+        *in_full(("mx", True, False, True), ("delayed", False, True, False), ("dynamic", True, False, False)),
     ],
 )
 def test_a_sharded_model_gives_the_codes_that_its_forward_gathers(pool, recipe, stored, mixed, training):

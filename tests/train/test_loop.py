@@ -29,6 +29,7 @@ from octavo.train.loop import trained_model
 from octavo.train.progress import Progress, RunRecorder
 from octavo.train.trainer import build_model
 from octavo.weights.stored import StoredWeight
+from tests.support.combinations import in_full
 from tests.train.test_shard import changed, curve, rows, stop_after, train_on
 
 
@@ -122,10 +123,7 @@ def test_a_run_that_diverges_says_too_what_failed_in_the_background(recorded, mo
         run(config, "dynamic", hooks=diverging())
 
 
-@pytest.mark.parametrize(
-    ("shard", "tensor_parallel"),
-    [("fsdp", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("ddp", 1), ("fsdp", 2)))],
-)
+@pytest.mark.parametrize(("shard", "tensor_parallel"), [("fsdp", 1), *in_full(("ddp", 1), ("fsdp", 2))])
 def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool, monkeypatch):
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     config = changed(recorded, ranks=parts, optimizer={"steps": 3})
@@ -184,10 +182,7 @@ MUON = IN_FP8 | PHASES | {"update_in_backward": "8KB", "algorithm": "muon"}
     [
         ("delayed", IN_FP8 | {"update_in_backward": "1MB"}, 4),
         ("dynamic", MUON, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [("bf16", {}, 0), ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0), ("mx", {}, 4)]
-        ),
+        *in_full(("bf16", {}, 0), ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0), ("mx", {}, 4)),
     ],
     ids=str,
 )

@@ -32,6 +32,7 @@ from octavo.train.loop import trained_model
 from octavo.train.shard import device_name, joined, ranks_for_saves, require_even_batches
 from octavo.train.trainer import build_model, require_memory
 from octavo.weights.stored import StoredWeight
+from tests.support.combinations import in_full
 from tests.support.helpers import thread_pool
 from tests.support.pool import free_port
 from tests.support.processes import ROOT
@@ -111,15 +112,12 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
     ("recipe", "experts", "rel", "compiled", "state"),
     [
         ("blockwise", 4, 1e-6, False, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("dynamic", 0, 1e-3, True, {}),
-                ("blockwise", 4, 5e-3, True, {}),
-                ("delayed", 4, 0.01, False, STORED),
-                ("delayed", 0, 0.01, False, STORED | PHASES),
-                ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
-            ]
+        *in_full(
+            ("dynamic", 0, 1e-3, True, {}),
+            ("blockwise", 4, 5e-3, True, {}),
+            ("delayed", 4, 0.01, False, STORED),
+            ("delayed", 0, 0.01, False, STORED | PHASES),
+            ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
         ),
     ],
     ids=str,
@@ -165,14 +163,7 @@ def short(config):
     ("shard", "recipe", "tensor_parallel", "state"),
     [
         ("fsdp", "delayed", 1, STORED | PHASES | IN_BACKWARD),  # it is stopped in the second phase
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("ddp", "delayed", 1, {}),
-                ("fsdp", "blockwise", 1, {}),
-                ("fsdp", "delayed", 2, STORED | PHASES),
-            ]
-        ),
+        *in_full(("ddp", "delayed", 1, {}), ("fsdp", "blockwise", 1, {}), ("fsdp", "delayed", 2, STORED | PHASES)),
     ],
     ids=str,
 )
