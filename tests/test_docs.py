@@ -227,10 +227,7 @@ def test_split_keeps_lines_and_no_run() -> None:
     prose, blocks = split("# A\n```python\nx = 1\n```\n<!-- no-run: needs a GPU -->\n\n```python\ny\n```\n")
     assert prose.splitlines()[0] == "# A"
     assert "x = 1" not in prose
-    assert [(b.language, b.line, b.code, b.no_run) for b in blocks] == [
-        ("python", 3, "x = 1\n", False),
-        ("python", 8, "y\n", True),
-    ]
+    assert blocks == [Block("python", 3, "x = 1\n", False), Block("python", 8, "y\n", True)]
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,8 @@ def test_y_scale_is_scale_inv_and_codes_are_octavos_beside_the_file(small_bf16):
     values = {t.name: t for t in file.graph.initializer}
     first = next(node for node in file.graph.node if node.op_type == "QuantizeLinear")
     assert float(onnx.numpy_helper.to_array(values[first.input[1]])) == float(1.0 / net[0].delayed_scale[0])
-    (read,) = (
-        n
-        for n in file.graph.node
-        if n.op_type == "DequantizeLinear" and n.input[0] in values and [*values[n.input[0]].dims] == [256, K]
-    )
+    reading = [n for n in file.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in values]
+    (read,) = (n for n in reading if [*values[n.input[0]].dims] == [256, K])
     expected = octavo.quantize(net[0].weight.detach(), octavo.E4M3, octavo.PerTensor())  # as in evaluation
     assert float(onnx.numpy_helper.to_array(values[read.input[1]])) == float(expected.scale_inv)
     assert values[read.input[0]].raw_data == expected.qdata.view(torch.uint8).numpy().tobytes()
@@ -341,11 +338,8 @@ def test_what_is_no_tensor_stays_as_it_is():
 def test_given_shapes_are_kept():
     batch = torch.export.Dim("batch", max=8)
     program = program_of(octavo.nn.Linear(32, 16), (X,), ({0: batch},))
-    (x,) = (
-        n.meta["val"]
-        for n in program.graph.nodes
-        if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
-    )
+    inputs = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    (x,) = (inputs[name] for name in program.graph_signature.user_inputs)
     assert isinstance(x.shape[0], torch.SymInt) and x.shape[1:] == (4, 32)
 
 

@@ -5,6 +5,7 @@ Hypothesis finds the sequences and shortens those that fail. A few examples run 
 
 import copy
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -399,12 +400,8 @@ class Subject:
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
         replaced = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
-        self.run(
-            self.random(TOKENS, IN),
-            lambda x: torch.func.functional_call(self.model, replaced, (x,)),
-            replaced["0.weight"],
-            keep=False,
-        )
+        call = partial(torch.func.functional_call, self.model, replaced)
+        self.run(self.random(TOKENS, IN), call, replaced["0.weight"], keep=False)
 
     def parametrize(self) -> None:
         """A forward and backward while the weight is computed from the parameter."""

@@ -34,11 +34,8 @@ def test_the_first_phase_begins_at_once_and_others_after_so_many_steps(caplog):
             names.append(model[0].recipe.name)
     assert "step 4: Phase(high_precision" in caplog.text and "since step 4" in caplog.text
     assert names == ["dynamic"] * 3 + ["high_precision"] * 2 + ["delayed"] * 3
-    assert [(s.step, s.phase, s.name) for s in schedule.switches] == [
-        (0, 0, "dynamic"),
-        (4, 1, "high_precision"),
-        (6, 2, "delayed"),
-    ]
+    switches = [(0, 0, "dynamic"), (4, 1, "high_precision"), (6, 2, "delayed")]
+    assert [(s.step, s.phase, s.name) for s in schedule.switches] == switches
     assert schedule.switches[1].reason == "step 4" and schedule.steps == 8 and schedule.index == 2
     assert optimizer.master == "split32" and type(model[0].weight) is torch.nn.Parameter
 
@@ -105,32 +102,27 @@ def faulty(model, schedule, optimizer, step: int, spoil) -> None:
     optimizer.zero_grad()
     loss = loss_of(model, step)
     loss.backward()
-    loss = spoil(loss)
+    loss = spoil(model, loss)
     schedule.observe(loss)
     optimizer.step()
     schedule.step()
 
 
-def spoil_gradient(model):
-    def spoil(loss):
-        model[0].weight.grad[0, 0] = math.nan
-        return loss
-
-    return spoil
+def spoil_gradient(model, loss):
+    model[0].weight.grad[0, 0] = math.nan
+    return loss
 
 
-@pytest.mark.parametrize("kind", ["gradient", "loss", "spike"])
+SPOILS = {"gradient": spoil_gradient, "loss": lambda _, loss: loss * math.nan, "spike": lambda _, loss: loss + 1000.0}
+
+
+@pytest.mark.parametrize("kind", SPOILS)
 def test_a_faulty_step_touches_nothing_and_begins_a_recovery_that_ends(kind):
     policy = Recovery(Phase(HIGH), steps=3, window=8, spike=6.0)
     model, optimizer, schedule = started(LOWEST, recovery=policy)
     train(model, optimizer, schedule, range(8))
     before = tensors(model, optimizer)
-    spoil = {
-        "gradient": spoil_gradient(model),
-        "loss": lambda loss: loss * math.nan,
-        "spike": lambda loss: loss + 1000.0,
-    }[kind]
-    faulty(model, schedule, optimizer, 8, spoil)
+    faulty(model, schedule, optimizer, 8, SPOILS[kind])
     assert same(before, tensors(model, optimizer))
     assert schedule.phase is policy.phase and model[0].recipe == HIGH
     train(model, optimizer, schedule, range(9, 12))
@@ -146,7 +138,7 @@ def test_after_so_many_recoveries_it_stays():
     policy = Recovery(Phase(HIGH), steps=1, attempts=2, spike=None)
     model, optimizer, schedule = started(Phase(LOW), recovery=policy)
     for step in range(12):
-        spoil = spoil_gradient(model) if model[0].recipe == LOW else lambda loss: loss
+        spoil = spoil_gradient if model[0].recipe == LOW else lambda model, loss: loss
         faulty(model, schedule, optimizer, step, spoil)
     assert [s.phase for s in schedule.switches] == [0, -1, 0, -1, 0, -1]
     assert schedule.switches[-1].reason.endswith("after 2 recoveries") and model[0].recipe == HIGH
@@ -156,7 +148,7 @@ def test_a_phase_that_is_due_during_a_recovery_follows_it():
     policy = Recovery(Phase(HIGH), steps=4, spike=None)
     model, optimizer, schedule = started(Phase(LOW), Phase(DELAYED, from_step=3), recovery=policy)
     train(model, optimizer, schedule, range(1))
-    faulty(model, schedule, optimizer, 1, spoil_gradient(model))
+    faulty(model, schedule, optimizer, 1, spoil_gradient)
     train(model, optimizer, schedule, range(2, 6))
     assert [s.name for s in schedule.switches] == ["dynamic", "high_precision", "delayed"]
 
@@ -167,7 +159,7 @@ def test_the_host_may_read_late_and_faulty_steps_still_do_nothing():
     train(model, optimizer, schedule, range(4))
     before = tensors(model, optimizer)
     for step in range(4, 7):
-        faulty(model, schedule, optimizer, step, spoil_gradient(model))
+        faulty(model, schedule, optimizer, step, spoil_gradient)
         assert same(before, tensors(model, optimizer)) and model[0].recipe == LOW
     train(model, optimizer, schedule, range(7, 8))
     assert model[0].recipe == HIGH and schedule.switches[-1].step == 8
@@ -189,7 +181,7 @@ def test_a_training_resumes_bit_for_bit(case):
     model, optimizer, schedule = started(*phases, recovery=recovery)
     train(model, optimizer, schedule, range(2))
     if recovery is not None:
-        faulty(model, schedule, optimizer, 2, spoil_gradient(model))
+        faulty(model, schedule, optimizer, 2, spoil_gradient)
     train(model, optimizer, schedule, range(2 if recovery is None else 3, at))
     recipe, kind, index = model[0].recipe, type(model[0].weight), schedule.index
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))

@@ -208,10 +208,8 @@ def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
 def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
     config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path, "checkpoint_every": 2})
     for kind, text in pool.run(train_on, (2,), changed(config, data={"batch": 6, "micro_batches": 2})):
-        assert (
-            kind == "TrainError"
-            and "batch 6 does not divide into 2 ranks x 2 micro_batches: choose a batch of 8" in text
-        )
+        says = "batch 6 does not divide into 2 ranks x 2 micro_batches: choose a batch of 8"
+        assert kind == "TrainError" and says in text
     for kind, text in pool.run(train_on, (2,), config, "dynamic", None, 1):
         assert kind == "DivergedError" and "the loss became nan in step 4; the checkpoint of step 2 is kept" in text
     (mine, first), (other, second) = pool.run(train_on, (2,), config)

@@ -56,9 +56,8 @@ def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
     if name == "tensorwise" and dtype is torch.float32:
         # torchao multiplies the codes by their scales before it adds up, octavo the sum
         assert min(map(sqnr, actual, expected)) > 120
-    elif (
-        name == "tensorwise"
-    ):  # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
+    elif name == "tensorwise":
+        # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
         for f, e in zip(actual, expected, strict=True):
             assert (f != e).float().mean() < 2e-3
             torch.testing.assert_close(f, e, rtol=2**-7, atol=0)

@@ -55,10 +55,8 @@ def nearest_bf16(x: Tensor) -> Tensor:
     """Ties away from zero, in float64: by the two bf16 numbers on either side."""
     down = floats_of(x.view(torch.int32) & -65536)
     up = floats_of((x.view(torch.int32) & -65536).long() + 65536)
-    middle = (
-        down.double()
-        + torch.where(up.isinf(), torch.copysign(torch.tensor(2.0**128, dtype=torch.float64), x.double()), up.double())
-    ) / 2
+    beyond = torch.copysign(torch.tensor(2.0**128, dtype=torch.float64), x.double())
+    middle = (down.double() + torch.where(up.isinf(), beyond, up.double())) / 2
     return torch.where(x.double().abs() >= middle.abs(), up, down)
 
 

@@ -337,10 +337,10 @@ class Experts(Feature):
     """Mixtures of experts, of GroupedLinear; a twin is a loop over experts."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        experts, quarter = model[1].experts, slice(WIDTH // 4)
+        experts, everything, quarter = model[1].experts, slice(None), slice(WIDTH // 4)
         return [
-            (experts.gate_up.weight, (slice(None), quarter)),
-            (experts.down.weight, (slice(None), slice(None), quarter)),
+            (experts.gate_up.weight, (everything, quarter)),
+            (experts.down.weight, (everything, everything, quarter)),
         ]
 
 
