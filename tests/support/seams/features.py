@@ -337,11 +337,8 @@ class Experts(Feature):
     """Mixtures of experts, of GroupedLinear; a twin is a loop over experts."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        experts, everything, quarter = model[1].experts, slice(None), slice(WIDTH // 4)
-        return [
-            (experts.gate_up.weight, (everything, quarter)),
-            (experts.down.weight, (everything, everything, quarter)),
-        ]
+        experts, whole, part = model[1].experts, slice(None), slice(WIDTH // 4)
+        return [(experts.gate_up.weight, (whole, part)), (experts.down.weight, (whole, whole, part))]
 
 
 class Decoder(Feature):
