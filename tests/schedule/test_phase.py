@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -187,16 +186,11 @@ def test_a_model_without_octavo_modules():
         phase_targets(plain, octavo.optim.AdamW(plain.parameters()), [Phase(LOW)])
 
 
-def test_ddp_goes_on_where_the_only_buffers_were_delayed_state():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = octavo.convert(nn.Sequential(nn.Linear(32, 32)), recipes.delayed(), select=every_layer)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        phases = [Phase(recipes.dynamic()), Phase(recipes.delayed(), from_step=1)]
-        for target in phase_targets(model, optimizer, phases):
-            parallel(torch.randn(4, 32)).sum().backward()
-            switch(model, optimizer, target)
+def test_ddp_goes_on_where_the_only_buffers_were_delayed_state(lone_mesh):
+    model = octavo.convert(nn.Sequential(nn.Linear(32, 32)), recipes.delayed(), select=every_layer)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for target in phase_targets(model, optimizer, [Phase(recipes.dynamic()), Phase(recipes.delayed(), from_step=1)]):
         parallel(torch.randn(4, 32)).sum().backward()
-    finally:
-        dist.destroy_process_group()
+        switch(model, optimizer, target)
+    parallel(torch.randn(4, 32)).sum().backward()

@@ -21,11 +21,7 @@ PHASES = [
 
 
 def bytes_in(*tensors: Tensor) -> int:
-    total = 0
-    for tensor in tensors:
-        parts = (tensor.qdata, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
-        total += sum(part.numel() * part.element_size() for part in parts)
-    return total
+    return sum(part.nbytes for tensor in tensors for part in inner(tensor))
 
 
 def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
