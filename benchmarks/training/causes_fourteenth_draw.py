@@ -283,6 +283,7 @@ def with_copies(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor,
 
 def with_one_key(run: Training) -> None:
     """Let all heads share keys and values (arXiv 1911.02150)."""
+    torch.manual_seed(run.seed)
     for block in run.model.blocks:
         block.attention = SelfAttention(SIZES["width"], SIZES["heads"], kv_heads=1, recipe=run.recipe)
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=run.lr, betas=(0.9, 0.95))
@@ -292,6 +293,7 @@ FOURTEENTH_HEALTHY: Mapping[str, Fault] = {
     "Adadelta": Fault(options={"optimizer_of": torch.optim.Adadelta, "lr": 1.0}, fresh=True),
     "Langevin's noise, one sequence a step": Fault(
         options=parts.MOMENTUM,
+        begin=lambda run: torch.manual_seed(run.seed),
         batch=lambda run, x, y: (x[:1], y[:1]),
         after=lambda run: [data.add_(torch.randn_like(data), alpha=1e-3) for data in data_of(run)],
     ),
