@@ -13,7 +13,7 @@ from octavo.inspect.incidents import KINDS, Finding, incidents, level_of, severi
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
-from octavo.inspect.verdicts import measured
+from octavo.inspect.verdicts import checked
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
 
 # A measure beyond its limit is a finding.
@@ -82,7 +82,7 @@ def diagnose(record: Record) -> list[Finding]:
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     of_casts = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    return incidents(record, measured(record, [*rules.findings(record), *of_casts]))
+    return incidents(record, checked(record, [*rules.findings(record), *of_casts]))
 
 
 def _without_skips(record: Record) -> Record:

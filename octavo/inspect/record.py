@@ -39,7 +39,7 @@ from octavo.reading import read_json
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
 _STEPS = "steps.jsonl"
-SAME = 1e-3  # an input that changes by a smaller share is the same
+LEAST_INPUT_CHANGE = 1e-3  # of an input's size: one that changes by less counts as one that changes by this
 
 
 class _LazyNumPy:
@@ -186,14 +186,14 @@ class Record:
         measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
         layers: the layers whose weights were recorded.
-        weights: OF_WEIGHTS and of_twin's by name, each [steps, layers], float64; nan where no twin ran.
+        weights: OF_WEIGHTS' and twin_measures' by name, each [steps, layers], float64; nan where no twin ran.
         scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
         experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
         of_others: as ``weights``, each [steps, others].
         modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
-        of_modules: of_outputs' by name, each [steps, modules], float64; nan where no twin ran, and in the first one.
+        of_modules: output_changes' by name, each [steps, modules], float64; nan where no twin ran, and at first.
         lowest: the first exponent, -48.
 
     Example:
@@ -361,14 +361,14 @@ def _record_in(folder: Path) -> Record:
     if tokens:
         measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
         experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
-    exponents, weights = counts["exponents"], of_weights(moved) | of_twin(of_twins)
-    of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
+    exponents, weights = counts["exponents"], weight_measures(moved) | twin_measures(of_twins)
+    of_others = weight_measures(np.stack([*others.values()], 1)) if others else {}
     fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
-    of_modules = of_outputs(np.stack([*outputs.values()], 1)) if outputs else {}
+    of_modules = output_changes(np.stack([*outputs.values()], 1)) if outputs else {}
     return Record(*fields, [*others], of_others, [*outputs], of_modules)
 
 
-def of_outputs(sums: Any) -> dict[str, Any]:
+def output_changes(sums: Any) -> dict[str, Any]:
     """Return by how much modules' outputs of one batch changed, [steps, modules], from counts [steps, modules, 4].
 
     "output": the change over the output's size; "own": that over the change of the input, where it has one.
@@ -378,7 +378,7 @@ def of_outputs(sums: Any) -> dict[str, Any]:
             np.where(size > 0, np.sqrt(change / size), np.nan)
             for change, size in ((sums[..., 0], sums[..., 1]), (sums[..., 2], sums[..., 3]))
         )
-    return {"output": output, "own": output / np.fmax(np.nan_to_num(of_input, nan=1.0), SAME)}
+    return {"output": output, "own": output / np.fmax(np.nan_to_num(of_input, nan=1.0), LEAST_INPUT_CHANGE)}
 
 
 @contextlib.contextmanager
@@ -433,7 +433,7 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
         }
 
 
-def of_weights(moved: Any) -> dict[str, Any]:
+def weight_measures(moved: Any) -> dict[str, Any]:
     """Return OF_WEIGHTS' measures by name, from counts [..., layers, 18]."""
     sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -445,7 +445,7 @@ def of_weights(moved: Any) -> dict[str, Any]:
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 
 
-def of_twin(products: Any) -> dict[str, Any]:
+def twin_measures(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
     ``products`` are twin.py's, [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a

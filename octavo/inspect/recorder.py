@@ -16,25 +16,14 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
+from octavo.in_flight import InFlight
 from octavo.inspect.findings import severities
 from octavo.inspect.first_batch import OUTPUTS
 from octavo.inspect.module_outputs import OutputChanges
-from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
+from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import (
-    CONTROL,
-    COSINE,
-    LEFT,
-    LOSS,
-    NO_HOOKS,
-    NO_TWIN,
-    OTHER_GRADIENTS,
-    OTHERS,
-    SLOPE,
-    Comparison,
-    Twin,
-)
+from octavo.inspect.twin import CONTROL, CONTROL_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, Twin
 from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
@@ -44,16 +33,16 @@ Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
-class _InFlight(NamedTuple):
+class _Reading(NamedTuple):
     """Numbers on their way to the host: the counts of a recorded step, and the scalars of the steps until then."""
 
     step: int
     table: Table
-    scalars: list[tuple[int, str, Scalar]]  # tensors' values are in tensors["scalars"], in this order
-    tensors: dict[str, Tensor]
-    event: Any
+    scalars: list[tuple[int, str, Scalar]]  # tensors' values are the last tensor of ``in_flight``, in this order
+    names: tuple[str, ...]  # of the counts
+    in_flight: InFlight  # the counts, and the scalars' values
     others: Sequence[str]  # names of parameters that are no layer's weight
-    outputs: OutputChanges | None  # of modules, whose tensors are among ``tensors``
+    outputs: OutputChanges | None  # of modules, whose tensors are among the counts
 
 
 class Recorder:
@@ -132,7 +121,7 @@ class Recorder:
         self._others: list[str] = []
         self._outputs: OutputChanges | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
-        self._readings: list[_InFlight] = []
+        self._readings: list[_Reading] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -144,26 +133,11 @@ class Recorder:
             scalars: other numbers by name.
         """
         comparison = None if self._twin is None else self._twin.take()
-        if self._goes_on:
-            facts = facts_of(self.optimizer) if self._is_recorded else {}
-            last_value = self._options.get
-            changed_facts = {
-                name: fact for name, fact in facts.items() if isinstance(fact, Tensor) or last_value(name) != fact
-            }
-            self._options |= {name: fact for name, fact in changed_facts.items() if GROUP in name}
-            optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
-            if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
-                skipped = getattr(self.schedule, "left_out", None)
-            numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+        if self._continues:
+            numbers = {**self._changed_facts(), "loss": loss, "grad_norm": grad_norm, **scalars}
+            numbers[SKIPPED] = self._steps_skipped()
             if comparison is not None:
-                numbers[CONTROL] = comparison.control
-                numbers[LEFT] = comparison.left
-                numbers[SLOPE] = comparison.slope
-            if comparison is not None and comparison.others is not None:
-                between, of_step, twins = comparison.others
-                numbers[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())
-            if comparison is not None and loss is not None:
-                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
+                numbers |= comparison.scalars(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
@@ -174,7 +148,7 @@ class Recorder:
             self._switches += 1
         if self._is_recorded:
             self._read(self._count(comparison) if self._table.rows else {})
-        while self._readings and (self._readings[0].event is None or self._readings[0].event.query()):
+        while self._readings and self._readings[0].in_flight.has_arrived:
             self._write(self._readings.pop(0))
         self._step += 1
         self._begin()
@@ -199,8 +173,6 @@ class Recorder:
         if self._scalars:
             self._read({})
         for reading in self._readings:
-            if reading.event is not None:
-                reading.event.synchronize()
             self._write(reading)
         self._readings = []
 
@@ -211,12 +183,12 @@ class Recorder:
         self.close()
 
     @property
-    def _goes_on(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
+    def _continues(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
         return self._writer is not None or self._ranks.size > 1
 
     @property
     def _is_recorded(self) -> bool:
-        return self._goes_on and self._step % self.every == 0
+        return self._continues and self._step % self.every == 0
 
     @contextlib.contextmanager
     def _or_ends(self) -> Iterator[None]:
@@ -247,6 +219,19 @@ class Recorder:
             if self._twin is not None:
                 self._twin.begin(self._table.layers)
 
+    def _changed_facts(self) -> dict[str, Scalar | None]:
+        """Return the optimizer's facts in a recorded step; of its groups' options those that changed."""
+        facts = facts_of(self.optimizer) if self._is_recorded else {}
+        facts = {name: x for name, x in facts.items() if isinstance(x, Tensor) or self._options.get(name) != x}
+        self._options |= {name: fact for name, fact in facts.items() if GROUP in name}
+        return facts
+
+    def _steps_skipped(self) -> Scalar | None:
+        """Return a number that is not 0 in a step that changed nothing; None where no optimizer or schedule counts."""
+        optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
+        skipped: Scalar | None = getattr(optimizer, "left_out", None)
+        return getattr(self.schedule, "left_out", None) if skipped is None else skipped
+
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
 
@@ -267,8 +252,8 @@ class Recorder:
         if comparison is None:
             return counts
         self._outputs = outputs = comparison.outputs
-        of_outputs = {} if outputs is None else {"outputs": outputs.sums, "samples": outputs.values}
-        return counts | {"twin": comparison.products, "moved_loss": comparison.moved} | of_outputs
+        counts |= {"twin": comparison.products, "moved_loss": comparison.moved}
+        return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -276,66 +261,75 @@ class Recorder:
             return
         device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
         values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device, dtype=torch.float32)
-        tensors, event = {**counts, "scalars": values}, None
-        if device.type == "cuda":
-            pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
-            tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
-            event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others, self._outputs))
+        in_flight = InFlight(*counts.values(), values)
+        names = tuple(counts)
+        self._readings.append(_Reading(self._step, self._table, scalars, names, in_flight, self._others, self._outputs))
 
-    def _write(self, reading: _InFlight) -> None:
+    def _write(self, reading: _Reading) -> None:
+        """Write the numbers of a reading when they have arrived, and call ``on_record`` with them."""
+        *counts, values = reading.in_flight.wait()
         if self._writer is None:
             return
-        rows: dict[int, dict[str, float]] = {}
-        arrived = iter(reading.tensors["scalars"].tolist())
+        numbers, events = self._scalars_by_step(reading, values)
         with self._or_ends():
-            for step, name, value in reading.scalars:
-                value = next(arrived) if isinstance(value, Tensor) else value
-                if name == CONTROL and not self._is_controlled:
-                    self._is_controlled = True
-                    if value < COSINE:
-                        text = OTHER_GRADIENTS.format(value)
-                        self._writer.add_lines({"step": step, "event": NO_TWIN, "text": text})
-                elif name != SKIPPED:
-                    rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
-                elif value != 0:
-                    text = "neither the weights nor the optimizer's state were touched"
-                    self._writer.add_lines({"step": step, "event": SKIPPED, "text": text})
-            self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
-            if "sums" in reading.tensors:
-                self._say_unwatched(reading)
-                if self._written is not reading.table:
-                    rows_of = [row.as_dict() for row in reading.table.rows]
-                    self._writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows_of, indent=1))
-                    self._written = reading.table
-                    if self._recipes is not None:
-                        self._writer.write(RECIPES, to_json(self._recipes))
-                arrays = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
-                layers, names = len(reading.table.layers), reading.others
-                counts = arrays_of(reading.table.rows, arrays["sums"], arrays["extremes"]) | {
-                    "moved": arrays["moved"][:layers]
-                }
-                if "twin" in arrays:
-                    counts["twin"] = arrays["twin"]
-                    if self._twin is not None:
-                        self._twin.arrived(reading.tensors["twin"], reading.tensors["moved_loss"])
-                if reading.outputs is not None and "outputs" in arrays:
-                    modules = np.array(reading.outputs.modules, dtype=str)
-                    counts |= {"outputs": arrays["outputs"], "modules": modules}
-                    samples = {"lengths": reading.outputs.lengths, "values": arrays["samples"], "modules": modules}
-                    self._writer.write_arrays(OUTPUTS, samples)
-                others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
-                self._writer.add_counts(reading.step, counts | others)
+            self._writer.add_lines(*events, *({"step": step, **scalars} for step, scalars in numbers.items()))
+            if counts:
+                arrays = self._write_counts(self._writer, reading, dict(zip(reading.names, counts, strict=True)))
                 if self.on_record is not None:
-                    rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
+                    numbers.setdefault(reading.step, {}).update(_by_name(reading.table.rows, arrays))
         if self.on_record is not None:
-            for step, values in rows.items():
-                self.on_record(step, values)
+            for step, values_of_step in numbers.items():
+                self.on_record(step, values_of_step)
 
-    def _say_unwatched(self, reading: _InFlight) -> None:
+    def _scalars_by_step(
+        self, reading: _Reading, values: Tensor
+    ) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]]]:
+        """Return a reading's scalars by step and name, and the lines of events that they tell of."""
+        numbers: dict[int, dict[str, float]] = {}
+        events = []
+        arrived = iter(values.tolist())
+        for step, name, scalar in reading.scalars:
+            value = next(arrived) if isinstance(scalar, Tensor) else scalar
+            if name == CONTROL and not self._is_controlled:
+                self._is_controlled = True
+                if value < CONTROL_COSINE:
+                    events.append({"step": step, "event": NO_TWIN, "text": OTHER_GRADIENTS.format(value)})
+            elif name != SKIPPED:
+                numbers.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+            elif value != 0:
+                text = "neither the weights nor the optimizer's state were touched"
+                events.append({"step": step, "event": SKIPPED, "text": text})
+        return numbers, events
+
+    def _write_counts(self, writer: RecordWriter, reading: _Reading, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
+        self._say_unwatched(writer, reading.step, tensors["moved"])
+        if self._written is not reading.table:
+            rows = [row.as_dict() for row in reading.table.rows]
+            writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows, indent=1))
+            self._written = reading.table
+            if self._recipes is not None:
+                writer.write(RECIPES, to_json(self._recipes))
+        counts, layers = {name: tensor.numpy() for name, tensor in tensors.items()}, len(reading.table.layers)
+        arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
+        arrays["moved"] = counts["moved"][:layers]
+        if "twin" in counts:
+            arrays["twin"] = counts["twin"]
+            if self._twin is not None:
+                self._twin.arrived(tensors["twin"], tensors["moved_loss"])
+        if reading.outputs is not None and "outputs" in counts:
+            modules = np.array(reading.outputs.modules, dtype=str)
+            arrays |= {"outputs": counts["outputs"], "modules": modules}
+            samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], "modules": modules}
+            writer.write_arrays(OUTPUTS, samples)
+        arrays |= {"others": np.array(reading.others, dtype=str), "others_moved": counts["moved"][layers:]}
+        writer.add_counts(reading.step, arrays)
+        return arrays
+
+    def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED, reading.tensors["moved"].T, strict=True))
-        if self._writer is None or not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
+        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
+        if not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
         unrecorded = (
@@ -343,10 +337,10 @@ class Recorder:
         )
         text = f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}"
         events = {UNWATCHED: text} | ({} if self._twin is None else {NO_TWIN: NO_HOOKS})
-        self._writer.add_lines(*({"step": reading.step, "event": kind, "text": each} for kind, each in events.items()))
+        writer.add_lines(*({"step": step, "event": kind, "text": each} for kind, each in events.items()))
 
 
-def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
+def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     """Return a step's finite measures by "layer.role.measure".
 
     A layer of experts also has those of the worst expert, and the fewest and the most tokens that an expert got.
@@ -363,7 +357,7 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
         ends = {"least_tokens": min, "most_tokens": max}
         tables.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
-    tables.append((layers, of_weights(counts["moved"])))
+    tables.append((layers, weight_measures(counts["moved"])))
     return {
         ".".join(filter(None, (name, measure))): float(value)
         for names_of_rows, measures in tables

@@ -14,7 +14,7 @@ from octavo.inspect import training as tests
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import Rule, Training
-from octavo.inspect.twin import COSINE
+from octavo.inspect.twin import CONTROL_COSINE
 
 # parts of sentences and remedies of several rows
 SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
@@ -180,7 +180,7 @@ RULES: Sequence[Rule] = (
     Rule("gradients", 0.0, tests.left, "gradients of the step before are left when backward begins", CLEAR),
     # their cosine with those of the same step, computed once more
     Rule(
-        *("gradients", COSINE, tests.changed),
+        *("gradients", CONTROL_COSINE, tests.changed),
         "the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
         "look at what changes gradients after backward: hooks, what ranks send, an average with other steps' gradients",
     ),

@@ -19,29 +19,41 @@ from octavo.inspect.departures import RATES
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, innermost, is_inside, np
 from octavo.inspect.remedies import called
-from octavo.inspect.twin import CONTROL, LEFT, SAME, SLOPE
+from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
 DECOUPLED = f"decoupled_weight_decay{GROUP}"
-BEFORE = 8  # a jump is measured against the median of so many earlier records
-IN_TURN = 4  # at most so many batches repeat in turn
-FEW = 3  # records or steps in a row that a fault has to last
-ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
-WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
-JUMP = (
-    2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
-)
 LOOK = "look at that step's data and labels, and at what the forward computes otherwise: code, mode, checkpoint"
 SAME_FORWARD = "look at that step's data and labels: of the first recorded batch modules compute what they did"
-SAME_LEAP = 3.0  # by fewer times more than ever a module's output changes in a healthy run
-CHANGED = 0.1  # an output that changes by a smaller share of its size means nothing
-NEAR_0 = 0.01  # of the largest layer's size: a weight that begins with less begins at 0
-UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
-STOPPED = 1e-3  # a rate below this share of its highest trains nothing
-FLOAT16 = 2.0**13  # finite gradients of this size, where others are inf, are float16's
+
+# --- limits beside those of rules.py, chosen by how many first findings of `python -m benchmarks causes` are right with
+# them, and by how many of its healthy runs have one above a note
+
+# counts of records, or of steps
+BEFORE = 8  # a measure is compared with the median of so many earlier records
+LOSSES_BEFORE = 16  # a loss with so many earlier steps'
+FEW = 3  # a fault has to last for so many
+IN_TURN = 4  # at most so many batches repeat in turn
+# a factor of a measure over what it is compared with
+CERTAIN, LIKELY = 8.0, 4.0  # over its limit has a fault that has no measure: it is one or not
+JUMP = 2.5  # an input's size over that before, where the loss rises with it; the last gradient of an output's, too
+SAME_LEAP = 3.0  # the change of a module's output over the largest one before: by less it computes the same
+# a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
+# direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
+EXPLAINED = 3
+ERRORS = 4.0  # the rise of a mean of losses over its standard error
+BATCH_LEAP = 1.2  # gradients over the median before: with less they are no part of a leap
+# a share
+WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
+CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
+NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
+UNMOVED = 0.9  # of a weight's numbers that a step does not change
+STOPPED = 1e-3  # a learning rate over its highest: with less nothing trains
+# a size of gradients
+FLOAT16 = 2.0**13  # finite ones, where others are inf: so large they are float16's
 
 
 class Rule(NamedTuple):
@@ -101,7 +113,7 @@ class Hit(NamedTuple):
 class Training:
     """A record's numbers that belong to the training as a whole, for the tests below.
 
-    ``names``: of all parameters, the layers' weights before the others; ``of``: their measures, [steps, names].
+    ``names``: of all parameters, the layers' weights before the others; ``weights``: their measures, [steps, names].
     ``fired``: the tests that found something so far.
     """
 
@@ -111,12 +123,14 @@ class Training:
         self.norms = {step: value for step, value in zip(*norm, strict=True) if math.isfinite(value)}
         self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
-        others = np.full((len(self.steps), len(record.others)), np.nan)
-        measures = record.weights.items()
-        self.of = {name: np.concatenate([layers, record.of_others.get(name, others)], 1) for name, layers in measures}
+        unmeasured = np.full((len(self.steps), len(record.others)), np.nan)
+        self.weights = {
+            name: np.concatenate([of_layers, record.of_others.get(name, unmeasured)], 1)
+            for name, of_layers in record.weights.items()
+        }
         self.rms = np.stack([self.measure("rms", layer, "weight") for layer in self.layers], 1)
-        sizes = self.of["size"][:, : len(self.layers)]
-        np.copyto(sizes, self.rms, where=~(sizes > 0))  # an older octavo recorded no sizes
+        sizes = self.weights["size"][:, : len(self.layers)]
+        np.copyto(sizes, self.rms, where=~(sizes > 0))  # of a weight with inf or NaN, or whose sampled numbers are 0
         self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
         self.fired: set[Callable[..., Iterator[Hit]]] = set()
 
@@ -185,7 +199,7 @@ class Training:
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
             begins, worst = stretch(over[:, place], values[:, place])
-            numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.of.items()}
+            numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.weights.items()}
             rule, value = rules[-1 if numbers["master_update"] > 0 else 0], float(values[worst, place])
             texts = {"share": called(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
             at = self.steps[begins], value / rule.limit
@@ -194,7 +208,7 @@ class Training:
     @cached_property
     def always_updates(self) -> bool:
         """Whether the optimizer changed weights in each recorded step, or in none: each step has an update."""
-        changes = (self.of["update"] > 0).any(axis=1)
+        changes = (self.weights["update"] > 0).any(axis=1)
         return bool(changes.all() or not changes.any())
 
     @cached_property
@@ -203,9 +217,9 @@ class Training:
 
         [steps, names], by the optimizer, in that step and until this one, or by something else.
         """
-        update = self.of["update"]
+        update = self.weights["update"]
         last_updates = np.concatenate([np.full_like(update[:1], np.nan), update[:-1]])
-        sums = sum(np.nan_to_num(values) for values in (last_updates, self.of["between"], self.of["outside"]))
+        sums = sum(np.nan_to_num(values) for values in (last_updates, self.weights["between"], self.weights["outside"]))
         return np.where(sums > 0, np.fmax(1.0, sums / earlier(sums, np.nanmax)), 1.0)
 
     @cached_property
@@ -234,41 +248,63 @@ class Training:
         return LOOK if (self.forward_leaps[around] > SAME_LEAP).any() else SAME_FORWARD
 
     @cached_property
-    def leaps(self) -> Leaps:
-        """The factors by which updates, gradients and norms grow, and the changes that the optimizer did not make."""
-        measures, count = self.of, len(self.layers)
-        size, updates = measures["size"], measures["update"]
-        last_size = np.concatenate([size[:1], size[:-1]])
+    def rates_by_record(self) -> Any:
+        """The learning rate at each record, [steps, 1]; 1 where it is 0 or was not recorded."""
         rates = self.by_record(*RATES)[:, None]
-        rates = np.where(rates > 0, rates, 1.0)
-        # a schedule changes updates too: the usual ones are those of this rate, and so a leap is beyond both
-        usual, ratio = earlier(updates / rates) * rates, self.rms / size[:, :count]
-        jumps = np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan)
-        # of inf there is no factor; its origin is another test's
-        gradients = np.where(np.isinf(measures["gradient"]), np.nan, measures["gradient"])
+        return np.where(rates > 0, rates, 1.0)
+
+    @cached_property
+    def usual_updates(self) -> Any:
+        """The median of earlier updates, [steps, names], as large as this record's rate makes them."""
+        return earlier(self.weights["update"] / self.rates_by_record) * self.rates_by_record
+
+    @cached_property
+    def largest_moves(self) -> Any:
+        """The most by which the optimizer may have moved weights since the last record's update, [steps, names].
+
+        Each number by an update a step, all in one direction.
+        """
+        updates, rates = self.weights["update"], self.rates_by_record
+        by_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / rates
+        by_rate[1:] = np.fmax(by_rate[1:], updates[:-1] / rates[:-1])
+        return EXPLAINED * by_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
+
+    @cached_property
+    def written(self) -> Any:
+        """The change of weights by something but the optimizer, over their root mean squares: [steps, names]."""
+        count, size, updates = len(self.layers), self.weights["size"], self.weights["update"]
+        between, outside = self.weights["between"], self.weights["outside"]
+        last_size = np.concatenate([size[:1], size[:-1]])
+        written = np.fmax(between - self.largest_moves, outside - earlier(outside) * EXPLAINED) / last_size
+        # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
+        moved, ratio = (between + updates * self.gaps)[1:, :count] * EXPLAINED, self.rms / size[:, :count]
+        unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved / last_size[1:, :count]
+        written[1:, :count] = np.fmax(written[1:, :count], unexplained)
+        return np.nan_to_num(written, nan=0, posinf=1e30)
+
+    @cached_property
+    def leaps(self) -> Leaps:
+        """The factors by which updates, gradients and norms grow over those of earlier records."""
+        updates, gradients = self.weights["update"], self.weights["gradient"]
+        gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.by_record("loss_scale"), nan=1.0)[:, None]
-        risen, norms, outputs = (values / earlier(positive(values)) for values in (gradients, norms, outputs))
-        highest = gradients / earlier(gradients, np.nanmax)
-        # between two records the optimizer may have moved each number by an update a step, all in one direction at most
-        of_rate = np.fmax(updates, np.nan_to_num(usual)) / rates
-        of_rate[1:] = np.fmax(of_rate[1:], updates[:-1] / rates[:-1])
-        expected = 3 * of_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
-        outside = measures["outside"] - earlier(measures["outside"]) * 3
-        written = np.fmax(measures["between"] - expected, outside) / last_size
-        # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
-        moved = (measures["between"] + updates * self.gaps)[1:, :count] * 3 / last_size[1:, :count]
-        unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
-        written[1:, :count] = np.fmax(written[1:, :count], unexplained)
-        written = np.nan_to_num(written, nan=0, posinf=1e30)
-        # what was written changes gradients, and is the cause then
-        over = (written > WRITTEN).any(axis=1)
-        for values in (jumps, risen, highest, norms, outputs):
-            values[over] = np.nan
-        for values in (risen, highest, norms, outputs):
-            values[:FEW] = np.nan  # too few earlier records to compare with
-        return Leaps(jumps, risen, highest[:, :count], norms[:, 0], outputs, written)
+        # a schedule changes updates, too: a leap is beyond those of this rate and those that there were
+        usual = self.usual_updates
+        leaps = Leaps(
+            np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan),
+            gradients / earlier(positive(gradients)),
+            (gradients / earlier(gradients, np.nanmax))[:, : len(self.layers)],
+            (norms / earlier(positive(norms)))[:, 0],
+            outputs / earlier(positive(outputs)),
+        )
+        is_written = (self.written > WRITTEN).any(axis=1)  # which changes gradients, and is the cause then
+        for factors in leaps:
+            factors[is_written] = np.nan
+        for factors in leaps[1:]:
+            factors[:FEW] = np.nan  # too few earlier records to compare with
+        return leaps
 
 
 class Leaps(NamedTuple):
@@ -277,7 +313,6 @@ class Leaps(NamedTuple):
     ``updates``, ``gradients`` as the optimizer gets them, [steps, names]; ``highest``, [steps, layers]: such gradients
     over the largest of those records, not their median. ``norms``, [steps]: of all gradients, before they are clipped;
     ``outputs``, [steps, layers]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes.
-    ``written``, [steps, names]: the change by something but the optimizer, over the weight's root mean square.
     """
 
     updates: Any
@@ -285,7 +320,6 @@ class Leaps(NamedTuple):
     highest: Any
     norms: Any
     outputs: Any
-    written: Any
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
@@ -321,12 +355,12 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
             jumps = at > 1 and previous <= 1.2 * values[at - 2] and value > rises.limit * highest > 0
             texts |= {"value": value, "previous": previous}
             if value < 0:
-                return Hit(below, steps[at], 8, texts)
+                return Hit(below, steps[at], CERTAIN, texts)
             if lasts and not any(next_values):  # a choice, where a schedule gets there by steps as before, near the end
                 is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
-                return Hit(zero._replace(level="note") if is_end else zero, steps[at], 8, texts)
+                return Hit(zero._replace(level="note") if is_end else zero, steps[at], CERTAIN, texts)
             if lasts and 0 < max(next_values) < min(previous / falls.limit, 1.5 * min(next_values)):
-                return Hit(falls, steps[at], 8, texts)
+                return Hit(falls, steps[at], CERTAIN, texts)
             if jumps or (0 < flat < at and value > rises.limit * top > 0):
                 at, top = (at, highest) if jumps else (flat + 1, top)
                 most = max(values[at:])
@@ -368,14 +402,14 @@ def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
     """Yield a state that is new, and second moments that can't be a mean of the last ones and the gradient."""
     for (_, then), (step, now) in itertools.pairwise(zip(*run.scalar("state_age"), strict=True)):
         if now < then:
-            yield Hit(new, step, 8, {"now": now, "then": then})
-    values, squares = run.of["second_moment"], run.of["gradient"] ** 2
+            yield Hit(new, step, CERTAIN, {"now": now, "then": then})
+    values, squares = run.weights["second_moment"], run.weights["gradient"] ** 2
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         decay, limit = np.array(run.filled(name)[1])[1:, None] ** run.gaps[1:], written.limit
         now, then, is_next = values[1:], values[:-1], run.gaps[1:] == 1
         off = (now * limit < decay * then) | (is_next & (now > 5 * limit * np.fmax(then, squares[1:])))
         for at in np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
-            yield Hit(written, run.steps[at + 1], 8)
+            yield Hit(written, run.steps[at + 1], CERTAIN)
 
 
 def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
@@ -383,7 +417,7 @@ def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
     begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
     sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
-    shares = np.nanmedian(run.of["update"][:, : len(run.layers)] / sizes, axis=1)
+    shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
     is_fresh = bool(of_run and ages) and ages[0] <= 1
     is_lost = len(losses_of_run) > FEW and not np.median(losses_of_run[-FEW:]) < losses_of_run[0]  # a random guess's
     if is_fresh and of_run[0] >= max(of_run) / 2 and shares[0] > warmup.limit and not is_lost:
@@ -495,7 +529,7 @@ def first_nonfinite(
         amax = run.measure("amax", *where)[at]
         if gradients[-1] == last and ("loss_scale" in record.scalars or amax > FLOAT16):
             rule, where = overflow, ("", "")
-    elif np.isinf(run.of["gradient"][at]).any() or not math.isfinite(run.by_record("grad_norm")[at] or 0):
+    elif np.isinf(run.weights["gradient"][at]).any() or not math.isfinite(run.by_record("grad_norm")[at] or 0):
         rule = arrived
     else:
         rule, where = (one_update, (names[weights[0]], "weight")) if len(weights) == 1 else (update, where)
@@ -510,7 +544,7 @@ def underflow(run: Training, scaled: Rule, unscaled: Rule) -> Iterator[Hit]:
     if over.any():
         at = int(over.argmax())
         texts = {"share": called(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
-        yield Hit(rule, run.steps[at], 8, texts)
+        yield Hit(rule, run.steps[at], CERTAIN, texts)
 
 
 # --- weights
@@ -521,7 +555,7 @@ def untied(run: Training, rule: Rule) -> Iterator[Hit]:
     for step, kind, names in run.record.events:
         if kind == rule.kind:
             layer = next((name for name in run.layers if f"{name}.weight" in names.split(" and ")), "")
-            yield Hit(rule, step, 8, {"names": names}, (layer, ""))
+            yield Hit(rule, step, CERTAIN, {"names": names}, (layer, ""))
 
 
 def dead(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -532,25 +566,25 @@ def dead(run: Training, rule: Rule) -> Iterator[Hit]:
         if (over := zeros > rule.limit + 2 * zeros[0]).any():
             layers_over.append((int(over.argmax()), float(zeros.max()), layer))
     for at, share, layer in layers_over if len(layers_over) <= len(run.layers) / 2 else ():
-        yield Hit(rule, run.steps[at], 4, {"share": called(share)}, (layer, "weight"))
+        yield Hit(rule, run.steps[at], LIKELY, {"share": called(share)}, (layer, "weight"))
 
 
 def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
     """Yield the first step in which something but the optimizer wrote weights."""
-    over = run.leaps.written > one.limit
+    over = run.written > one.limit
     if not over.any():
         return
     at = int(over.any(axis=1).argmax())
-    count, share, where = int(over[at].sum()), float(run.leaps.written[at].max()), ("", "")
+    count, share, where = int(over[at].sum()), float(run.written[at].max()), ("", "")
     texts: dict[str, Any] = {"count": count, "all": len(run.names)}
     if count > 1 and count >= len(run.layers) / 2:
         is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
-        is_permuted &= run.leaps.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
+        is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule, share = ranks if is_permuted.mean() > 0.5 else many, max(share, 4 * one.limit)  # no accident of sampling
     else:
-        rule, place = one, int(run.leaps.written[at].argmax())
+        rule, place = one, int(run.written[at].argmax())
         where, is_layer = (run.names[place], "weight"), place < len(run.layers)
-        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.of["size"][:, place])
+        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.weights["size"][:, place])
         texts = {"name": name, "was": sizes[max(0, at - 1)], "now": sizes[at]}
     yield Hit(rule, run.steps[at], share / one.limit, texts, where, numbers={"changed": share})
 
@@ -560,7 +594,7 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
     if run.always_updates:
         for step, share in zip(*run.scalar(LEFT), strict=True):
             if share > rule.limit:
-                yield Hit(rule, step, 8)
+                yield Hit(rule, step, CERTAIN)
                 return
 
 
@@ -571,9 +605,9 @@ def changed(run: Training, rule: Rule) -> Iterator[Hit]:
     """
     steps, cosines = run.scalar(CONTROL)
     before = [1.0, *cosines]
-    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > SAME]
+    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > REPRODUCED_COSINE]
     if low and left not in run.fired and run.always_updates:
-        yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
+        yield Hit(rule, steps[low[0]], CERTAIN, {"cosine": cosines[low[0]]})
 
 
 def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
@@ -615,12 +649,12 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
 
 def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
-    gradients, count, names = run.of["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
+    gradients, count, names = run.weights["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
     rates_of_groups = [values for _, values in map(run.filled, names)]
     is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
-    still = (run.of["update"] == 0) & ~(run.of["master_update"] > 0)
+    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
     still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
-    changed = np.where(still, np.nan, run.of["changed"])
+    changed = np.where(still, np.nan, run.weights["changed"])
     lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
     places_by_record: dict[int, list[int]] = {}
     for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
@@ -645,12 +679,12 @@ def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule)
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
         is_choice = at == 0 and rule is without  # as the base of an adapter
-        yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], 4, texts, where)
+        yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], LIKELY, texts, where)
 
 
 def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
     """Yield updates that rounding loses, where it is worst; the second rule is of weights with a master."""
-    weights = {name: values[:, : len(run.layers)] for name, values in run.of.items()}
+    weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}
     has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
     changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
     yield from run.worst(1 - np.where(has_master, weights["master_changed"], changed), *rules)
@@ -658,7 +692,7 @@ def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
 
 def second_moments(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield second moments that are flushed, where it is worst."""
-    yield from run.worst(run.of["second_flushed"][:, : len(run.layers)], rule)
+    yield from run.worst(run.weights["second_flushed"][:, : len(run.layers)], rule)
 
 
 # --- layers
@@ -670,7 +704,7 @@ def idle_experts(run: Training, rule: Rule) -> Iterator[Hit]:
         for expert, step in load.idle.items():
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
                 texts, where = {"expert": expert, "count": len(load.tokens)}, (load.layer, "input")
-                yield Hit(rule, step, 4, texts, where, numbers={"expert": expert})
+                yield Hit(rule, step, LIKELY, texts, where, numbers={"expert": expert})
 
 
 def forward(run: Training, rule: Rule) -> Iterator[Hit]:
