@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,12 @@ from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
 from octavo.recipes import to_json as to_rules
-from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 WHAT_IF = "what_if.json"  # a file in a record's folder
 OWN = "its own"
@@ -103,7 +103,7 @@ def inspect_command(options: argparse.Namespace) -> int:
         while True:
             if (records := len(files_of(options.folder, "counts"))) != seen:
                 seen = records
-                print(_CLEAR * sys.stdout.isatty() + _report(options), flush=True)
+                print((_CLEAR if sys.stdout.isatty() else "") + _report(options), flush=True)
             time.sleep(EVERY)
     return 0
 
@@ -123,19 +123,17 @@ def write(path: Path, text: str) -> str:
     return f"wrote {path}"
 
 
-def write_rules(options: argparse.Namespace, recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
+def write_rules(options: argparse.Namespace, recipe: RecipeMap) -> str:
     """Write recipes by layer; return a line that says what reads them."""
-    path, reader = options.write, f"octavo.convert(model, {str(options.write)!r})"
-    if not isinstance(recipe, RecipeMap):  # a record of an older octavo doesn't say which recipes the model has
-        reader = f"octavo.convert(model, octavo.recipes.load({str(path)!r}, DEFAULT))"
-    return f"{write(path, to_rules(recipe))}: {f'octavo train --config {path.parent}' if options.apply else reader}"
+    path = options.write
+    reader = f"octavo train --config {path.parent}" if options.apply else f"octavo.convert(model, {str(path)!r})"
+    return f"{write(path, to_rules(recipe))}: {reader}"
 
 
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
-    what_if = _what_if(options)
-    against = None
+    what_if, against = _what_if(options), None
     if options.against is not None:
         other = load(options.against)
         against = Against(str(options.against), other, diagnose(other))
@@ -145,8 +143,8 @@ def _report(options: argparse.Namespace) -> str:
     if options.html is not None:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        rules, path = together(finding.rules for finding in findings), options.folder / RECIPES
-        parts.append(write_rules(options, onto(recipes.load(path), rules) if path.exists() else rules))
+        rules = together(finding.rules for finding in findings)
+        parts.append(write_rules(options, onto(recipes.load(options.folder / RECIPES), rules)))
     return "\n\n".join(parts)
 
 
@@ -232,14 +230,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [
-        f"--{name}" for name in ("html", "what-if", "against", "live") if getattr(options, name.replace("-", "_"))
-    ]:
-        raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
-    if options.write is not None and options.keep is None and options.loss is None:
-        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
-    for path in filter(None, (options.json, options.write)):
-        require_place(path)
+    _require_options_of_models(options)
     batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
 
     def select(module: nn.Module, name: str) -> bool:
@@ -261,10 +252,27 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         print(f"\n{write(path, json.dumps({'what_if': what_if.rows()}))}")
     if options.rules is not None:
         print(f"\n{_beside(what_if)}")
-    if options.keep is None and options.loss is None:
-        return 0
-    chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
-    effect = check(subject.model, subject.loss, batches, chosen, select=select)
+    if options.keep is not None or options.loss is not None:
+        chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
+        _print_map(what_if, chosen, check(subject.model, subject.loss, batches, chosen, select=select))
+        if options.write is not None:
+            print(f"\n{write_rules(options, chosen)}")
+    return 0
+
+
+def _require_options_of_models(options: argparse.Namespace) -> None:
+    """Raise WhatIfError or OSError, before minutes of work, if options are for records, or can't be followed."""
+    names = ("html", "what-if", "against", "live")
+    if for_records := [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]:
+        raise WhatIfError(f"{', '.join(for_records)}: {options.folder} is a model, and these are for records")
+    if options.write is not None and options.keep is None and options.loss is None:
+        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
+    for path in filter(None, (options.json, options.write)):
+        require_place(path)
+
+
+def _print_map(what_if: WhatIf, chosen: RecipeMap, effect: Effect) -> None:
+    """Print recipes by layer that keep to a budget: what they cost, and the effect that was measured with them."""
     print(f"\n{_summary(what_if, chosen)}\nmeasured with it: loss {100 * effect.loss:+.4f} %, ", end="")
     print(f"1 - cosine {1 - effect.cosine:.2e}, norm {effect.norm_ratio:.4f}\n")
     if costs := what_if.costs(chosen):
@@ -275,9 +283,6 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
             rows.append([cost.layer, cost.recipe, f"{share}{1e6 * cost.seconds:+.1f} us a batch, {loss}"])
         print(columns(rows), end="\n\n")
     print(to_rules(chosen))
-    if options.write is not None:
-        print(f"\n{write_rules(options, chosen)}")
-    return 0
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:

@@ -39,6 +39,7 @@ from octavo.reading import read_json
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
 _STEPS = "steps.jsonl"
+Scalars = dict[str, tuple[list[int], list[float]]]  # each number's steps and values, by its name
 LEAST_INPUT_CHANGE = 1e-3  # of an input's size: one that changes by less counts as one that changes by this
 
 
@@ -214,7 +215,7 @@ class Record:
     exponents: Any
     layers: list[str]
     weights: dict[str, Any]
-    scalars: dict[str, tuple[list[int], list[float]]]
+    scalars: Scalars
     events: list[tuple[int, str, str]]
     experts: OfExperts | None = None
     others: list[str] = field(default_factory=list)
@@ -246,26 +247,24 @@ class Record:
 
     def at(self, places: Sequence[int]) -> Record:
         """Return a record of these of its records alone; its scalars and events stay."""
-        measures, weights, of_others, of_modules = (
-            {name: values[places] for name, values in of.items()}
-            for of in (self.measures, self.weights, self.of_others, self.of_modules)
-        )
-        its, experts = [self.steps[place] for place in places], self.experts
+
+        def chosen(by_name: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: values[places] for name, values in by_name.items()}
+
+        experts = self.experts
         if experts is not None:
-            of_worst, tokens = (
-                {name: x[places] for name, x in of.items()} for of in (experts.measures, experts.tokens)
-            )
-            arrays = (experts.exponents[places], experts.worst[places], experts.beyond[places])
-            experts = OfExperts(of_worst, *arrays, tokens)
-        changed: dict[str, Any] = {
-            "steps": its,
-            "measures": measures,
-            "weights": weights,
-            "of_others": of_others,
-            "of_modules": of_modules,
-            "experts": experts,
-        }
-        return replace(self, exponents=self.exponents[places], **changed)
+            arrays = experts.exponents[places], experts.worst[places], experts.beyond[places]
+            experts = OfExperts(chosen(experts.measures), *arrays, chosen(experts.tokens))
+        return replace(
+            self,
+            steps=[self.steps[place] for place in places],
+            measures=chosen(self.measures),
+            exponents=self.exponents[places],
+            weights=chosen(self.weights),
+            experts=experts,
+            of_others=chosen(self.of_others),
+            of_modules=chosen(self.of_modules),
+        )
 
     def loads(self) -> list[Load]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
@@ -321,51 +320,80 @@ def _record_in(folder: Path) -> Record:
     for step, path in files_of(folder, "rows").items():
         with _reading(path):
             tables[step] = [Row.of(row) for row in read_json(path)]
-    places = {row: place for place, row in enumerate(dict.fromkeys(itertools.chain(*tables.values())))}
-    layers = list(dict.fromkeys(row.layer for row in places))
     files = files_of(folder, "counts")
-    shape = len(files), len(places)
-    counts = {"sums": np.zeros((*shape, len(Counted.sums))), "extremes": np.zeros((*shape, len(Counted.extremes)))}
-    counts["exponents"] = np.zeros((*shape, Counted.exponents), dtype="float32")
-    tokens = {row.layer: np.full((len(files), row.experts), np.nan) for row in places if row.experts}
-    of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
-    worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
-    moved, of_twins = np.zeros((len(files), len(layers), len(MOVED))), np.zeros((len(files), len(layers), 3))
-    others: dict[str, Any] = {}
-    outputs: dict[str, Any] = {}
+    counts = _Counts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
     for at, (step, path) in enumerate(files.items()):
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
         if first_step is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        rows = tables[first_step]
-        where, of_experts = [places[row] for row in rows], [places[row] for row in rows if row.experts]
         with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
-            for name, values in counts.items():
-                values[at, where] = of_worst[name][at, where] = arrays[name]
-                if of_experts:
-                    of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
+            counts.read(at, tables[first_step], arrays)
+    return counts.record(list(files), *_steps(folder))
+
+
+class _Counts:
+    """The counts of all recorded steps in arrays [steps, ...], into which files are read; zeros where nothing was."""
+
+    def __init__(self, rows: list[Row], steps: int) -> None:
+        self.rows, self.layers = rows, list(dict.fromkeys(row.layer for row in rows))
+        self.places = {row: place for place, row in enumerate(rows)}
+        shape = steps, len(rows)
+        self.of_rows = {
+            "sums": np.zeros((*shape, len(Counted.sums))),
+            "extremes": np.zeros((*shape, len(Counted.extremes))),
+            "exponents": np.zeros((*shape, Counted.exponents), dtype="float32"),
+        }
+        self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
+        self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
+        self.worst, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
+        self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
+        self.others: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
+        """Read the arrays of a recorded step that counts these rows."""
+        places, of_experts = [self.places[row] for row in rows], [self.places[row] for row in rows if row.experts]
+        for name, values in self.of_rows.items():
+            values[at, places] = self.of_worst[name][at, places] = arrays[name]
             if of_experts:
-                worst[at, of_experts], beyond[at, of_experts] = arrays["worst"].T
-                for layer, tokens_E in by_layer(rows, arrays["tokens"]).items():
-                    tokens[layer][at] = tokens_E
-            columns = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
-            moved[at, columns, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
-            if "twin" in arrays:
-                of_twins[at, columns] = arrays["twin"]
-            for name, sums in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
-                others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = sums
-            for name, sums in zip(arrays["modules"], arrays["outputs"], strict=True) if "outputs" in arrays else ():
-                outputs.setdefault(str(name), np.zeros((len(files), 4)))[at] = sums
-    scalars, events = _steps(folder)
-    measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
-    if tokens:
-        measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
-        experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
-    exponents, weights = counts["exponents"], weight_measures(moved) | twin_measures(of_twins)
-    of_others = weight_measures(np.stack([*others.values()], 1)) if others else {}
-    fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
-    of_modules = output_changes(np.stack([*outputs.values()], 1)) if outputs else {}
-    return Record(*fields, [*others], of_others, [*outputs], of_modules)
+                self.of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
+        if of_experts:
+            self.worst[at, of_experts], self.beyond[at, of_experts] = arrays["worst"].T
+            for layer, tokens in by_layer(rows, arrays["tokens"]).items():
+                self.tokens[layer][at] = tokens
+        columns = [self.layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
+        self.moved[at, columns] = arrays["moved"]
+        if "twin" in arrays:
+            self.twins[at, columns] = arrays["twin"]
+        pairs = [(self.others, "others", "others_moved"), (self.outputs, "modules", "outputs")]
+        for by_name, names, sums in pairs if "outputs" in arrays else pairs[:1]:
+            for name, values in zip(arrays[names], arrays[sums], strict=True):
+                by_name.setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
+
+    def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
+        """Return the record of these steps."""
+        counts, worst, experts = self.of_rows, self.of_worst, None
+        if self.tokens:
+            measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
+            experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
+        others, outputs = (
+            np.stack([*by_name.values()], 1) if by_name else None for by_name in (self.others, self.outputs)
+        )
+        return Record(
+            self.rows,
+            steps,
+            measures_of(self.rows, counts["sums"], counts["extremes"]),
+            counts["exponents"],
+            self.layers,
+            weight_measures(self.moved) | twin_measures(self.twins),
+            scalars,
+            events,
+            experts,
+            [*self.others],
+            {} if others is None else weight_measures(others),
+            [*self.outputs],
+            {} if outputs is None else output_changes(outputs),
+        )
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
@@ -463,8 +491,8 @@ def twin_measures(products: Any) -> dict[str, Any]:
         }
 
 
-def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list[tuple[int, str, str]]]:
-    scalars: dict[str, tuple[list[int], list[float]]] = {}
+def _steps(folder: Path) -> tuple[Scalars, list[tuple[int, str, str]]]:
+    scalars: Scalars = {}
     events = []
     for line in read_lines(folder):
         step = line.pop("step")

@@ -37,20 +37,26 @@ BEFORE = 8  # a measure is compared with the median of so many earlier records
 LOSSES_BEFORE = 16  # a loss with so many earlier steps'
 FEW = 3  # a fault has to last for so many
 IN_TURN = 4  # at most so many batches repeat in turn
-# a factor of a measure over what it is compared with
-CERTAIN, LIKELY = 8.0, 4.0  # over its limit has a fault that has no measure: it is one or not
+BUSY = 16  # the last record's tokens for each expert: with fewer an expert may get none by chance
+# a measure over what it is compared with
+CERTAIN, LIKELY = 8.0, 4.0  # over its limit: of a fault that has no measure, as it is one or not
 JUMP = 2.5  # an input's size over that before, where the loss rises with it; the last gradient of an output's, too
 SAME_LEAP = 3.0  # the change of a module's output over the largest one before: by less it computes the same
 # a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
 # direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
 EXPLAINED = 3
 ERRORS = 4.0  # the rise of a mean of losses over its standard error
-BATCH_LEAP = 1.2  # gradients over the median before: with less they are no part of a leap
+WARMING = 1.2  # a learning rate over that of the step before: with more it is a warm-up that raises it
+STEADY = 1.5  # the highest learning rate of FEW over the lowest: with less it stays where it is
+NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
+LARGER = 2.0  # an update over those before: with more it isn't the rate that makes a step too large
+LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in which they have more a leap goes on
 # a share
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
 NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
-UNMOVED = 0.9  # of a weight's numbers that a step does not change
+UNMOVED = 0.9  # of a weight's numbers: a step does not change so many
+NOISY = 0.75  # of losses' changes: if fewer are falls, the losses differ from batch to batch
 STOPPED = 1e-3  # a learning rate over its highest: with less nothing trains
 # a size of gradients
 FLOAT16 = 2.0**13  # finite ones, where others are inf: so large they are float16's
@@ -106,8 +112,9 @@ class Hit(NamedTuple):
         subject = f"{layer} {text}" if layer else f"{text[:1].upper()}{text[1:]}"
         sentence = f"{subject} {since}: {advice or remedy.split(';')[0]}"
         severity, worst = severity_of(kind, self.times), self.begins if self.worst is None else self.worst
-        said: Any = text, remedy, expected, severity, {}, self.rule.level or level_of(severity), sentence
-        return Finding(kind, layer, role, (), "", self.begins, worst, dict(self.numbers), *said)
+        level, numbers = self.rule.level or level_of(severity), dict(self.numbers)
+        where = kind, layer, role, (), "", self.begins, worst
+        return Finding(*where, numbers, text, remedy, expected, severity, level=level, sentence=sentence)
 
 
 class Training:
@@ -229,14 +236,14 @@ class Training:
         The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
         0 where it means nothing.
         """
-        modules, of = self.record.modules, self.record.of_modules
+        modules, changes = self.record.modules, self.record.of_modules
         if not modules:
             return np.zeros((len(self.steps), 0))
-        leaps = np.fmin(*(of[name] / earlier(of[name], np.nanmax) for name in ("own", "output")))
+        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in ("own", "output")))
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier records to compare with
-        return np.where(of["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
+        return np.where(changes["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     def where_to_look(self, step: int) -> str:
         """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
@@ -348,24 +355,28 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
 
     def first(group: str, steps: list[int], values: list[float]) -> Hit | None:
         texts: dict[str, Any] = {"name": f"the learning rate{f' of group {group}' if group else ''}"}
-        flat = 0
+        last_fall = 0  # or step at which it stayed: a warm-up has none
         for at, value in enumerate(values):
-            previous, top, next_values = values[max(0, at - 1)], max(values[: flat + 1]), values[at : at + FEW + 1]
-            highest, lasts = max(values[:at], default=math.inf), len(next_values) > FEW
-            jumps = at > 1 and previous <= 1.2 * values[at - 2] and value > rises.limit * highest > 0
+            previous, next_values = values[max(0, at - 1)], values[at : at + FEW + 1]
+            top, top_before = max(values[: last_fall + 1]), max(values[:at], default=math.inf)
+            lasts, was_steady = len(next_values) > FEW, at > 1 and previous <= WARMING * values[at - 2]
             texts |= {"value": value, "previous": previous}
             if value < 0:
                 return Hit(below, steps[at], CERTAIN, texts)
             if lasts and not any(next_values):  # a choice, where a schedule gets there by steps as before, near the end
                 is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
                 return Hit(zero._replace(level="note") if is_end else zero, steps[at], CERTAIN, texts)
-            if lasts and 0 < max(next_values) < min(previous / falls.limit, 1.5 * min(next_values)):
+            if lasts and 0 < max(next_values) < min(previous / falls.limit, STEADY * min(next_values)):
                 return Hit(falls, steps[at], CERTAIN, texts)
-            if jumps or (0 < flat < at and value > rises.limit * top > 0):
-                at, top = (at, highest) if jumps else (flat + 1, top)
-                most = max(values[at:])
-                return Hit(rises, steps[at], most / top / rises.limit, texts | {"top": top, "most": most})
-            flat = at if at and value <= previous else flat
+            if was_steady and value > rises.limit * top_before > 0:
+                begins, top = at, top_before
+            elif 0 < last_fall < at and value > rises.limit * top > 0:
+                begins = last_fall + 1
+            else:
+                last_fall = at if at and value <= previous else last_fall
+                continue
+            most = max(values[begins:])
+            return Hit(rises, steps[begins], most / top / rises.limit, texts | {"top": top, "most": most})
         return None
 
     names = filter(is_rate, run.record.scalars)
@@ -384,7 +395,7 @@ def options(run: Training, leaps: Rule, decays: Rule) -> Iterator[Hit]:
         texts, is_decay = {"group": group, "option": option}, option == "weight_decay"
         for at in range(1, len(numbers)):
             low, high = sorted(numbers[at - 1 : at + 1])
-            times = high / low / leaps.limit if low > 0 else 8 * (high > low)
+            times = high / low / leaps.limit if low > 0 else CERTAIN * (high > low)
             if numbers[at - 1] == numbers[max(0, at - 2)] and times > 1:
                 rule = leaps._replace(kind=decays.kind) if is_decay else leaps
                 yield Hit(rule, steps[at], times, {**texts, "was": values[at - 1], "now": values[at]})
@@ -407,23 +418,25 @@ def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         decay, limit = np.array(run.filled(name)[1])[1:, None] ** run.gaps[1:], written.limit
         now, then, is_next = values[1:], values[:-1], run.gaps[1:] == 1
-        off = (now * limit < decay * then) | (is_next & (now > 5 * limit * np.fmax(then, squares[1:])))
+        off = (now * limit < decay * then) | (is_next & (now > NO_MEAN * limit * np.fmax(then, squares[1:])))
         for at in np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
             yield Hit(written, run.steps[at + 1], CERTAIN)
 
 
 def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
-    ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
+    ages, rates_of_steps, losses_of_steps = run.scalar("state_age")[1], run.rate[1], run.loss[1]
     begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
     sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
     shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
-    is_fresh = bool(of_run and ages) and ages[0] <= 1
-    is_lost = len(losses_of_run) > FEW and not np.median(losses_of_run[-FEW:]) < losses_of_run[0]  # a random guess's
-    if is_fresh and of_run[0] >= max(of_run) / 2 and shares[0] > warmup.limit and not is_lost:
-        yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, {"share": called(shares[0]), "rate": max(of_run)})
-    elif of_run and rates not in run.fired:
-        over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > 2)
+    is_fresh = bool(rates_of_steps and ages) and ages[0] <= 1 and rates_of_steps[0] >= max(rates_of_steps) / 2
+    last_losses = losses_of_steps[-FEW:] if len(losses_of_steps) > FEW else []
+    is_lost = bool(last_losses) and not np.median(last_losses) < losses_of_steps[0]  # whose first is a random guess's
+    if is_fresh and shares[0] > warmup.limit and not is_lost:
+        texts = {"share": called(shares[0]), "rate": max(rates_of_steps)}
+        yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, texts)
+    elif rates_of_steps and rates not in run.fired:
+        over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
         if over.any():
             at, worst = int(over.argmax()), int(np.where(over, shares, 0).argmax())
             texts = {"share": called(shares[worst]), "times": shares[worst] / (high.limit / 5)}
@@ -444,17 +457,17 @@ def losses(run: Training, stays: Rule, climbs: Rule) -> Iterator[Hit]:
     """Yield a loss that rises and stays up, or goes on to rise."""
     (steps, loss), lasting = run.loss, []
     for at in range(4, len(loss) - FEW + 1):
-        earlier_losses, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
+        earlier_losses, later = loss[max(0, at - LOSSES_BEFORE) : at], loss[at : at + 2 * FEW]
         level, now = float(np.mean(earlier_losses)), float(np.mean(later))
         error = float(np.std(earlier_losses)) * math.sqrt(1 / len(earlier_losses) + 1 / len(later))
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
-        at, goes_on = _where_it_rises(np.array(loss), at)
+        at, climbs_on = _where_it_rises(np.array(loss), at)
         more = run.largest_rise(bisect_left(run.steps, steps[at]))
         texts = {"was": level, "now": now, "more": more, "look": run.where_to_look(steps[at])}
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
-        rule = climbs._replace(level="" if is_beyond else "note") if goes_on else stays
+        rule = climbs._replace(level="" if is_beyond else "note") if climbs_on else stays
         yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
 
 
@@ -463,18 +476,18 @@ def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:
 
     Before that place the loss is constant with noise; from it on it is constant too, or a line that begins there.
     """
-    window = loss[max(0, near - 16) : near + 4 * FEW]
-    first = max(0, near - 16)
+    first = max(0, near - LOSSES_BEFORE)
+    window = loss[first : near + 4 * FEW]
     errors = []
     for at in range(max(1, near - FEW), min(near + 2 * FEW, len(loss) - 1)):
         before, since = window[: at - first], window[at - first :]
         level, places = before.mean(), np.arange(1, len(since) + 1)
         slope = (places * (since - level)).sum() / (places**2).sum()
-        of_before = ((before - level) ** 2).sum()
-        errors.append((of_before + ((since - since.mean()) ** 2).sum(), at, False))
-        errors.append((of_before + ((since - level - slope * places) ** 2).sum(), at, True))
-    _, at, goes_on = min(errors)
-    return at, goes_on
+        error_before = ((before - level) ** 2).sum()
+        errors.append((error_before + ((since - since.mean()) ** 2).sum(), at, False))
+        errors.append((error_before + ((since - level - slope * places) ** 2).sum(), at, True))
+    _, at, climbs_on = min(errors)
+    return at, climbs_on
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -484,8 +497,8 @@ def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
         change = loss[turn:] - loss[:-turn]
         falls, bend = change < 0, np.abs(np.diff(change))
         for at in range(6, len(bend) - 2 * FEW + 1):
-            usual, now = float(np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
-            was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
+            usual, now = float(np.median(bend[max(0, at - LOSSES_BEFORE) : at])), float(bend[at : at + 2 * FEW].max())
+            was_noisy = falls[max(0, at - LOSSES_BEFORE) : at].mean() < NOISY and falls[at : at + 2 * FEW].all()
             if was_noisy and usual > 0 and now < rule.limit * usual:
                 yield Hit(rule, steps[at], usual / max(now, 1e-9 * usual), {"turn": turn})
                 return
@@ -612,10 +625,12 @@ def changed(run: Training, rule: Rule) -> Iterator[Hit]:
 
 def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
     """Yield gradients of all layers that leap, or that fall."""
-    of = run.leaps
+    factors = run.leaps
     # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
-    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (of.gradients, of.highest, of.outputs))
-    fallen = np.fmin(typical, np.maximum(of.norms, outputs))  # clipping makes up for a fall
+    typical, at_most, outputs = (
+        np.nanmedian(each, axis=1) for each in (factors.gradients, factors.highest, factors.outputs)
+    )
+    fallen = np.fmin(typical, np.maximum(factors.norms, outputs))  # clipping makes up for a fall
     # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
     for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
@@ -625,7 +640,7 @@ def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[
     elif falls.any():
         at = int(falls.argmax())
         share = float(fallen[at])
-        rule = scaled_fall if of.norms[at] > rise.limit else fall  # gradients are clipped
+        rule = scaled_fall if factors.norms[at] > rise.limit else fall  # gradients are clipped
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
@@ -637,14 +652,15 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     It begins in the record with the largest part of the leap.
     """
     begins, worst = stretch(over, times_of)
-    while begins > 2 and times_of[begins - 1] > 1.2:
+    while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
-    of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / rule.limit
-    rule = rule._replace(level="note" * (ratio < 1))  # an optimizer that divides by their size makes no larger steps
-    return Hit(rule, run.steps[begins], severe, texts, ("", ""), *of_worst)
+    if ratio < 1:  # an optimizer that divides by their size makes no larger steps
+        rule = rule._replace(level="note")
+    over_limit = times * max(1.0, ratio) / rule.limit
+    return Hit(rule, run.steps[begins], over_limit, texts, worst=run.steps[worst], numbers={"times": times})
 
 
 def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
@@ -702,7 +718,7 @@ def idle_experts(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield experts that get no tokens up to the last record."""
     for load in run.record.loads():
         for expert, step in load.idle.items():
-            if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
+            if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
                 texts, where = {"expert": expert, "count": len(load.tokens)}, (load.layer, "input")
                 yield Hit(rule, step, LIKELY, texts, where, numbers={"expert": expert})
 
@@ -714,11 +730,10 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
     """
     modules, leap = run.record.modules, run.forward_leaps
     if (over := leap > rule.limit).any():
-        of = run.record.of_modules
-        at = int(over.any(axis=1).argmax())
+        changes, at = run.record.of_modules["output"], int(over.any(axis=1).argmax())
         layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
         place = modules.index(layer)
-        numbers = {"now": float(of["output"][at, place]), "most": float(np.nanmax(of["output"][:at, place]))}
+        numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
         texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
 
