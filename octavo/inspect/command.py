@@ -312,7 +312,7 @@ def _beside(what_if: WhatIf) -> str:
 def _summary(what_if: WhatIf, chosen: RecipeMap) -> str:
     seconds, high = (1e3 * what_if.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
     share = 100 * sum(cost.share for cost in what_if.costs(chosen))
-    exceptions = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
+    exceptions = f"{len(chosen.rules)} exception{'' if len(chosen.rules) == 1 else 's'} from {chosen.default.name}"
     loss = f"predicted loss {100 * what_if.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
     time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({what_if.rates.device})"
     return f"{exceptions}: {loss}\nlayers take {time}"

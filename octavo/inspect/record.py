@@ -376,24 +376,11 @@ class _Counts:
         if self.tokens:
             measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
             experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
-        others, outputs = (
-            np.stack([*by_name.values()], 1) if by_name else None for by_name in (self.others, self.outputs)
-        )
-        return Record(
-            self.rows,
-            steps,
-            measures_of(self.rows, counts["sums"], counts["extremes"]),
-            counts["exponents"],
-            self.layers,
-            weight_measures(self.moved) | twin_measures(self.twins),
-            scalars,
-            events,
-            experts,
-            [*self.others],
-            {} if others is None else weight_measures(others),
-            [*self.outputs],
-            {} if outputs is None else output_changes(outputs),
-        )
+        measures, weights = measures_of(self.rows, counts["sums"], counts["extremes"]), weight_measures(self.moved)
+        others = weight_measures(np.stack([*self.others.values()], 1)) if self.others else {}
+        outputs = output_changes(np.stack([*self.outputs.values()], 1)) if self.outputs else {}
+        fields = measures, counts["exponents"], self.layers, weights | twin_measures(self.twins), scalars, events
+        return Record(self.rows, steps, *fields, experts, [*self.others], others, [*self.outputs], outputs)
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
@@ -402,11 +389,12 @@ def output_changes(sums: Any) -> dict[str, Any]:
     "output": the change over the output's size; "own": that over the change of the input, where it has one.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        of_input, output = (
+        input_change, output_change = (
             np.where(size > 0, np.sqrt(change / size), np.nan)
             for change, size in ((sums[..., 0], sums[..., 1]), (sums[..., 2], sums[..., 3]))
         )
-    return {"output": output, "own": output / np.fmax(np.nan_to_num(of_input, nan=1.0), LEAST_INPUT_CHANGE)}
+    least = np.fmax(np.nan_to_num(input_change, nan=1.0), LEAST_INPUT_CHANGE)
+    return {"output": output_change, "own": output_change / least}
 
 
 @contextlib.contextmanager
@@ -476,18 +464,18 @@ def weight_measures(moved: Any) -> dict[str, Any]:
 def twin_measures(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    ``products`` are twin.py's, [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
+    ``products`` are twin.py's, <g, t>, <g, g> and <t, t>: [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
     loss scale are of the step's gradients alone.
     """
-    between, of_step, twins = np.moveaxis(products, -1, 0)
+    gt, gg, tt = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        factor = between.sum(-1, keepdims=True) / twins.sum(-1, keepdims=True)
-        apart = np.maximum(of_step - 2 * factor * between + factor**2 * twins, 0)
+        factor = gt.sum(-1, keepdims=True) / tt.sum(-1, keepdims=True)
+        squared_error = np.maximum(gg - 2 * factor * gt + factor**2 * tt, 0)
         return {
             # 0 where FP8 leaves no gradient
-            "twin_cosine": np.where(twins > 0, np.where(of_step == 0, 0.0, between / np.sqrt(of_step * twins)), np.nan),
-            "twin_error": np.where(twins > 0, np.sqrt(apart / twins) / np.abs(factor), np.nan),
-            "twin_norm": np.where(twins > 0, np.sqrt(twins), np.nan),
+            "twin_cosine": np.where(tt > 0, np.where(gg == 0, 0.0, gt / np.sqrt(gg * tt)), np.nan),
+            "twin_error": np.where(tt > 0, np.sqrt(squared_error / tt) / np.abs(factor), np.nan),
+            "twin_norm": np.where(tt > 0, np.sqrt(tt), np.nan),
         }
 
 

@@ -350,9 +350,9 @@ def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]
     names = [".".join(filter(None, part)) for part in parts]
     tables = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
-        of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
-        worst = [row for _, row in of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
-        tables.append(([name for name, _ in of_experts], measures_of(*worst)))
+        rows_of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
+        worst = [row for _, row in rows_of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        tables.append(([name for name, _ in rows_of_experts], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
         ends = {"least_tokens": min, "most_tokens": max}
         tables.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
@@ -384,17 +384,20 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
     ends = np.cumsum(lines)
     starts = ends - lines
     arrays = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
-    of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
-    if not of_experts:
+    rows_of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
+    if not rows_of_experts:
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
     severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
-    worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
-    beyond = [(severity[its] > 1).sum() for _, its in of_experts]
+    worst = np.array([its.start + severity[its].argmax() for _, its in rows_of_experts])
+    beyond = [(severity[its] > 1).sum() for _, its in rows_of_experts]
     arrays |= _counts("worst_", counts[worst], extremes[worst])
-    arrays["worst"] = np.stack([worst - [its.start for _, its in of_experts], beyond], 1)
+    arrays["worst"] = np.stack([worst - [its.start for _, its in rows_of_experts], beyond], 1)
     layers: dict[str, list[tuple[Any, ...]]] = {}
-    for row, its in of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
+    for (
+        row,
+        its,
+    ) in rows_of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
         place = not counts[its, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
         layers.setdefault(row.layer, []).append((*place, its.start, counts[its, 0] / row.features))
     tokens = [np.rint(min(its, key=lambda row: row[:3])[-1]) for its in layers.values()]

@@ -92,8 +92,10 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
     """
     cast, finer, with_e5m2 = row.cast, [], []
     changes: list[dict[str, Any]] = [{}]
-    changes += [{"rule": Dynamic()}] * cast.is_delayed
-    changes += [{"format": E5M2}] * (cast.format is not E5M2 and not cast.is_packed)  # E2M1's blocks are its alone
+    if cast.is_delayed:
+        changes.append({"rule": Dynamic()})
+    if cast.format is not E5M2 and not cast.is_packed:  # E2M1's blocks are its alone
+        changes.append({"format": E5M2})
     # leave out a margin that the numbers did not need
     is_unused = float(numbers.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
@@ -101,7 +103,8 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
         if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
             share = float(numbers.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, numbers)))
             finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
-            with_e5m2 += [rules] * ("format" in change)
+            if "format" in change:
+                with_e5m2.append(rules)
     shared = math.prod(cast.tile) if isinstance(cast.granularity, PerBlock) else math.inf
     for tile, recipe in _FINER:
         if tile < shared or cast.is_packed:
@@ -206,7 +209,7 @@ def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
     """Return a sentence on the effect of a chosen remedy; for high precision also on finer scales that may do too."""
     problem = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
     if chosen is not options[-1]:
-        return f"{'at most ' * chosen.is_bound}{called(chosen.share)} {problem}, by the exponents recorded"
+        return f"{'at most ' if chosen.is_bound else ''}{called(chosen.share)} {problem}, by the exponents recorded"
     text = f"nothing is {problem}: these products are in high precision"
     best = min((option for option in options if option.is_bound), key=lambda option: option.share, default=None)
     if best is None:

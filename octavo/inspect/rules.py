@@ -271,11 +271,11 @@ def findings(record: Record) -> list[Finding]:
     """Return what the rules find in a record."""
     if not record.steps or not record.layers:
         return []
-    run, of_rules = Training(record), []
+    run, all_findings = Training(record), []
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
         for test, rules in itertools.groupby(RULES, key=lambda rule: rule.test):
             hits = list(test(run, *rules))
             run.fired |= {test} if hits else set()
-            of_rules += [hit.finding() for hit in hits]
-    return of_rules
+            all_findings += [hit.finding() for hit in hits]
+    return all_findings

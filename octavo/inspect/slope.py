@@ -66,10 +66,10 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
         return aim.new_zeros(2)
     is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
     squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
-    of_grads, of_weights = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
-    shares = torch.where(of_grads > 0, of_weights / of_grads, 0.0)  # each weight by the same part of its size
+    grad_norms, weight_norms = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
+    shares = torch.where(grad_norms > 0, weight_norms / grad_norms, 0.0)  # each weight by the same part of its size
     # of gradients that are inf or NaN, or all 0, no weight moves: the forward gets no NaN
-    steps = (aim * shares / (of_grads * of_weights).sum()).nan_to_num(0.0, 0.0, 0.0)
+    steps = (aim * shares / (grad_norms * weight_norms).sum()).nan_to_num(0.0, 0.0, 0.0)
     weights = [weight.clone() for weight, _ in moved]
     try:
         for (weight, grad), step in zip(moved, steps, strict=True):

@@ -122,8 +122,8 @@ class Comparison(NamedTuple):
         """Return the record's scalars by name; ``loss``, ``loss_scale``: of the step."""
         scalars = {CONTROL: self.control, LEFT: self.left, SLOPE: self.slope}
         if self.others is not None:
-            between, of_step, twins = self.others
-            scalars[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())
+            gt, gg, tt = self.others
+            scalars[OTHERS] = torch.where(gg == 0, 0.0, gt / (gg * tt).sqrt())
         return scalars if loss is None else scalars | {LOSS: self._loss_beside(loss, loss_scale)}
 
     def _loss_beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
@@ -506,7 +506,7 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     """
     leaves = [
         *model.parameters(),
-        *(x for of_one in map(vars, model.modules()) for x in of_one.values() if _is_leaf(x)),
+        *(x for attributes in map(vars, model.modules()) for x in attributes.values() if _is_leaf(x)),
     ]
     gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
@@ -538,9 +538,9 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
 
 def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
-    of_modules = [vars(module) for module in model.modules()]
-    held = [x for of_one in of_modules for x in of_one.values() if type(x) in (dict, list)]
-    return [(each, copy.copy(each)) for each in (*of_modules, *held)]
+    by_module = [vars(module) for module in model.modules()]
+    collections = [x for attributes in by_module for x in attributes.values() if type(x) in (dict, list)]
+    return [(each, copy.copy(each)) for each in (*by_module, *collections)]
 
 
 @contextlib.contextmanager
@@ -563,8 +563,8 @@ def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[_StepAndTwin]:
 
 def _cosines(products: Tensor) -> Tensor:
     """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
-    between, of_g, of_t = products.unbind(1)
-    return (between / (of_g * of_t).sqrt()).nan_to_num(1.0).masked_fill((of_g == 0) != (of_t == 0), 0.0)
+    gt, gg, tt = products.unbind(1)
+    return (gt / (gg * tt).sqrt()).nan_to_num(1.0).masked_fill((gg == 0) != (tt == 0), 0.0)
 
 
 def _is_leaf(x: Any) -> bool:

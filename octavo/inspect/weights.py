@@ -186,13 +186,13 @@ class Updates:
         change = after - before  # of the weight, of the distance to the next number, and of the master
         changed = (change != 0).sum(-1, dtype=torch.float64)
         terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
-        update, grid, of_master, *others = torch.stack(terms).double().square().sum(-1)
+        update, grid, master_update, *others = torch.stack(terms).double().square().sum(-1)
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
         counts = _on_device(tuple(sizes), after.device)
-        columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
+        columns = [update, grid, changed[0], *_flushed(new), master_update, changed[2], others[0]]
         more = [*others[1:], together([sample.second for sample in new]).double().sum(-1)]
         self._last = [each.master for each in new], after
         sampled = counts[:, 3:4] if is_watched else counts[:, 3:4] * (changed[0] > 0).unsqueeze(1)

@@ -152,8 +152,8 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        of_all = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
-        if len(of_all) < len(self.recipes):
+        whole_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
+        if len(whole_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
         choices, objective = [], self._costs if keep is None else self._losses
         for name in self.recipes if keep is None else self._faster or self.recipes:
@@ -164,9 +164,9 @@ class WhatIf:
                 choice = {layer: WITHOUT if layer in layers_kept else name for layer in self.works}
             choices.append((name, choice))
         default, chosen = min(choices, key=lambda pair: self._sum(objective, pair[1]))
-        values = {**of_all, WITHOUT: None}
+        values = {**whole_recipes, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
-        return RecipeMap(of_all[default], rules)
+        return RecipeMap(whole_recipes[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
         """Return the predicted loss under a map from ``recipe_map``: the sum of its layers' losses."""
@@ -253,8 +253,8 @@ class WhatIf:
             ranked = self.ranked(recipe)
             rows = [[recipe, *OPERANDS, "loss", "1 - cosine", "norm", "predicted loss"]]
             rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
-            more = len(ranked) - SHOWN
-            lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
+            more = [f"and {len(ranked) - SHOWN} more layers"] if len(ranked) > SHOWN else []
+            lines += [columns(rows), *more, ""]
         return "\n".join([*lines, LEGEND])
 
     __repr__ = __str__
@@ -430,8 +430,8 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            of_layer = squares.get(id(weight_of(layer)), 0.0)
-            self.gradient_share[name] = of_layer / whole if whole else 0.0
+            square = squares.get(id(weight_of(layer)), 0.0)
+            self.gradient_share[name] = square / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
