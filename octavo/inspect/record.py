@@ -464,8 +464,8 @@ def weight_measures(moved: Any) -> dict[str, Any]:
 def twin_measures(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    ``products`` are twin.py's, <g, t>, <g, g> and <t, t>: [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
-    loss scale are of the step's gradients alone.
+    ``products`` are twin.py's, <g, t>, <g, g> and <t, t>: [..., layers, 3]. One factor for all layers is left out of
+    the error, as clipping and a loss scale are of the step's gradients alone.
     """
     gt, gg, tt = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -6,6 +6,7 @@ chosen by the faults of benchmarks/training/causes.py and of draws that its hist
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ FALL = "the gradients are {share} of those before"
 BACKWARD = "look at hooks, autograd functions, detach(), and what checkpoints compute again, with which random numbers"
 TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
+
+_nonfinite = functools.partial(Rule, "nonfinite", 0.0, tests.first_nonfinite)
+_frozen = functools.partial(Rule, "frozen", 0.0, tests.frozen)
 
 RULES: Sequence[Rule] = (
     # times the highest earlier one, after a step that hardly raised it
@@ -104,8 +108,8 @@ RULES: Sequence[Rule] = (
         "the loss is inf or NaN, though no layer has one: as of a batch without a label",
         LOOK,
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite, "inf or NaN began between two recorded steps"),
+    _nonfinite(
+        "inf or NaN began between two recorded steps",
         "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
     ),
     Rule(
@@ -113,14 +117,12 @@ RULES: Sequence[Rule] = (
         f"{LOOK}; then {RESTORE}",
         "the other layers had none before",
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
         RECOVERY,
         advice=SKIP,
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "has inf or NaN in its weight, or in what is computed up to {then}: its input has none",
         RESTORE,
     ),
@@ -128,19 +130,17 @@ RULES: Sequence[Rule] = (
         *("loss scale", 0.0, tests.first_nonfinite, "gradients overflow at a loss scale{scale}"),
         "take a loss scale that is lower: let GradScaler halve it",
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "gets a gradient with inf or NaN, which the layers behind it did not have",
         *(RECOVERY, "leaves out steps with such gradients", SKIP),
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or what "
         "changes gradients after backward",
         *(RECOVERY, "leaves out steps with such gradients", SKIP),
     ),
-    Rule("nonfinite", 0.0, tests.first_nonfinite, f"has inf or NaN in its weight {AFTER}", RESTORE),
-    Rule("nonfinite", 0.0, tests.first_nonfinite, f"inf or NaN are in the weights {AFTER}", RESTORE),
+    _nonfinite(f"has inf or NaN in its weight {AFTER}", RESTORE),
+    _nonfinite(f"inf or NaN are in the weights {AFTER}", RESTORE),
     # share of the last layer's gradients that became 0
     Rule(
         *("loss scale", 0.3, tests.underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
@@ -199,14 +199,12 @@ RULES: Sequence[Rule] = (
         *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
-    Rule(
-        *("frozen", 0.0, tests.frozen),
+    _frozen(
         "does not train{others}, though it has gradients: no group of the optimizer has it",
         TRAINS,
     ),
-    Rule("frozen", 0.0, tests.frozen, "does not train{others}, and gets no gradient", TRAINS),
-    Rule(
-        *("frozen", 0.0, tests.frozen),
+    _frozen("does not train{others}, and gets no gradient", TRAINS),
+    _frozen(
         "no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
         "look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or NaN",
     ),

@@ -85,10 +85,6 @@ class Rule(NamedTuple):
     advice: str = ""
     level: str = ""
 
-    def texts(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield text, remedy, expected effect and advice, with these values."""
-        return (text.format_map(values) for text in (self.text, self.remedy, self.expected, self.advice))
-
 
 class Hit(NamedTuple):
     """A fault that a test found, by its rule; ``times``: its measure over the limit; ``values``: those that texts name.
@@ -106,13 +102,14 @@ class Hit(NamedTuple):
 
     def finding(self) -> Finding:
         """Return the finding, in the rule's words."""
-        kind, (layer, role) = self.rule.kind, self.where
-        text, remedy, expected, advice = self.rule.texts(self.values)
+        rule, kind, (layer, role) = self.rule, self.rule.kind, self.where
+        formats = rule.text, rule.remedy, rule.expected, rule.advice
+        text, remedy, expected, advice = (each.format_map(self.values) for each in formats)
         since = f"{'at' if ONCE in KINDS[kind].traits else 'since'} step {self.begins}"
         subject = f"{layer} {text}" if layer else f"{text[:1].upper()}{text[1:]}"
         sentence = f"{subject} {since}: {advice or remedy.split(';')[0]}"
         severity, worst = severity_of(kind, self.times), self.begins if self.worst is None else self.worst
-        level, numbers = self.rule.level or level_of(severity), dict(self.numbers)
+        level, numbers = rule.level or level_of(severity), dict(self.numbers)
         where = kind, layer, role, (), "", self.begins, worst
         return Finding(*where, numbers, text, remedy, expected, severity, level=level, sentence=sentence)
 
@@ -196,8 +193,8 @@ class Training:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
         row = self.places[layer, "input"]
         measures = self.record.of_worst.measures
-        sizes = [float(np.nanmax(self.measure("elements", layer, role))) for role in ROLES]
-        features = self.record.rows[row].features or math.sqrt(sizes[0] * sizes[1] / sizes[2])
+        input_size, weight_size, output_size = (np.nanmax(self.measure("elements", layer, role)) for role in ROLES)
+        features = self.record.rows[row].features or math.sqrt(input_size * weight_size / output_size)
         return float(measures["nonfinite"][at, row]) * features < 0.5
 
     def worst(self, values: Any, *rules: Rule) -> Iterator[Hit]:

@@ -117,7 +117,7 @@ class _ComparedSteps:
     """
 
     def __init__(self, record: Record) -> None:
-        self.record = record
+        self.record, self.compared_layers = record, record.layers if "twin_cosine" in record.weights else []
         loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
         cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
         compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
@@ -142,7 +142,7 @@ class _ComparedSteps:
 
     def has_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
-        at, first = bisect_left(self.steps, finding.begins), self.first_of_all
+        at, first = bisect_left(self.steps, finding.begins), self.first_lasting(None)
         if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
             return True
         if finding.kind in FROM_GRADIENTS:
@@ -160,7 +160,7 @@ class _ComparedSteps:
 
         A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
-        first, layers = self.first_of_gradients, self.record.layers[: self.cosines.shape[1] - 1]
+        (first, _), layers = _first_beyond(self.distances[:, 2:]) or (None, 0), self.compared_layers
         if finding.kind == "frozen" and finding.layer in layers:
             cosines = self.cosines[at : at + BEYOND, layers.index(finding.layer)]
             first = at if _median(cosines) < DIFFERING_COSINE else None
@@ -179,17 +179,6 @@ class _ComparedSteps:
     @cached_property
     def departures(self) -> list[Departure]:
         return departures(self.record)
-
-    @cached_property
-    def first_of_all(self) -> _Difference | None:
-        """The first lasting difference, whatever findings there are."""
-        return self.first_lasting(None)
-
-    @cached_property
-    def first_of_gradients(self) -> int | None:
-        """The place of the step where a layer's gradient differs first, whatever the loss does."""
-        first = _first_beyond(self.distances[:, 2:])
-        return first and first[0]
 
     def difference(self, worst: Finding | None) -> _Difference | None:
         """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
