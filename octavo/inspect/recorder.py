@@ -380,27 +380,24 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
         worst                        [rows of experts, 2]: its index, how many experts have a measure beyond its limit
         tokens                       each expert's tokens [E], one layer after the other
     """
-    lines = [row.experts or 1 for row in rows]
-    ends = np.cumsum(lines)
-    starts = ends - lines
+    line_counts = [row.experts or 1 for row in rows]
+    ends = np.cumsum(line_counts)
+    starts = ends - line_counts
     arrays = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
-    rows_of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
+    rows_of_experts = [(row, slice(*span)) for row, *span in zip(rows, starts, ends, strict=True) if row.experts]
     if not rows_of_experts:
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
     severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
-    worst = np.array([its.start + severity[its].argmax() for _, its in rows_of_experts])
-    beyond = [(severity[its] > 1).sum() for _, its in rows_of_experts]
+    worst = np.array([lines.start + severity[lines].argmax() for _, lines in rows_of_experts])
+    beyond = [(severity[lines] > 1).sum() for _, lines in rows_of_experts]
     arrays |= _counts("worst_", counts[worst], extremes[worst])
-    arrays["worst"] = np.stack([worst - [its.start for _, its in rows_of_experts], beyond], 1)
-    layers: dict[str, list[tuple[Any, ...]]] = {}
-    for (
-        row,
-        its,
-    ) in rows_of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
-        place = not counts[its, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
-        layers.setdefault(row.layer, []).append((*place, its.start, counts[its, 0] / row.features))
-    tokens = [np.rint(min(its, key=lambda row: row[:3])[-1]) for its in layers.values()]
+    arrays["worst"] = np.stack([worst - [lines.start for _, lines in rows_of_experts], beyond], 1)
+    candidates: dict[str, list[tuple[Any, ...]]] = {}
+    for row, lines in rows_of_experts:  # tokens are counted from a row that was cast; if possible from grad_output's:
+        place = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
+        candidates.setdefault(row.layer, []).append((*place, lines.start, counts[lines, 0] / row.features))
+    tokens = [np.rint(min(counted, key=lambda each: each[:3])[-1]) for counted in candidates.values()]
     return arrays | {"tokens": np.concatenate(tokens).astype("int64")}
 
 

@@ -1,7 +1,8 @@
 """The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
 
-A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. Limits were
-chosen by the faults of benchmarks/training/causes.py and of draws that its history has.
+A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. A comment before
+a row says what its limit is compared with. Limits were chosen by how many first findings of `python -m benchmarks
+causes` are right with them, and how many of its healthy runs have one above a note.
 """
 
 from __future__ import annotations
@@ -122,10 +123,7 @@ RULES: Sequence[Rule] = (
         RECOVERY,
         advice=SKIP,
     ),
-    _nonfinite(
-        "has inf or NaN in its weight, or in what is computed up to {then}: its input has none",
-        RESTORE,
-    ),
+    _nonfinite("has inf or NaN in its weight, or in what is computed up to {then}: its input has none", RESTORE),
     Rule(
         *("loss scale", 0.0, tests.first_nonfinite, "gradients overflow at a loss scale{scale}"),
         "take a loss scale that is lower: let GradScaler halve it",
@@ -199,10 +197,7 @@ RULES: Sequence[Rule] = (
         *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
-    _frozen(
-        "does not train{others}, though it has gradients: no group of the optimizer has it",
-        TRAINS,
-    ),
+    _frozen("does not train{others}, though it has gradients: no group of the optimizer has it", TRAINS),
     _frozen("does not train{others}, and gets no gradient", TRAINS),
     _frozen(
         "no weight changes{scale}: the optimizer has none of them, or its step() is skipped",

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from octavo.distributed.ranks import Ranks
 from octavo.weights.fsdp2 import on_this_rank
 
-# By how much the loss should change, in parts of a loss that the model returns, or other outputs' products with
-# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a
-# fifth.
-OF_LOSS, OF_OUTPUTS, IN_FLOAT32 = 0.01, 0.5, 0.2
+# --- limits: by how much the loss should change: far more than it is rounded by, and so little that its curvature
+# changes the slope by less than the limits that rules.py has for "backward"
+
+LOSS_CHANGE = 0.01  # of a loss that the model returns
+OUTPUTS_CHANGE = 0.5  # of other outputs: of the root mean square of the terms of their product with their gradients
+FLOAT32_SHARE = 0.2  # of these in a model of float32, which rounds less
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
     """Return by how much an output's product with its gradient should change, in a model of float32 or of bfloat16."""
-    product = (dot(y, y) * dot(grad, grad)).sqrt() * (IN_FLOAT32 if is_float32 else 1.0)
-    return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
+    product = (dot(y, y) * dot(grad, grad)).sqrt() * (FLOAT32_SHARE if is_float32 else 1.0)
+    return product * (LOSS_CHANGE if y.numel() == 1 else OUTPUTS_CHANGE / math.sqrt(max(1, y.numel())))
 
 
 def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ SLOPE = "twin_slope"  # the same: Comparison.slope
 # model's outputs, and in later steps a low cosine proves nothing. A run that changes nothing has the same bits: 1.
 CONTROL_COSINE, REPRODUCED_COSINE = 0.8, 0.99
 # With the twin's, of a layer in a step. Below it FP8 differs, and later steps run once more in FP8, with their scales.
+# In the benchmark's 78 healthy runs with twins the third least of five in turn is at least 0.949, or of four bits 0.924
 DIFFERING_COSINE = 0.95
 # |loss of the run once more in FP8, less the step's| over |the twin's, less the step's|: beyond it, outputs were of
 # other weights

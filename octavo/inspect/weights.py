@@ -184,19 +184,30 @@ class Updates:
         numbers, gradients = self._gradients or self._read_gradients()
         between = begun - (begun if self._last is None else self._last[1][0])
         change = after - before  # of the weight, of the distance to the next number, and of the master
-        changed = (change != 0).sum(-1, dtype=torch.float64)
-        terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
-        update, grid, master_update, *others = torch.stack(terms).double().square().sum(-1)
+        changed, _, master_changed = (change != 0).sum(-1, dtype=torch.float64)
+        terms = {
+            "update": change[0],
+            "grid": after[1],
+            "master_update": change[2],
+            "between": between,
+            "weight": after[0],
+            "gradient": gradients,
+            "outside": before[0] - begun,
+        }
+        sums = dict(zip(terms, torch.stack([*terms.values()]).double().square().sum(-1), strict=True))
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
-        counts = _on_device(tuple(sizes), after.device)
-        columns = [update, grid, changed[0], *_flushed(new), master_update, changed[2], others[0]]
-        more = [*others[1:], together([sample.second for sample in new]).double().sum(-1)]
+        counts = _on_device(tuple(sizes), after.device).unbind(1)
+        sums |= zip(("elements", "moments", "masters", "gradients", "seconds", "seen"), counts, strict=True)
+        if not is_watched:  # gradients that are left are known to be of this step where the weight changed
+            sums["gradients"] = sums["gradients"] * (changed > 0)
+        sums |= {"changed": changed, "master_changed": master_changed}
+        sums["first_flushed"], sums["second_flushed"] = _flushed(new)
+        sums["second"] = together([sample.second for sample in new]).double().sum(-1)
         self._last = [each.master for each in new], after
-        sampled = counts[:, 3:4] if is_watched else counts[:, 3:4] * (changed[0] > 0).unsqueeze(1)
-        return torch.cat([counts[:, :3], torch.stack(columns, 1), sampled, counts[:, 4:], torch.stack(more, 1)], 1)
+        return torch.stack([sums[name] for name in MOVED], 1)
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
-LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
+LEAST_LEFT = 0.8  # of a layer's predicted loss: another recipe is taken if it leaves less, as more may be chance
 SHOWN = 10  # layers of each recipe, in a table
 
 LEGEND = """\
@@ -235,7 +235,7 @@ class WhatIf:
     def _worth(self, change: tuple[str, str], present: str) -> tuple[float, float]:
         """Return the loss that a layer's change saves, divided by its cost, and the loss itself."""
         unchanged = change[0], present
-        if self._losses[change] >= LEAST * self._losses[unchanged]:
+        if self._losses[change] >= LEAST_LEFT * self._losses[unchanged]:
             return -math.inf, 0.0
         saved, cost = self._losses[unchanged] - self._losses[change], self._costs[change] - self._costs[unchanged]
         return (saved / cost if cost > 0 else math.inf), saved
