@@ -23,25 +23,12 @@ from octavo.inspect.twin import LOSS, SLOPE
 from octavo.inspect.weights import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
-SCALARS = {
-    "loss": "loss",
-    "grad_norm": "gradients",
-    "loss_scale": "loss scale",
-    **dict.fromkeys(RATES, "learning rate"),
-}
+SCALARS = {"loss": "loss", "grad_norm": "gradients", "loss_scale": "loss scale"} | dict.fromkeys(RATES, "learning rate")
 ROLE_FAMILIES = {"input": ("inputs", "input"), "grad_output": ("gradients", "gradient of the output")}  # and in words
-FAMILIES = (
-    "learning rate",
-    "loss scale",
-    "writes",
-    "forward",
-    "inputs",
-    "loss",
-    "backward",
-    "gradients",
-    "updates",
-    "weights",
-)  # as a step goes
+FAMILIES = (  # as a step goes
+    *("learning rate", "loss scale", "writes", "forward", "inputs", "loss"),
+    *("backward", "gradients", "updates", "weights"),
+)
 # --- limits, chosen by how many first departures of `python -m benchmarks causes` are right with them
 
 PAST = 16  # records before a change, and as many after it, that it is judged by

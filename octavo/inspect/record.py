@@ -111,9 +111,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             lines.append(read_json(line))
     steps = range(2**63)
-    return [
-        line for line in lines if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps
-    ]
+    return [x for x in lines if isinstance(x, dict) and type(x.get("step")) is int and x["step"] in steps]
 
 
 # Measures of weights: the name of a sum of MOVED, the name of its divisor, and whether the quotient's root is taken.

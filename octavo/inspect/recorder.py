@@ -30,6 +30,7 @@ from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
+ByStep = dict[int, dict[str, float]]  # numbers by step and name
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
@@ -281,11 +282,9 @@ class Recorder:
             for step, values_of_step in numbers.items():
                 self.on_record(step, values_of_step)
 
-    def _scalars_by_step(
-        self, reading: _Reading, values: Tensor
-    ) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]]]:
+    def _scalars_by_step(self, reading: _Reading, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
         """Return a reading's scalars by step and name, and the lines of events that they tell of."""
-        numbers: dict[int, dict[str, float]] = {}
+        numbers: ByStep = {}
         events = []
         arrived = iter(values.tolist())
         for step, name, scalar in reading.scalars:
@@ -332,10 +331,8 @@ class Recorder:
         if not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
-        unrecorded = (
-            "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
-        )
-        text = f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}"
+        missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
+        text = f"optimizer.step() runs no hooks, as if it is compiled: {missing}"
         events = {UNWATCHED: text} | ({} if self._twin is None else {NO_TWIN: NO_HOOKS})
         writer.add_lines(*({"step": step, "event": kind, "text": each} for kind, each in events.items()))
 

@@ -130,10 +130,8 @@ def _least(format: Format, least: str) -> float:
 
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
     """Return the rule that changes a row's cast in the products that read it; None if no recipe can have it."""
-    casts = {
-        (other.role, product): read_cast for other in rows for product, read_cast in _by_product(other, other.cast)
-    }
-    changed = {(row.role, product): read_cast for product, read_cast in _by_product(row, cast)}
+    casts = {(other.role, product): each for other in rows for product, each in _by_product(other, other.cast)}
+    changed = {(row.role, product): each for product, each in _by_product(row, cast)}
     pairs: dict[str, Any] = {}
     for product, roles in OPERANDS.items():
         if all((role, product) in casts for role in roles):

@@ -622,12 +622,10 @@ def changed(run: Training, rule: Rule) -> Iterator[Hit]:
 
 def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
     """Yield gradients of all layers that leap, or that fall."""
-    factors = run.leaps
+    grown = run.leaps
     # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
-    typical, at_most, outputs = (
-        np.nanmedian(each, axis=1) for each in (factors.gradients, factors.highest, factors.outputs)
-    )
-    fallen = np.fmin(typical, np.maximum(factors.norms, outputs))  # clipping makes up for a fall
+    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
+    fallen = np.fmin(typical, np.maximum(grown.norms, outputs))  # clipping makes up for a fall
     # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
     for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
@@ -637,7 +635,7 @@ def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[
     elif falls.any():
         at = int(falls.argmax())
         share = float(fallen[at])
-        rule = scaled_fall if factors.norms[at] > rise.limit else fall  # gradients are clipped
+        rule = scaled_fall if grown.norms[at] > rise.limit else fall  # gradients are clipped
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
         yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})

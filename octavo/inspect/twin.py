@@ -328,7 +328,7 @@ class Twin:
             self._left = self._squares([module.weight_parameter.grad for module, _ in self._layers])
 
     def _before_update(self) -> None:
-        """Run the step's calls again before the optimizer's update, and note the comparison for ``take``."""
+        """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
         if torch.compiler.is_compiling() or not self._hooks:
             return
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -340,13 +340,18 @@ class Twin:
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
         self.reason = self._reason_against(calls, trained)
-        if self._has_reason():
-            return
+        if not self._has_reason():
+            self._comparison = self._compared(calls, layers, trained, left)
+
+    def _compared(
+        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
+    ) -> Comparison | None:
+        """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
         weights: list[Tensor] = [module.weight_parameter for module, _ in layers]
         has_others = all(weight.grad is None for weight in weights)
         weights += trained if has_others else []
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
-            return
+            return None
         products = self._products(twin.pairs, len(layers))
         squares_left = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share_left = self._share_left(squares_left, products, layers)
@@ -355,7 +360,7 @@ class Twin:
             with _not_counted(layers):
                 control = self._run(calls, weights, own_recipes(self._model))
             if control is None:
-                return
+                return None
             lowest = self._lowest_cosine(self._products(control.pairs, len(layers)))
             products = self._products(_run_pairs(control, twin), len(layers), are_runs=True)
             moved, change = (control.loss_change / change).abs(), change - control.loss_change
@@ -364,11 +369,9 @@ class Twin:
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (change, twin.loss))
         products[:-1].masked_fill_(squares_left.unsqueeze(1) != 0, 0.0)
         products = products + doubt[:-1, None] + doubt[-1]
-        others, is_float16 = products[-1] if has_others else None, any(call.forward.is_float16 for call in calls)
-        self._comparison = Comparison(
-            *(products[:-1], others, change, loss, is_float16, lowest, share_left, moved),
-            *(change_along / says, twin.outputs),
-        )
+        gradients = products[:-1], products[-1] if has_others else None
+        losses = change, loss, any(call.forward.is_float16 for call in calls)
+        return Comparison(*gradients, *losses, lowest, share_left, moved, change_along / says, twin.outputs)
 
     def _reason_against(self, calls: Sequence[_Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""

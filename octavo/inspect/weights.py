@@ -185,16 +185,9 @@ class Updates:
         between = begun - (begun if self._last is None else self._last[1][0])
         change = after - before  # of the weight, of the distance to the next number, and of the master
         changed, _, master_changed = (change != 0).sum(-1, dtype=torch.float64)
-        terms = {
-            "update": change[0],
-            "grid": after[1],
-            "master_update": change[2],
-            "between": between,
-            "weight": after[0],
-            "gradient": gradients,
-            "outside": before[0] - begun,
-        }
-        sums = dict(zip(terms, torch.stack([*terms.values()]).double().square().sum(-1), strict=True))
+        names = "update", "grid", "master_update", "between", "weight", "gradient", "outside"
+        terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
+        sums = dict(zip(names, torch.stack(terms).double().square().sum(-1), strict=True))
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master

@@ -314,11 +314,7 @@ def compare(
         True
     """
     wanted = COMPARED if recipes is None else recipes
-    pairs = (
-        wanted.items()
-        if isinstance(wanted, Mapping)
-        else ((getattr(value, "name", str(value)), value) for value in wanted)
-    )
+    pairs = wanted.items() if isinstance(wanted, Mapping) else ((getattr(x, "name", str(x)), x) for x in wanted)
     named = [(name, as_recipe(value)) for name, value in pairs]
     batches, chosen = list(batches), dict(named)
     if not named or len(chosen) < len(named) or any(getattr(value, "is_high_precision", False) for _, value in named):
