@@ -28,7 +28,7 @@ from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
-from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
+from octavo.inspect.remedies import RECIPES, merged_rules, own_recipes, with_rules
 from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
@@ -143,8 +143,8 @@ def _report(options: argparse.Namespace) -> str:
     if options.html is not None:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        rules = together(finding.rules for finding in findings)
-        parts.append(write_rules(options, onto(recipes.load(options.folder / RECIPES), rules)))
+        rules = merged_rules(finding.rules for finding in findings)
+        parts.append(write_rules(options, with_rules(recipes.load(options.folder / RECIPES), rules)))
     return "\n\n".join(parts)
 
 

@@ -88,13 +88,13 @@ def departures(record: Record) -> list[Departure]:
     """Return what changed at the record where a run changed first, one number of a family, in the order of a step."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
-        lost = min((lost for lost in map(_lost, numbers) if lost is not None), default=(len(record.steps), ""))
+        lost_at, lost_name = min(filter(None, map(_lost, numbers)), default=(len(record.steps), ""))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]
-        if lost[0] > LEAST_BEFORE and courses:
-            columns = np.stack([course[: lost[0]] for _, course in courses], 1)
+        if lost_at > LEAST_BEFORE and courses:
+            columns = np.stack([course[:lost_at] for _, course in courses], 1)
             if first := _at_the_change(record.steps, [number for number, _ in courses], columns):
                 return first
-    return [Departure(record.steps[lost[0]], lost[1], math.inf)] if lost[1] else []
+    return [Departure(record.steps[lost_at], lost_name, math.inf)] if lost_name else []
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect import rules
-from octavo.inspect.incidents import KINDS, OF_WARNING, Finding, incidents, level_of, severity_of, stretch
+from octavo.inspect.incidents import KINDS, OF_WARNING, Finding, incidents, level_of, severity_of, worst_stretch
 from octavo.inspect.record import Record, np
-from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, outcome, percent, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.inspect.verdicts import checked
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
@@ -125,7 +125,7 @@ class _DiagnosedCast:
 
     def _in_plain_words(self, finding: Finding) -> Finding:
         kind, numbers = KINDS[finding.kind], finding.numbers
-        shares = {name: called(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
+        shares = {name: percent(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
         problem = kind.says.format(role=finding.role, sqnr=f"{numbers['sqnr']:.0f}", **shares)
         sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
         lost = numbers.get(kind.lost, 0.0) if finding.severity > ALONE else 0.0
@@ -152,7 +152,7 @@ class _DiagnosedCast:
         if not (over := self._is_over(kind)).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
-        begins, worst = stretch(over, self.excess[kind])
+        begins, worst = worst_stretch(over, self.excess[kind])
         lasts = over[begins : begins + 3].sum() == 3
         if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
@@ -180,20 +180,20 @@ class _DiagnosedCast:
         return replace(finding, numbers=numbers, cause=cause)
 
     def _nonfinite(self, finding: Finding, worst: int) -> Finding:
-        cause = f"{called(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
+        cause = f"{percent(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
         expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
         return finding.mended(cause, without_fp8(self.row), expected)
 
     def _stale(self, finding: Finding, worst: int) -> Finding:
         beyond, numbers = finding.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
-        cause = f"{room}, so {called(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
+        cause = f"{room}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
         if self.cast.is_delayed:
             margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
             flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
             if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
-                expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
+                expected = f"room for the amax recorded; at most {percent(flushed)} flushed then"
                 return finding.mended(cause, rule, expected)
             if rule := self._with(replace(self.cast, rule=Dynamic()), worst):
                 return finding.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
@@ -209,7 +209,7 @@ class _DiagnosedCast:
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
         if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), worst)):
             more = f"{FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB"
-            return finding.mended(cause, rule, f"a digit more, about {more}; {called(flushed)} flushed")
+            return finding.mended(cause, rule, f"a digit more, about {more}; {percent(flushed)} flushed")
         return finding.mended(cause, without_fp8(self.row), "these are in high precision")
 
     def _small(self, finding: Finding, worst: int) -> Finding:
@@ -217,7 +217,7 @@ class _DiagnosedCast:
         numbers, scale_inv = self._exponents(worst), finding.numbers["scale_inv"]
         flushed, subnormal = finding.numbers["flushed"], numbers.below(self.cast.format.smallest_normal * scale_inv)
         cause, kind = self._why_small(finding, numbers)
-        cause += f"; {called(flushed)} are flushed, {called(subnormal)} below the smallest normal number"
+        cause += f"; {percent(flushed)} are flushed, {percent(subnormal)} below the smallest normal number"
         least, limit = "smallest_normal", SUBNORMAL
         if flushed > LIMITS["flushed"]:
             least, limit = "smallest_subnormal", LIMITS["flushed"]
@@ -236,7 +236,7 @@ class _DiagnosedCast:
             why = f"a margin of {cast.margin}" if cast.margin >= unused - 1 else "a scale of earlier steps"
             return f"{why} leaves {unused:.1f} octaves above the amax unused", finding.kind
         if (gap := numbers.octaves_beyond(OUTLIERS)) >= GAP:
-            share = f"at most {called(OUTLIERS)} of the numbers"
+            share = f"at most {percent(OUTLIERS)} of the numbers"
             return f"{share} make the scale, {gap:.1f} octaves above all others", "outliers"
         return f"the numbers are spread wider than {cast.format} holds with such scales", finding.kind
 
@@ -247,7 +247,7 @@ class _DiagnosedCast:
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
-        finding = self._at("outliers", *stretch(over, subnormal), 0.0)
+        finding = self._at("outliers", *worst_stretch(over, subnormal), 0.0)
         times = finding.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
         return replace(finding, severity=severity_of("outliers", times))
 

@@ -173,7 +173,7 @@ def level_of(severity: float, lost: float = 0.0) -> str:
     return "warning" if severity >= OF_WARNING else "note"
 
 
-def stretch(over: Any, values: Any) -> tuple[int, int]:
+def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
     """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())
     leaps = np.append(False, over[:-1] & (values[1:] >= values[:-1] * LEAPS))

@@ -24,7 +24,7 @@ from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.twin import CONTROL, CONTROL_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, Twin
-from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, facts_of, others_of, tied_of
+from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, optimizer_facts, other_parameters, tied_names
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
@@ -115,7 +115,7 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._tied, self._updates = tied_of(model), Updates(optimizer)
+        self._tied, self._updates = tied_names(model), Updates(optimizer)
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
@@ -208,12 +208,12 @@ class Recorder:
         if is_new := not self._table.is_of(self.model):
             self._table.attach(False)
             self._tabulate()
-        for names in sorted(self._tied - tied_of(self.model)):
+        for names in sorted(self._tied - tied_names(self.model)):
             self.event("untied", names)
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
-            last_others, others = self._others, others_of(self.model, self._table.layers)
+            last_others, others = self._others, other_parameters(self.model, self._table.layers)
             self._others = [*others]
             modules = [module for module, _ in self._table.layers]
             self._updates.begin([*modules, *others.values()], is_as_before=self._others == last_others and not is_new)
@@ -222,7 +222,7 @@ class Recorder:
 
     def _changed_facts(self) -> dict[str, Scalar | None]:
         """Return the optimizer's facts in a recorded step; of its groups' options those that changed."""
-        facts = facts_of(self.optimizer) if self._is_recorded else {}
+        facts = optimizer_facts(self.optimizer) if self._is_recorded else {}
         facts = {name: x for name, x in facts.items() if isinstance(x, Tensor) or self._options.get(name) != x}
         self._options |= {name: fact for name, fact in facts.items() if GROUP in name}
         return facts

@@ -76,14 +76,14 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
     try:
         for (weight, grad), step in zip(moved, steps, strict=True):
             weight.copy_(_moved(weight, grad, step))
-        says = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
+        predicted = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
         reshard(model)
         changed = change()
     finally:
         for (weight, _), w in zip(moved, weights, strict=True):
             weight.copy_(w)
         reshard(model)
-    return torch.stack([changed, says * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
+    return torch.stack([changed, predicted * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from octavo.inspect.departures import RATES
-from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
+from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, worst_stretch
 from octavo.inspect.record import Record, innermost, is_inside, np
-from octavo.inspect.remedies import called
+from octavo.inspect.remedies import percent
 from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
@@ -202,10 +202,10 @@ class Training:
         over = values > rules[0].limit
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
-            begins, worst = stretch(over[:, place], values[:, place])
+            begins, worst = worst_stretch(over[:, place], values[:, place])
             numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.weights.items()}
             rule, value = rules[-1 if numbers["master_update"] > 0 else 0], float(values[worst, place])
-            texts = {"share": called(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
+            texts = {"share": percent(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
             at = self.steps[begins], value / rule.limit
             yield Hit(rule, *at, texts, (self.layers[place], "weight"), self.steps[worst], numbers)
 
@@ -403,7 +403,7 @@ def options(run: Training, leaps: Rule, decays: Rule) -> Iterator[Hit]:
         if is_unusual and f"lr{GROUP}{group}" in run.record.scalars and not is_coupled:
             taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}")[1], strict=True))
             if taken > decays.limit:
-                yield Hit(decays, steps[0], taken / decays.limit, {**texts, "share": called(taken)})
+                yield Hit(decays, steps[0], taken / decays.limit, {**texts, "share": percent(taken)})
 
 
 def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
@@ -430,13 +430,13 @@ def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     last_losses = losses_of_steps[-FEW:] if len(losses_of_steps) > FEW else []
     is_lost = bool(last_losses) and not np.median(last_losses) < losses_of_steps[0]  # whose first is a random guess's
     if is_fresh and shares[0] > warmup.limit and not is_lost:
-        texts = {"share": called(shares[0]), "rate": max(rates_of_steps)}
+        texts = {"share": percent(shares[0]), "rate": max(rates_of_steps)}
         yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, texts)
     elif rates_of_steps and rates not in run.fired:
         over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
         if over.any():
             at, worst = int(over.argmax()), int(np.where(over, shares, 0).argmax())
-            texts = {"share": called(shares[worst]), "times": shares[worst] / (high.limit / 5)}
+            texts = {"share": percent(shares[worst]), "times": shares[worst] / (high.limit / 5)}
             yield Hit(high, run.steps[at], shares[worst] / high.limit, texts, worst=run.steps[worst])
 
 
@@ -446,7 +446,7 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
     for at in range(2 * FEW, len(numbers) - FEW + 1):
         share = float(np.nanmax(numbers[at:]) / np.nanmin(numbers[:at]))
         if share <= rule.limit:
-            yield Hit(rule, run.steps[at], 2 / share, {"share": called(share)}, worst=run.steps[-1])
+            yield Hit(rule, run.steps[at], 2 / share, {"share": percent(share)}, worst=run.steps[-1])
             return
 
 
@@ -553,7 +553,7 @@ def underflow(run: Training, scaled: Rule, unscaled: Rule) -> Iterator[Hit]:
     over = zeros > rule.limit + np.nan_to_num(zeros[0])
     if over.any():
         at = int(over.argmax())
-        texts = {"share": called(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
+        texts = {"share": percent(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
         yield Hit(rule, run.steps[at], CERTAIN, texts)
 
 
@@ -576,7 +576,7 @@ def dead(run: Training, rule: Rule) -> Iterator[Hit]:
         if (over := zeros > rule.limit + 2 * zeros[0]).any():
             layers_over.append((int(over.argmax()), float(zeros.max()), layer))
     for at, share, layer in layers_over if len(layers_over) <= len(run.layers) / 2 else ():
-        yield Hit(rule, run.steps[at], LIKELY, {"share": called(share)}, (layer, "weight"))
+        yield Hit(rule, run.steps[at], LIKELY, {"share": percent(share)}, (layer, "weight"))
 
 
 def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
@@ -638,7 +638,7 @@ def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[
         rule = scaled_fall if grown.norms[at] > rise.limit else fall  # gradients are clipped
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
-        yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
+        yield Hit(rule, run.steps[at], times, {"share": percent(share)}, worst=worst, numbers={"times": share})
 
 
 def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
@@ -646,7 +646,7 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
 
     It begins in the record with the largest part of the leap.
     """
-    begins, worst = stretch(over, times_of)
+    begins, worst = worst_stretch(over, times_of)
     while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
@@ -729,7 +729,7 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
         layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
         place = modules.index(layer)
         numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
-        texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
+        texts = {**{name: percent(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
 
 

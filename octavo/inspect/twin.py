@@ -38,7 +38,7 @@ from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
-from octavo.inspect.forwards import Forward, device_of, each, random_states, set_random_states
+from octavo.inspect.forwards import Forward, device_of, map_tensors, random_states, set_random_states
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
@@ -309,7 +309,7 @@ class Twin:
             return cast(Tensor, _NotesGradient.apply(y, output))
 
         with self._or_reason():
-            return each(noted, result)
+            return map_tensors(noted, result)
         return None
 
     @contextlib.contextmanager
@@ -364,14 +364,23 @@ class Twin:
             lowest = self._lowest_cosine(self._products(control.pairs, len(layers)))
             products = self._products(_run_pairs(control, twin), len(layers), are_runs=True)
             moved, change = (control.loss_change / change).abs(), change - control.loss_change
-        change_along, says = self._ranks.sum(twin.slope)
+        change_along, predicted = self._ranks.sum(twin.slope)
         doubt = self._doubt()
         change, loss = (self._ranks.mean(number) + doubt[-1] for number in (change, twin.loss))
         products[:-1].masked_fill_(squares_left.unsqueeze(1) != 0, 0.0)
         products = products + doubt[:-1, None] + doubt[-1]
-        gradients = products[:-1], products[-1] if has_others else None
-        losses = change, loss, any(call.forward.is_float16 for call in calls)
-        return Comparison(*gradients, *losses, lowest, share_left, moved, change_along / says, twin.outputs)
+        return Comparison(
+            products=products[:-1],
+            others=products[-1] if has_others else None,
+            loss_change=change,
+            loss=loss,
+            is_float16=any(call.forward.is_float16 for call in calls),
+            control=lowest,
+            left=share_left,
+            moved=moved,
+            slope=change_along / predicted,
+            outputs=twin.outputs,
+        )
 
     def _reason_against(self, calls: Sequence[_Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""

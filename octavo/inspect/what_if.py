@@ -152,8 +152,8 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        whole_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
-        if len(whole_recipes) < len(self.recipes):
+        plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
+        if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
         choices, objective = [], self._costs if keep is None else self._losses
         for name in self.recipes if keep is None else self._faster or self.recipes:
@@ -164,9 +164,9 @@ class WhatIf:
                 choice = {layer: WITHOUT if layer in layers_kept else name for layer in self.works}
             choices.append((name, choice))
         default, chosen = min(choices, key=lambda pair: self._sum(objective, pair[1]))
-        values = {**whole_recipes, WITHOUT: None}
+        values = {**plain_recipes, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
-        return RecipeMap(whole_recipes[default], rules)
+        return RecipeMap(plain_recipes[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
         """Return the predicted loss under a map from ``recipe_map``: the sum of its layers' losses."""
