@@ -660,22 +660,10 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
 
 def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
-    gradients, count, names = run.weights["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
-    rates_of_groups = [values for _, values in map(run.filled, names)]
+    gradients, count, scales = run.weights["gradient"], len(run.layers), run.by_record("loss_scale")
+    rates_of_groups = [run.filled(name)[1] for name in run.record.scalars if is_rate(name)]
     is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
-    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
-    still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
-    changed = np.where(still, np.nan, run.weights["changed"])
-    lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
-    places_by_record: dict[int, list[int]] = {}
-    for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
-        at = int(lasts[:, place].argmax())
-        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
-        should_change = has_gradients and min(run.rate[1][-FEW:], default=0) > 0
-        should_change &= not np.nanmedian(changed) < 1 - UNMOVED  # else rounding stops weights
-        if ((changed[at:] > 0.5).mean() > 0.25 or should_change) and (at or place < count):
-            places_by_record.setdefault(at, []).append(place)
-    for at, places in places_by_record.items():
+    for at, places in _stopped_weights(run).items():
         if not np.isfinite(gradients[at:]).any() and len(places) < len(run.names):
             continue
         layers = [place for place in places if place < count] or places
@@ -686,11 +674,30 @@ def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule)
             rule, where = everything, ("", "")
         if is_stopped and rule in (with_gradients, everything):
             continue
-        scales = run.by_record("loss_scale")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
         is_choice = at == 0 and rule is without  # as the base of an adapter
         yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], LIKELY, texts, where)
+
+
+def _stopped_weights(run: Training) -> dict[int, list[int]]:
+    """Return the places of weights that should change and don't, by the record from which on they don't."""
+    gradients, count = run.weights["gradient"], len(run.layers)
+    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
+    still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
+    changed = np.where(still, np.nan, run.weights["changed"])
+    trains = (
+        min(run.rate[1][-FEW:], default=0) > 0 and not np.nanmedian(changed) < 1 - UNMOVED
+    )  # or rounding stops them
+    lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
+    places_by_record: dict[int, list[int]] = {}
+    for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
+        at = int(lasts[:, place].argmax())
+        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
+        others_change = (changed[at:] > 0.5).mean() > 0.25
+        if (others_change or (has_gradients and trains)) and (at or place < count):
+            places_by_record.setdefault(at, []).append(place)
+    return places_by_record
 
 
 def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
