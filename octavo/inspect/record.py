@@ -319,7 +319,7 @@ def _record_in(folder: Path) -> Record:
         with _reading(path):
             tables[step] = [Row.of(row) for row in read_json(path)]
     files = files_of(folder, "counts")
-    counts = _Counts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
+    counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
     for at, (step, path) in enumerate(files.items()):
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
         if first_step is None:
@@ -329,7 +329,7 @@ def _record_in(folder: Path) -> Record:
     return counts.record(list(files), *_steps(folder))
 
 
-class _Counts:
+class _RecordedCounts:
     """The counts of all recorded steps in arrays [steps, ...], into which files are read; zeros where nothing was."""
 
     def __init__(self, rows: list[Row], steps: int) -> None:
