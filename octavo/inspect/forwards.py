@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from octavo.inspect.record import np
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import pytree
-from octavo.scaling.delayed import State
 
 
 class Autocast(NamedTuple):
@@ -42,7 +41,7 @@ class Forward(NamedTuple):
     modes: Sequence[bool]  # whether each module is in training
     random_states: list[Any]
     autocast: Autocast | None
-    delayed: list[State | None]  # of the FP8 modules, before its backward writes them; empty where none is put back
+    delayed: list[Any]  # states of the FP8 modules, or None, before backward writes them; empty where none is put back
 
     @classmethod
     def of(cls, model: nn.Module, args: Any, kwargs: Any) -> Forward:

@@ -39,7 +39,6 @@ from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
-from octavo.scaling.delayed import State
 from octavo.scaling.recipe import OPERANDS, Recipe, RecipeMap
 from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.plain import weight_of
@@ -393,7 +392,7 @@ class _Passes:
         self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
         self.first: dict[Key, float] = {}
         self.changes: dict[tuple[str | None, str], list[Change]] = {}  # of each batch; None: of all layers together
-        self.states: dict[Key, State] = {}
+        self.states: dict[Key, Any] = {}  # of delayed recipes, which go on from one batch to the next
         self.run: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
 
     def measure(self, batch: Any, most: int) -> None:
@@ -443,7 +442,7 @@ class _Passes:
         return output, grad_input, grad_weight
 
     def gradient(
-        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
+        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, Any] = EMPTY
     ) -> Gradient:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
@@ -462,7 +461,7 @@ class _Passes:
             self._put(name, high_precision())
         return float(value.detach()), gradients
 
-    def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
+    def _put(self, name: str, recipe: Recipe, state: Any = None) -> None:
         self.layers[name].recipe = recipe
         if state is not None:
             self.layers[name].fp8.state = state.clone()
