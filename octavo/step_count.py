@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
-class _SeenWrites:
-    """Writes to a parameter: the last step of an optimizer that owns it, its version then, the number of others."""
+class SeenWrites:
+    """Writes to one parameter, counted while anybody holds this object.
 
-    def __init__(self, step: int, version: int) -> None:
-        self.step, self.version, self.by_hand = step, version, 0
+    Attributes:
+        step: the number of the last step of an optimizer that owns the parameter, or of the last step before the count
+            began. On all ranks it changes at the same steps, though their numbers may differ.
+        by_hand: how often anything but its optimizer wrote it in place, up to the last call of ``count_others``.
+    """
+
+    def __init__(self, parameter: Tensor, step: int) -> None:
+        self.parameter_id, self.step, self.by_hand = id(parameter), step, 0
+        self._version = version_of(parameter)
+
+    def count_others(self, parameter: Tensor) -> None:
+        """Count a write by hand if the parameter's version has changed."""
+        if self._version != (version := version_of(parameter)):
+            self._version, self.by_hand = version, self.by_hand + 1
+
+    def count_none(self, parameter: Tensor) -> None:
+        """Take the parameter's version as it is: its optimizer wrote it."""
+        self._version = version_of(parameter)
 
 
 class _OptimizerSteps:
@@ -29,8 +46,9 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self._watching = False
-        # by id: weak references to parameters would keep torch from swapping them
-        self._known: dict[int, _SeenWrites] = {}
+        # by the parameter's id: weak references to parameters would keep torch from swapping them. The layers that ask
+        # hold the counts, so that these go with the layers, whose parameters may leave their ids to others.
+        self._seen: dict[int, ReferenceType[SeenWrites]] = {}
 
     def watch(self) -> None:
         """Start counting; more calls change nothing."""
@@ -39,48 +57,47 @@ class _OptimizerSteps:
             register_optimizer_step_post_hook(self._after_step)
             self._watching = True
 
-    def of(self, parameter: Tensor) -> int:
-        """Return a number that rises with each step of an optimizer that owns this parameter, and only then.
+    def writes_to(self, parameter: Tensor) -> SeenWrites:
+        """Return the writes to a parameter, which are counted as long as the caller, or another one, holds them."""
+        if watched := self._watched([parameter]):
+            return watched[0][1]
+        writes, seen = SeenWrites(parameter, self.count), self._seen
 
-        It does from the first call on, on all ranks together, though their numbers may differ.
-        """
-        return self._of(parameter).step
+        def forget(reference: ReferenceType[SeenWrites], key: int = writes.parameter_id) -> None:
+            if seen.get(key) is reference:
+                del seen[key]
 
-    def writes_to(self, parameter: Tensor) -> _SeenWrites:
-        """Return the writes to a parameter; ``by_hand`` counts those in place by anything but its optimizer."""
-        writes, version = self._of(parameter), version_of(parameter)
-        if writes.version != version:
-            writes.version, writes.by_hand = version, writes.by_hand + 1
+        seen[writes.parameter_id] = ref(writes, forget)
         return writes
 
     @contextmanager
     def writing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Keep an optimizer's writes to its parameters, outside of its ``step``, from counting as writes by hand."""
-        watched = [parameter for parameter in parameters if id(parameter) in self._known]
-        for parameter in watched:
-            self.writes_to(parameter)
+        watched = self._watched(parameters)
+        for parameter, writes in watched:
+            writes.count_others(parameter)
         yield
-        for parameter in watched:
-            self._of(parameter).version = version_of(parameter)
+        for parameter, writes in watched:
+            writes.count_none(parameter)
 
-    def _of(self, parameter: Tensor) -> _SeenWrites:
-        if (writes := self._known.get(id(parameter))) is None:
-            writes = self._known[id(parameter)] = _SeenWrites(self.count, version_of(parameter))
-        return writes
-
-    def _watched(self, optimizer: Any) -> Iterator[Tensor]:
-        groups = optimizer.param_groups if self._known else ()
-        return (parameter for group in groups for parameter in group["params"] if id(parameter) in self._known)
+    def _watched(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, SeenWrites]]:
+        """Return those parameters whose writes anybody holds, with these."""
+        seen = ((parameter, reference()) for parameter in parameters if (reference := self._seen.get(id(parameter))))
+        return [(parameter, writes) for parameter, writes in seen if writes is not None]
 
     def _before_step(self, optimizer: Any, *args: Any) -> None:
-        for parameter in self._watched(optimizer):
-            self.writes_to(parameter)
+        for parameter, writes in self._watched(self._parameters_of(optimizer)):
+            writes.count_others(parameter)
 
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1
-        for parameter in self._watched(optimizer):
-            writes = self._of(parameter)
-            writes.step, writes.version = self.count, version_of(parameter)
+        for parameter, writes in self._watched(self._parameters_of(optimizer)):
+            writes.step = self.count
+            writes.count_none(parameter)
+
+    def _parameters_of(self, optimizer: Any) -> Iterator[Tensor]:
+        groups = optimizer.param_groups if self._seen else ()
+        return (parameter for group in groups for parameter in group["params"])
 
 
 def version_of(tensor: Tensor) -> int:

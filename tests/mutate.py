@@ -38,7 +38,7 @@ SOURCES = [
     *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),
     *(f"octavo/kernels/{name}.py" for name in BESIDE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
-    *(f"octavo/weights/{name}.py" for name in ("plain", "kept")),
+    *(f"octavo/weights/{name}.py" for name in ("plain", "kept", "writes")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),

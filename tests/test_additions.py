@@ -70,8 +70,8 @@ Momentum,
     "Momentum",
 """,
     "a master": r"""
-@ octavo/kernels/reference/optimizer_state.py <}\n\n\n@dataclass\nclass MasterWeight
-    "fp8_bf16": MasterKind("bf16", torch.bfloat16, True),
+@ octavo/kernels/reference/optimizer_state.py <}\n\n\n@dataclass(eq=False)  # launches
+    "fp8_bf16": MasterKind("bf16", torch.bfloat16, True, "split32"),
 @ octavo/kernels/reference/optimizer_state.py <        if low_bits.dtype == torch.float32:
         if low_bits.dtype == torch.bfloat16:
             return low_bits.float()
@@ -95,11 +95,11 @@ Momentum,
         break;
 @ octavo/kernels/triton/optimizer_state.py <    elif MASTER.kind == "fp8_fp16":\n        result
     elif MASTER.kind == "fp8_bf16":
-        result = load_float(row, REST, place, MASTER.rest_dtype, EVEN)
-@ octavo/kernels/triton/optimizer_state.py <        else:\n            store_at(rest_ptr, place, w)
+        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN)
+@ octavo/kernels/triton/optimizer_state.py <        else:\n            store_at(low_bits_ptr, place, w)
         elif MASTER.kind == "fp8_bf16":
             half = round_to_bf16(w, drawn)
-            store_at(rest_ptr, place, half)
+            store_at(low_bits_ptr, place, half)
             largest = largest_inside(finite_abs(half.to(tl.float32)), place) * scale
 @ octavo/train/config.py <<"fp16_scaled", "none"
 "bf16",

@@ -16,6 +16,7 @@ from torch import nn
 from octavo import private
 from octavo.errors import OctavoError
 from tests.support.pool import Pool
+from tests.support.private_attributes import ANYWHERE
 
 OCTAVO = Path(private.__file__).parent
 
@@ -29,7 +30,7 @@ def test_torch_has_it(name: str) -> None:
         assert getattr(private, name) is private._look_up(entry)
 
 
-@pytest.mark.parametrize("name", private.ANYWHERE)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_instances_have_it(name: str) -> None:
     instances = {
         "torch.nn.Module": nn.Module(),
@@ -37,7 +38,7 @@ def test_instances_have_it(name: str) -> None:
         "torch._ops.OpOverload": torch.ops.aten.mm.default,
         "torch.optim.Optimizer": torch.optim.SGD([torch.ones(1)]),
     }
-    path = private.ANYWHERE[name].path
+    path = ANYWHERE[name].path
     assert path.endswith(f".{name}")
     owner = path.removesuffix(f".{name}")
     assert hasattr(instances.get(owner) or private._look_up(private.Name(owner, "")), name)

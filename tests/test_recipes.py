@@ -21,11 +21,24 @@ from tests.support.triton_kernels import in_place_of_reference
 ALL = {name: getattr(recipes, name) for name in recipes.NAMED}
 
 
-def test_tables_and_pages_name_every_recipe():
+def test_tables_and_pages_name_every_recipe_and_no_other():
     assert ALL.keys() - {"high_precision"} <= FEATURES.keys()
     for page in ("docs/quickstart.md", "docs/guides/which-recipe.md", "docs/reference/recipes.md"):
         text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
         assert {name for name in ALL if f"recipes.{name}" not in text and f"`{name}(" not in text} == set(), page
+        names = re.findall(r"\brecipes\.(\w+)\(", text) + re.findall(r"^\| `(\w+)\(\)` \|", text, re.MULTILINE)
+        assert [name for name in names if not hasattr(recipes, name)] == [], page
+
+
+def test_the_page_has_the_formats_of_gradients():
+    text = (Path(__file__).parents[1] / "docs/guides/which-recipe.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| formats \| (.+) \|$", text, re.MULTILINE)
+    default, e5m2, e2m1 = row.split("; ")
+    formats = {name: make().grad_input[0].format for name, make in ALL.items() if make().grad_input}
+    assert default == "E4M3"
+    for text, format in ((e5m2, E5M2), (e2m1, E2M1)):
+        assert text.startswith(format.name.upper())
+        assert {*re.findall(r"`(\w+)\(\)`", text)} == {name for name in formats if formats[name] is format}
 
 
 @pytest.mark.parametrize("name", ALL)

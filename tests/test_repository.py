@@ -12,6 +12,7 @@ import pytest
 
 import octavo
 from octavo import private
+from tests.support.private_attributes import ANYWHERE, IN_PRIVATE_FILE
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
@@ -250,7 +251,7 @@ def private_names(code: str) -> set[str]:
             while isinstance(owner, ast.Attribute):
                 names, owner = [*names, owner.attr], owner.value
             path = ".".join([owner.id if isinstance(owner, ast.Name) else "of an expression", *reversed(names)])
-            if of_torch(path) or node.attr in private.ATTRIBUTES:
+            if of_torch(path) or node.attr in IN_PRIVATE_FILE:
                 written_names.add(path)
     return {path for path in written_names if is_private(path)}
 
@@ -258,7 +259,7 @@ def private_names(code: str) -> set[str]:
 def is_private(path: str) -> bool:
     names = [name for name in path.split(".") if name.startswith("_") and not name.startswith(("__", "_foreach_"))]
     is_dotted = all(name.isidentifier() for name in path.split("."))
-    return is_dotted and any(name not in private.ANYWHERE for name in names) and not path.startswith("aten.")
+    return is_dotted and any(name not in ANYWHERE for name in names) and not path.startswith("aten.")
 
 
 def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
@@ -267,8 +268,8 @@ def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
     used_names = texts.pop("octavo/private.py").partition("def __getattr__")[2]
     assert {source: names for source, code in texts.items() if (names := private_names(code))} == {}
     whole = "".join(texts.values())
-    assert [word for word in (*private.NAMES, *private.ANYWHERE) if word not in whole] == []
-    assert [word for word in private.ATTRIBUTES if word not in used_names] == []
+    assert [word for word in (*private.NAMES, *ANYWHERE) if word not in whole] == []
+    assert [word for word in IN_PRIVATE_FILE if word not in used_names] == []
 
 
 # The checks themselves: each finds its own kind of fault.

@@ -24,7 +24,7 @@ from benchmarks.distributed.fsdp_traffic import RECIPES, Shapes, Traffic, traffi
 from octavo import E4M3, kernels, recipes
 from octavo.distributed import Fp8Reduction
 from octavo.nn import TransformerBlock
-from octavo.tensor.collectives import pack, unpack
+from octavo.tensor.collectives import pack_message, unpack_message
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, HEAD, next_byte_loss
 from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, SCATTER, ByteCounter
@@ -32,6 +32,7 @@ from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, S
 TAKES = "2 minutes"
 MEASURES = (
     "octavo/weights/gathered.py",
+    "octavo/weights/shard_cast.py",
     "octavo/distributed/fp8_reduce.py",
     "octavo/tensor/collectives.py",
 )
@@ -138,15 +139,15 @@ def wire_rows() -> list[dict[str, object]]:
         ("1 x 32, powers of two", (1, 32), True),
     ):
         q, _, scale_inv, *_ = kernels.cast(x, None, 0, E4M3.dtype, tile, power_of_two, 0)
-        message, codes = pack(q, scale_inv, power_of_two), q.view(torch.uint8)
-        unpacked = unpack(message, x.shape[1], q.dtype, power_of_two, tile)
+        message, codes = pack_message(q, scale_inv, power_of_two), q.view(torch.uint8)
+        unpacked = unpack_message(message, x.shape[1], q.dtype, power_of_two, tile)
         assert unpacked[1].dtype == scale_inv.dtype and torch.equal(unpacked[1].float(), scale_inv.float())
         assert torch.equal(unpacked[0].view(torch.uint8), codes)
         rows.append(
             {"scales": name, "codes": codes.numel(), "message": message.numel()}
             | {"bytes_more": f"{message.numel() / codes.numel() - 1:.4f}"}
-            | {"pack_us": _microseconds(lambda: pack(q, scale_inv, power_of_two))}  # noqa: B023
-            | {"unpack_us": _microseconds(lambda: unpack(message, x.shape[1], q.dtype, power_of_two, tile))}  # noqa: B023
+            | {"pack_us": _microseconds(lambda: pack_message(q, scale_inv, power_of_two))}  # noqa: B023
+            | {"unpack_us": _microseconds(lambda: unpack_message(message, x.shape[1], q.dtype, power_of_two, tile))}  # noqa: B023
             | {"copy_us": _microseconds(codes.clone)}
         )
     return rows

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 TAKES = "a GPU; 1 minute"
-MEASURES = ("octavo/weights/gathered.py", "octavo/weights/fsdp2.py")
+MEASURES = ("octavo/weights/gathered.py", "octavo/weights/shard_cast.py", "octavo/weights/fsdp2.py")
 _REFUSAL = "Duplicate GPU detected"
 
 

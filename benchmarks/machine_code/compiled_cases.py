@@ -29,8 +29,8 @@ from octavo.kernels.triton.launch import TABLE
 from octavo.kernels.triton.library_matmul import library_grouped_matmul
 from octavo.kernels.triton.matmul import triton_matmul
 from octavo.numerics import E8M0, scale_inv_dtype
-from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.masters import OF_PLAIN_WEIGHTS as MASTERS
+from octavo.optim.masters import FP8_MASTERS
+from octavo.optim.masters import PLAIN_MASTERS as MASTERS
 from octavo.optim.moment import NAMED_MOMENTS, Moment, as_matrix, moments_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -603,7 +603,7 @@ def update(
     """Return the update of an empty weight on the default device, with a new state; ``scale_inv``: of codes."""
     device = torch.get_default_device()
     weight = torch.empty(tuple(shape), dtype=dtype, device=device)
-    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
+    form = (MASTERS if scale_inv is None else FP8_MASTERS)[master]
     state = form.new_state(weight)
     if scale_inv is not None:
         state["master_amax"] = torch.empty_like(scale_inv)
@@ -634,7 +634,7 @@ def optimizer() -> Iterator[Case]:
     mixed = [update(LARGE, fp8, "split32", BF16, BF16), update((1, 4096), fp8, "fp32", FP32, FP32)]
     yield step("Adam fp8, two kinds of weights", mixed)
     yield step("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, clip=False))
-    for master, granularity in itertools.product(OF_FP8_WEIGHTS, (PerTensor(), PerBlock(128, 128))):
+    for master, granularity in itertools.product(FP8_MASTERS, (PerTensor(), PerBlock(128, 128))):
         yield step(f"Adam fp8, E4M3 weight {granularity}, {master}", [stored_update(LARGE, master, granularity)])
     yield step("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)
     for number, master in enumerate(("fp32", "split24")):

@@ -25,10 +25,11 @@ from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe, RoleCasts
-from octavo.tensor.pair import ForProducts, Operands, operands_of
+from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above
+ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -47,6 +48,13 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
     return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
+class CastByScale(NamedTuple):
+    """A cast to codes of a dtype by a scale [1] that is there before it."""
+
+    scale: Tensor
+    dtype: torch.dtype
+
+
 class CastRequest(NamedTuple):
     """The casts of a role that products need now, and what is to be returned beside the pairs.
 
@@ -55,10 +63,10 @@ class CastRequest(NamedTuple):
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
         column_sum: add up columns in the same read, where the layout as it lies is cast; never of rows in groups.
-        keep: whether a norm's result y is returned too, in high precision; of another source the scale of its one cast.
+        keep: whether a norm's result y is returned too, in high precision; of an activation the scale of its one cast.
         only_products: only products read the result: scales may be in the device's swizzled order.
-        value: (scale [1], dtype): the activation whose gradient is cast by one scale is cast too, by this one, and
-            returned transposed.
+        activation: if set, the cast of an activation's gradient also makes this cast of the activation itself, and
+            returns its codes transposed, which the next layer's grad_weight reads.
     """
 
     recipe: Recipe
@@ -68,7 +76,7 @@ class CastRequest(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     only_products: bool = False
-    value: tuple[Tensor, torch.dtype] | None = None
+    activation: CastByScale | None = None
 
 
 def cast_role(source: AnySource, request: CastRequest, state: State | None, rows: Rows = DENSE) -> Operands:
@@ -82,45 +90,37 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     """
     if isinstance(source, ForProducts):
         return source.read()
-    role, offsets, parts = request.role, rows.offsets, rows.parts
-    casts = request.recipe.casts[role]
+    role, casts, offsets, parts = request.role, request.recipe.casts[request.role], rows.offsets, rows.parts
     first = casts.as_is if request.as_is else None
     second = casts.transposed if request.transposed else None
     cast = first or second
     if cast is None:
         return Operands()
-    read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
+    read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
     if parts is not None and request.recipe.packs:
-        read[2]["place"] = _place(source.shape, role, parts)
+        read.options["place"] = _place(source.shape, role, parts)
     if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
-        if _swizzles(source.shape, read[0], first, second):
-            read[2]["swizzle"] = True
-    if first is None or second is None or casts.once:
+        if _swizzles(source.shape, read.x, first, second):
+            read.options["swizzle"] = True
+    if first is None or second is None or casts.once:  # one cast serves all that is needed
         has_scale = cast.is_delayed or parts is not None
         scale = scale_for(source, cast, state, role, parts) if has_scale else None
         return _cast(read, cast, scale, request, (first is not None, second is not None), offsets)
     scale = scale_for(source, first, state, role, parts)
-    of_one_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
-    scale2 = scale if of_one_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
-    has_scales = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
-    is_norm, (x, activation, named) = isinstance(source, NormSource), read
-    if not has_scales and offsets is None and x.ndim != 3:
-        writes_transposed = second.is_packed or needs_transposed_codes(x.device)
-        pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
-        options = *first.arguments, writes_transposed, pad, request.column_sum, *activation
-        q_RC, q2, scale_inv, scale_inv2, *sums_or_norm = kernels.cast(
-            x, None, role, *options, **named, **first.named, **second.as_second
-        )
-        pair = (q2, scale_inv2) if writes_transposed else (q2.t(), scale_inv2.t())
-        column_sum = sums_or_norm[0] if request.column_sum else None
-        return Operands((q_RC, scale_inv), pair, None, column_sum, besides=sums_or_norm if is_norm else ())
-    if isinstance(source, NormSource):
-        read = _read(source, request._replace(keep=True))
-    a = _cast(read, first, scale, request, (True, False), offsets)
-    if is_norm:
-        read = a.besides[2], (), {}
-    b = _cast(read, second, scale2, request._replace(column_sum=False), (False, True), offsets)
-    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
+    shares_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
+    second_scale = scale if shares_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
+    has_scales = first.is_delayed or second.is_delayed or scale is not None or second_scale is not None
+    if not has_scales and offsets is None and read.x.ndim != 3:
+        return _cast_by_two_scalings(read, first, second, request)
+    if isinstance(source, NormSource):  # the first cast computes the norm, which the later one reads
+        read = _op_input(source, request._replace(keep=True))
+    operands = _cast(read, first, scale, request, (True, False), offsets)
+    if (norm := operands.norm) is not None and norm.y is not None:
+        read = _OpInput(norm.y, (), {})
+        norm = norm if request.keep else norm._replace(y=None)
+    later = _cast(read, second, second_scale, request._replace(column_sum=False), (False, True), offsets)
+    amax = later.amax if operands.amax is None else operands.amax
+    return operands._replace(transposed=later.transposed, amax=amax, norm=norm)
 
 
 def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
@@ -140,91 +140,107 @@ def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
     return (0, parts.rank * shape[1]) if by_columns else (parts.rank * shape[0], 0)
 
 
-_Read = tuple[Tensor, Sequence[Any], dict[str, Any]]  # x, and the op's arguments, by place and by name, of what is cast
+class _OpInput(NamedTuple):
+    """The tensor that the cast op reads, its arguments of an activation, by place, and other options, by name."""
+
+    x: Tensor
+    activation: Sequence[Any]
+    options: dict[str, Any]
 
 
-def _read(source: Castable, request: CastRequest) -> _Read:
-    """Return (x, the op's arguments that say what of x is cast, and what is returned beside the pairs)."""
+def _op_input(source: Castable, request: CastRequest) -> _OpInput:
+    """Return the op's arguments that say what of x is cast, and what is returned beside the pairs."""
     if isinstance(source, CastSource):
         x, *activation = source
-        named: dict[str, Any] = {"keep": True} if request.keep else {}
-        if request.value is not None:
-            named["value_scale"], named["value_dtype"] = request.value
-            named["value_transposed"] = needs_transposed_codes(x.device)
-        return x, activation, named
+        options: dict[str, Any] = {"keep": True} if request.keep else {}
+        if request.activation is not None:
+            options["value_scale"], options["value_dtype"] = request.activation
+            options["value_transposed"] = needs_transposed_codes(x.device)
+        return _OpInput(x, activation, options)
     if isinstance(source, RotaryHeads):
         q, k, v, cos, sin, _ = source
-        return q, (), {"k": k, "v": v, "cos": cos, "sin": sin}
-    of_norm = source._asdict() | {"keep": request.keep}
-    return of_norm.pop("x"), (), of_norm
+        return _OpInput(q, (), {"k": k, "v": v, "cos": cos, "sin": sin})
+    options = source._asdict() | {"keep": request.keep}
+    return _OpInput(options.pop("x"), (), options)
+
+
+def _cast_by_two_scalings(read: _OpInput, first: Cast, second: Cast, request: CastRequest) -> Operands:
+    """Cast by one scaling as x lies and by another transposed, reading x once."""
+    x, activation, options = read
+    writes_transposed = second.is_packed or needs_transposed_codes(x.device)
+    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
+    arguments = *first.arguments, writes_transposed, pad, request.column_sum, *activation
+    q, second_q, scale_inv, second_scale_inv, *others = kernels.cast(
+        x, None, request.role, *arguments, **options, **first.named, **second.as_second
+    )
+    transposed = (second_q, second_scale_inv) if writes_transposed else (second_q.t(), second_scale_inv.t())
+    norm = NormResults(*others) if "gamma" in options else None
+    return Operands((q, scale_inv), transposed, None, others[0] if request.column_sum else None, norm)
 
 
 def _cast(
-    read: _Read,
+    read: _OpInput,
     cast: Cast,
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
     offsets: Tensor | None,
-    commit: tuple[Any, ...] = (),
+    committed: tuple[State, ForwardAmax] | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
-    ``cast`` is that of x as it lies, unless only the transposed one of ``layouts`` is needed. ``commit``: the
-    delayed state, forward's amaxes and the update's options, where the cast commits the state too.
+    ``cast`` is that of x as it lies, unless only the transposed one of ``layouts`` is needed. ``committed``: the
+    delayed state and forward's amaxes, where the cast enters these and its own into that state.
     """
-    (x, activation, named), (as_is, transposed) = read, layouts
-    role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in named
+    (x, activation, options), (as_is, transposed) = read, layouts
+    role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in options
     pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and offsets is None
-    transposed_alone = writes_transposed and not as_is and is_plain and not (commit and column_sum)
+    transposed_alone = writes_transposed and not as_is and is_plain and not (committed and column_sum)
     if transposed_alone:
         x, writes_transposed, column_sum = x.t(), False, False
-        if "place" in named:
-            named = {**named, "place": named["place"][::-1]}
-    options = cast.arguments if as_is or transposed_alone else cast.arguments_transposed
-    sums_or_norm: Sequence[Tensor] = ()
-    if commit:
-        *state, update = commit
-        scaling = options[0], options[2], options[3]
-        options = *scaling, *update, writes_transposed, pad, column_sum, *activation
-        written = kernels.cast_and_commit(x, *state, *options, **named)
-        q_RC, q_CR, scale_inv, *sums_or_norm = written
+        if "place" in options:
+            options = {**options, "place": options["place"][::-1]}
+    arguments = cast.arguments if as_is or transposed_alone else cast.arguments_transposed
+    others: Sequence[Tensor]  # a norm's results; else column sums and what CastRequest's keep or activation asks for
+    if committed is not None:
+        (state, forward_amax), (dtype, _, *scaling) = committed, arguments
+        arguments = dtype, *scaling, *request.recipe.delayed_update, writes_transposed, pad, column_sum, *activation
+        q_RC, q_CR, scale_inv, *others = kernels.cast_and_commit(x, *state, *forward_amax, *arguments, **options)
         amax = None
     else:
         if offsets is not None:
-            named = {"offsets": offsets, "as_is": as_is or not writes_transposed}
-        options = *options, writes_transposed, pad, column_sum, *activation
-        q_RC, q_CR, scale_inv, amax, *sums_or_norm = kernels.cast(x, scale, role, *options, **named, **cast.named)
+            options = {"offsets": offsets, "as_is": as_is or not writes_transposed}
+        arguments = *arguments, writes_transposed, pad, column_sum, *activation
+        q_RC, q_CR, scale_inv, amax, *others = kernels.cast(x, scale, role, *arguments, **options, **cast.named)
         if not cast.is_delayed:
             amax = None
         elif offsets is not None:
             amax = amax.amax(0, keepdim=True)  # groups share one history
     if transposed_alone:
         return Operands(None, (q_RC, scale_inv), amax)
-    besides = sums_or_norm
-    if not is_norm:
-        besides = besides[1:] if request.keep else ()
-        if request.value is not None:
-            _, codes = sums_or_norm
-            besides = (codes if named["value_transposed"] else codes.t(),)
-    whole = offsets is None and cast.tile == (ALL, ALL)  # one scale is its own transpose
-    return Operands(
-        (q_RC, scale_inv) if as_is else None,
-        (q_CR if writes_transposed else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
-        amax,
-        sums_or_norm[0] if column_sum else None,
-        besides=besides,
-    )
+    norm = kept_scale = activation_codes = None
+    if is_norm:
+        norm = NormResults(*others)
+    elif request.keep:
+        kept_scale = others[1]
+    elif request.activation is not None:
+        activation_codes = others[1] if options["value_transposed"] else others[1].t()
+    pair = (q_RC, scale_inv) if as_is else None
+    pair_t = None
+    if transposed:
+        has_one_scale = offsets is None and cast.tile == (ALL, ALL)  # which is its own transpose
+        pair_t = q_CR if writes_transposed else q_RC.t(), scale_inv if has_one_scale else scale_inv.t()
+    return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, kept_scale, activation_codes)
 
 
-def cast_by_scale(source: CastSource, scale: Tensor, dtype: torch.dtype, pads: bool) -> Tensor:
-    """Return the codes of a source by one scale [1], contraction last in the transposed layout that products read."""
-    x, activation, *_ = source
+def cast_by_scale(source: CastSource, cast: CastByScale, pads: bool) -> Tensor:
+    """Return the codes of a source by a known scale, contraction last in the transposed layout that products read."""
+    (x, activation, *_), (scale, dtype) = source, cast
     transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()
@@ -240,34 +256,30 @@ def operands_of_codes(
     (q_RC, scale_inv), casts = pair, recipe.casts[role]
     cast, second = casts.as_is, casts.transposed if transposed else None
     assert cast is not None
-    operands = operands_of(q_RC, scale_inv, recipe.pads, second is not None and casts.once and offsets is None)
-    laid = operands.transposed if second is not None else None
+    reads_codes = second is not None and casts.once
+    operands = operands_of(q_RC, scale_inv, recipe.pads, reads_codes and offsets is None)
+    pair_t = operands.transposed if second is not None else None
     if second is not None and not casts.once:
         scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
         flat = q_RC.flatten(0, -2), scales[0].flatten(0, -2)  # a weight of groups has tiles within one row
         values = kernels.dequantize(*flat, scales[1], torch.float32).view(q_RC.shape)
-        laid = cast_role(values, CastRequest(recipe, role, False, True), None, Rows(offsets)).transposed
-    elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
+        request = CastRequest(recipe, role, as_is=False, transposed=True)
+        pair_t = cast_role(values, request, None, Rows(offsets)).transposed
+    elif reads_codes and offsets is not None and needs_transposed_codes(q_RC.device):
         pad = contraction_multiple(q_RC.device, recipe.pads)
-        laid = transposed_codes(q_RC, offsets, pad), scale_inv.t()
-    return Operands(operands.as_is, laid, amax if cast.is_delayed else None)
+        pair_t = transposed_codes(q_RC, offsets, pad), scale_inv.t()
+    return Operands(operands.as_is, pair_t, amax if cast.is_delayed else None)
 
 
-def cast_grad_output(
-    source: AnySource,
-    request: CastRequest,
-    state: State | None,
-    rows: Rows = DENSE,
-    forward_amax: tuple[Tensor | None, Tensor | None] | None = None,
+def cast_and_commit(
+    source: AnySource, request: CastRequest, state: State, forward_amax: ForwardAmax, rows: Rows = DENSE
 ) -> Operands:
-    """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
-    if state is None or forward_amax is None:
-        return cast_role(source, request, state, rows)
+    """Cast grad_output, and commit the delayed state with the amaxes of all three roles: in one op where it can be."""
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
     commits = cast is not None and once and cast.is_delayed and not cast.is_packed
     if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
-        read: _Read = (source, (), {}) if isinstance(source, Tensor) else _read(source, request)
-        return _cast(read, cast, None, request, layouts, None, (*state, *forward_amax, request.recipe.delayed_update))
+        read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
+        return _cast(read, cast, None, request, layouts, None, (state, forward_amax))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

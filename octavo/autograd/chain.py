@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, Norm, as_rows, cast_by_scale, cast_role
+from octavo.autograd.casts import CastByScale, CastRequest, Norm, as_rows, cast_by_scale, cast_role
 from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
@@ -48,13 +48,14 @@ from octavo.autograd.products import (
     unrounded,
 )
 from octavo.autograd.rotary import Positions, gradient_of_heads
-from octavo.granularity import ALL
+from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource
+from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads
 from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.private import has_storage
-from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT
+from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.collectives import summed
+from octavo.tensor.pair import Operands
 
 
 class Chain(NamedTuple):
@@ -80,6 +81,30 @@ class ChainTensors(NamedTuple):
     second_bias: Tensor | None
 
 
+def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
+    """Return (the first layer's input in high precision, where that is read or returned; its pairs)."""
+    x, gamma, beta, *_ = tensors
+    layer, norm = chain.layers[0], chain.norm
+    y: Tensor | None = x
+    if norm is None:
+        request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw)
+        operands = cast_role(x, request, layer.state, layer.rows)
+    else:
+        assert gamma is not None
+        keep = chain.returns_norm or (needs_dw and layer.recipe.grad_weight is None)
+        source, wire = NormSource(x, gamma, beta, *norm), layer.rows.wire
+        operands = cast_norm(source, layer.recipe, layer.state, needs_dw=needs_dw, keep=keep, wire=wire)
+        assert operands.norm is not None
+        y = operands.norm.y if keep else None
+        if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _ChainFunction
+            y = y.to(chain.dtype)
+    for observer in layer.observers if layer.rows.wire is None else ():
+        arguments: Any = norm and (*operands.norm[:2], gamma, beta, norm.kind, norm.zero_centered)  # type: ignore[index]
+        values = (lambda: x) if norm is None else functools.partial(kernels.normalised, x, *arguments)
+        observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
+    return y, operands
+
+
 def _forward(
     tensors: ChainTensors, chain: Chain, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
@@ -87,34 +112,25 @@ def _forward(
 
     ``needs``: which of ``tensors`` need a gradient, in their order.
     """
-    x, gamma, beta, weight, bias, second_weight, second_bias = tensors
+    x, gamma, _, weight, bias, second_weight, second_bias = tensors
+    needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, _ = needs
+    needs_dx = needs_x or needs_gamma or needs_beta
+    needs_dh = needs_dx or needs_dw or needs_db
     first, *later_layers = chain.layers
-    offsets, _, wire = first.rows
-    needs_dx, needs_dw, needs_dh = any(needs[:3]), needs[3], any(needs[:5])  # dh: any gradient behind h
-    y = mean = rstd = None
-    if chain.norm is None:
-        y, operands = x, cast_role(x, CastRequest(first.recipe, INPUT, True, needs_dw), first.state, first.rows)
-    else:
-        assert gamma is not None
-        keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        source_of_norm = NormSource(x, gamma, beta, *chain.norm)
-        operands, y, mean, rstd = cast_norm(source_of_norm, first.recipe, needs_dw, first.state, keep, wire)
-        if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
-            y = y.to(chain.dtype)
-    if first.observer is not None and wire is None:
-        norm_tensors: Any = chain.norm and (mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)
-        source = (lambda: x) if norm_tensors is None else functools.partial(kernels.normalised, x, *norm_tensors)
-        first.observer.cast(first.recipe, INPUT, source, operands, offsets)
+    y, operands = _cast_first_input(tensors, chain, needs_dw)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
-    saved_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
+    saved_norm: tuple[Tensor | None, ...] = (None,) * 4
+    if needs_dx and operands.norm is not None:
+        saved_norm = x, gamma, operands.norm.mean, operands.norm.rstd
     if not later_layers:
         return h, y, (*saved_norm, *saved)
     (second,) = later_layers
     assert second_weight is not None
-    needs_second, casts_again = (needs_dh, needs[5]), needs_dh and needs[5] and _can_cast_again(first, second)
-    second_tensors = second, second_weight, second_bias, needs_second
-    result, saved_second = _behind_activation(h, chain.activation, *second_tensors, casts_again)
+    casts_again = needs_dh and needs_dw2 and _can_cast_again(first, second)
+    result, saved_second = _behind_activation(
+        h, chain.activation, second, second_weight, second_bias, (needs_dh, needs_dw2), casts_again
+    )
     return result, y, (*saved_norm, *saved, *saved_second)
 
 
@@ -123,11 +139,11 @@ def _can_cast_again(first: Layer, second: Layer) -> bool:
 
     Each of both casts has one scale, and h is saved as it is; what an observer reads is saved.
     """
-    (of_y, _, y_once), (of_dh, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
-    if not (y_once and dh_once) or second.recipe.saved is not None or second.observer is not None:
+    (y_cast, _, y_once), (dh_cast, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
+    if not (y_once and dh_once) or second.recipe.saved is not None or second.observers:
         return False
-    assert of_y is not None and of_dh is not None
-    one_scale = of_y.tile == of_dh.tile == (ALL, ALL) and first.recipe.pads == second.recipe.pads
+    assert y_cast is not None and dh_cast is not None
+    one_scale = y_cast.tile == dh_cast.tile == (ALL, ALL) and first.recipe.pads == second.recipe.pads
     return one_scale and first.rows.offsets is None
 
 
@@ -145,16 +161,17 @@ def _behind_activation(
     ``casts_again``: backward casts the activation of h again, by the scale that is saved in place of its codes.
     """
     needs_dh, needs_dw = needs
-    request = CastRequest(layer.recipe, INPUT, True, needs_dw and not casts_again, keep=casts_again, only_products=True)
+    transposed = needs_dw and not casts_again
+    request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=transposed, keep=casts_again, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
-    if layer.observer is not None:
+    for observer in layer.observers:
         produced = functools.partial(kernels.produced, h, activation, None)
-        layer.observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
+        observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
     if casts_again:
         assert a.as_is is not None
-        saved = saved._replace(x_scale_inv=a.as_is[1], x_scale=a.besides[0])
+        saved = saved._replace(x_scale_inv=a.as_is[1], x_scale=a.kept_scale)
     cast = layer.recipe.saved
     saved_h: tuple[Tensor | None, Tensor | None] = None, None  # the tensor or codes, scale_inv
     if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
@@ -163,6 +180,13 @@ def _behind_activation(
             q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.rows.offsets)
             saved_h = q, scale_inv
     return result, (*saved_h, *saved)
+
+
+def _results(chain: Chain, result: Tensor, y: Tensor | None) -> Any:
+    """Return what ``run_chain`` returns, in rows: heads that are turned, the output and the norm's, or the output."""
+    if chain.positions is not None:
+        return chain.positions.turned(result)
+    return (result, y) if chain.returns_norm else result
 
 
 class _ChainFunction(torch.autograd.Function):
@@ -175,59 +199,42 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         tensors, chain = ChainTensors(*arguments[:-1]), arguments[-1]
-        result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
+        result, y, saved = _forward(tensors, chain, ctx.needs_input_grad[:7])
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [
             backward_plan(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
-        ctx.counts = None
         ctx.set_materialize_grads(False)
-        if (positions := chain.positions) is not None:
-            ctx.counts = positions.counts
-            ctx.save_for_backward(*saved, positions.cos, positions.sin)
-            return positions.turned(result)
-        ctx.save_for_backward(*saved)
-        return (result, y) if chain.returns_norm else result
+        positions = chain.positions
+        ctx.counts = None if positions is None else positions.counts
+        ctx.save_for_backward(*saved, *(() if positions is None else (positions.cos, positions.sin)))
+        return _results(chain, result, y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs = gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors)
-        saved, plans = ctx.saved_tensors, ctx.plans
-        has_beta = ctx.are_tensors[2]
-        (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
-        needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
-        grad: Any
-        if ctx.counts is None:
-            grad, *grads_of_norm = grads  # None: nothing was computed from that result
-        else:
-            grad, grads_of_norm = gradient_of_heads(grads, ctx.counts, *saved[layer_end:]), []
+        needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, needs_db2 = gradients_needed_now(ctx)
+        x, gamma, mean, rstd, *tensors = ctx.saved_tensors  # which a checkpoint lets be read once
+        layer_end, plans, has_beta = len(Saved._fields), ctx.plans, ctx.are_tensors[2]
+        saved, tensors_behind = Saved(*tensors[:layer_end]), tensors[layer_end:]
+        needs_dx = needs_x or needs_gamma or needs_beta
+        needs_dh = needs_dx or needs_dw or needs_db
+        source: Tensor | RotaryHeads | None
+        source, *grads_of_norm = grads  # None: nothing was computed from that result
+        if ctx.counts is not None:
+            source, grads_of_norm = gradient_of_heads(grads, ctx.counts, *tensors_behind), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
-        activation: tuple[Any, ...] = ()
-        value = None
-        if grad is not None and len(plans) == 2:
-            activation, second_saved = _source_of_activation(ctx, *saved[layer_end:], needs_dw=needs[5])
-            second = second_saved, plans[1]
-            value = _value_to_cast(*second) if needs[5] else None
-            g2 = [cast_gradient(grad, *second, (needs_dh, needs[5], needs[6]))]
-            of_now = needs_dh, needs[5] and value is None, needs[6]
-            grad, dw2, db2 = gradients(g2.pop() if value is None else g2[0], *second, of_now)
-            ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
-        layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
-        g = [cast_gradient(grad, *layer, activation, value)] if grad is not None and needs_dh else []
-        del grad  # it is large, and read no more
-        if value is not None:
-            name, h, *_ = activation
-            codes = g[0][0].besides if g else ()
-            x_q = codes[0] if codes else cast_by_scale(CastSource(h, name), *value, plans[1].layer.recipe.pads)
-            dw2 = gradients(g2.pop(), second_saved._replace(x_q=x_q), plans[1], (False, True, False))[1]
-            del codes, x_q
-        if g:
-            dx, dw, db = gradients(g.pop(), *layer)
-            ctx.plans = [plan_for_next_pass(plans[0]), *ctx.plans[1:]]
-            dx = _whole(dx, plans[0])
+        plan, needs = plans[0], (needs_dx, needs_dw, needs_db)
+        if isinstance(source, Tensor) and len(plans) == 2:
+            second = tensors_behind, (needs_dh, needs_dw2, needs_db2)
+            dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, (saved, needs), second)
+        elif source is not None and needs_dh:
+            dx, dw, db = gradients(cast_gradient(source, saved, plan, needs), saved, plan, needs)
+        if source is not None:
+            ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, plans[1:])]
+        dx = _whole(dx, plan)
         dys = [dy for dy in (dx, *grads_of_norm) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
             kind, _, zero_centered = ctx.norm
@@ -236,31 +243,59 @@ class _ChainFunction(torch.autograd.Function):
         return dx, dgamma, dbeta if has_beta else None, dw, db, dw2, db2, None
 
 
+def _gradients_of_two_layers(
+    ctx: Any,
+    grad: Tensor,
+    first: tuple[Saved, tuple[bool, bool, bool]],
+    second: tuple[Sequence[Tensor | None], tuple[bool, bool, bool]],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of (input, weight, bias) of the first layer and (weight, bias) of the second.
+
+    ``first`` and ``second``: the tensors that were saved of each layer, the second's by ``_behind_activation``, and
+    which of its (input, weight, bias) need a gradient.
+    """
+    (first_saved, first_needs), ((h, h_scale_inv, *saved_tensors), needs) = first, second
+    first_plan, plan = ctx.plans
+    saved, recipe, (needs_dh, needs_dw, needs_db) = Saved(*saved_tensors), plan.layer.recipe, needs
+    scale_and_tile = h_scale_inv, _tile_of_saved(recipe)
+    if needs_dw and recipe.grad_weight is None:
+        assert h is not None
+        x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
+        saved = saved._replace(x_TK=x.to(plan.dtype))
+    cast_again = None  # of the second layer's input, whose codes are not saved
+    if needs_dw and saved.x_scale is not None:
+        cast_again = CastByScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
+    # GradOutputs are in lists: pop() leaves ``gradients`` the only reference, as it wants
+    g2 = [cast_gradient(grad, saved, plan, needs)]
+    needs_now = needs_dh, needs_dw and cast_again is None, needs_db
+    dh, dw2, db2 = gradients(g2.pop() if cast_again is None else g2[0], saved, plan, needs_now)
+    g1 = []
+    if dh is not None:
+        source = CastSource(dh, ctx.activation, h, *scale_and_tile)
+        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, cast_again))
+        del source, dh
+    if cast_again is not None:
+        codes = g1[0].operands.activation_codes if g1 else None
+        if codes is None:  # no cast of the first layer was needed
+            assert h is not None
+            codes = cast_by_scale(CastSource(h, ctx.activation), cast_again, recipe.pads)
+        dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
+        del codes
+    dx, dw, db = gradients(g1.pop(), first_saved, first_plan, first_needs) if g1 else (None, None, None)
+    return dx, dw, db, dw2, db2
+
+
+def _tile_of_saved(recipe: Recipe) -> Tile:
+    """Return the tile of the scales of h, as it is saved; any tile if it is saved without scales."""
+    return (ALL, ALL) if recipe.saved is None else recipe.saved.tile
+
+
 def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
     """Return dx, summed over ranks where each has some rows of the weight; of this rank's tokens if x was gathered."""
     _, parts, wire = plan.layer.rows
     if dx_TK is None or parts is None or not parts.roles[WEIGHT]:  # experts on other ranks are whole there
         return dx_TK
     return summed(dx_TK, parts.group) if wire is None else scattered(dx_TK, wire)
-
-
-def _value_to_cast(saved: Saved, plan: BackwardPlan) -> tuple[Tensor, torch.dtype] | None:
-    """Return (scale, dtype) by which the second layer's input is cast again; None: its codes are saved."""
-    cast = plan.layer.recipe.casts[INPUT].as_is
-    return None if saved.x_scale is None or cast is None else (saved.x_scale, cast.arguments[0])
-
-
-def _source_of_activation(
-    ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *tensors_of_layer: Tensor | None, needs_dw: bool
-) -> tuple[tuple[Any, ...], Saved]:
-    """Return (the activation, as casts of its gradient take it; the second layer's Saved, with its input if read)."""
-    saved, recipe = Saved(*tensors_of_layer), ctx.plans[1].layer.recipe
-    scale_and_tile = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
-    if needs_dw and recipe.grad_weight is None:
-        assert h is not None
-        x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
-        saved = saved._replace(x_TK=x.to(ctx.plans[1].dtypes[0]))
-    return (ctx.activation, h, *scale_and_tile), saved
 
 
 def run_chain(
@@ -281,20 +316,16 @@ def run_chain(
     tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
-        if chain.positions is not None:
-            return results
-        results = results if chain.returns_norm else (results,)
     else:
         result, y, _ = _forward(tensors, chain, (False,) * 7)
-        if chain.positions is not None:
-            return chain.positions.turned(result)
-        results = (result, y) if chain.returns_norm else (result,)
-    dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
-    shaped = [
-        tensor if x.ndim == 2 else tensor.view(*leading_dims, tensor.shape[-1])
-        for tensor, leading_dims in zip(results, dims, strict=False)
-    ]
-    return tuple(shaped) if chain.returns_norm else shaped[0]
+        results = _results(chain, result, y)
+    if chain.positions is not None or x.ndim == 2:
+        return results
+    leading = x.shape[:-1] if leading is None else leading
+    if not chain.returns_norm:
+        return results.view(*leading, results.shape[-1])
+    result, y = results
+    return result.view(*leading, result.shape[-1]), y.view(x.shape)
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -317,14 +348,11 @@ class _ActivatedLinear(torch.autograd.Function):
         refuse_in_backward(*grads)
         plan, (h, h_scale_inv, *tensors_of_layer) = ctx.plan, ctx.saved_tensors
         recipe = plan.layer.recipe
-        needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(
-            ctx, ctx.needs_input_grad[:4], ctx.are_tensors
-        )
+        needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
-        saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtypes[0]
+        saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtype
         if h_scale_inv is not None:
-            tile = (ALL, ALL) if recipe.saved is None else recipe.saved.tile
-            h = kernels.dequantize(h, h_scale_inv, tile, dtype)
+            h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
         if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)

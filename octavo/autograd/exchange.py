@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.autograd.casts import operands_of_codes
 from octavo.autograd.gather_input import GatherReader
 from octavo.autograd.grouped import Routing, group_of_rows
@@ -33,7 +34,7 @@ from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast
-from octavo.tensor.collectives import maximum_over_ranks, pack, unpack
+from octavo.tensor.collectives import maximum_over_ranks, pack_message, unpack_message
 from octavo.tensor.pair import ForProducts, Operands
 
 
@@ -50,7 +51,7 @@ class Exchange(NamedTuple):
     exact: bool = False
     average: bool = True
 
-    def part(self, each: int) -> slice:
+    def local_experts(self, each: int) -> slice:
         """Return the numbers of this rank's experts; ``each``: how many a rank has."""
         return slice(self.rank * each, (self.rank + 1) * each)
 
@@ -86,32 +87,40 @@ class Journey(NamedTuple):
 def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToSend) -> tuple[Tensor, Journey]:
     """Send rows [S, C], sorted by expert, to the experts' ranks; return rows [R, C] by local expert, and the Journey.
 
-    Gradients flow back. One collective tells all ranks the sizes of groups (and the amaxes of their rows), which are
-    read on the host: an all-to-all needs them there.
+    Gradients flow back.
+    """
+    journey, amax = _plan_journey(rows.detach(), offsets, exchange, _shares_scales(sending))
+    send = functools.partial(_send, journey=journey, sending=sending, amax=amax)
+    return _Travel.apply(rows, send, functools.partial(_bring_back, journey=journey)), journey
+
+
+def _plan_journey(
+    rows: Tensor, offsets: Tensor, exchange: Exchange, shares_scales: bool
+) -> tuple[Journey, Tensor | None]:
+    """Return the Journey of rows and, if ranks share scales, the amax [E] of all ranks' rows of each expert.
+
+    One collective tells all ranks the sizes of groups (and the amaxes of their rows), which are read on the host: an
+    all-to-all needs them there.
     """
     experts = offsets.shape[0]
     message_parts = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
-    if _shares_scales(sending):
-        message_parts.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
+    if shares_scales:
+        message_parts.append(_amax_of_groups(rows, offsets).view(torch.int32))
     message = torch.cat(message_parts).unsqueeze(0)
     # [ranks, E + 1, or 2 E + 1]: rows of each expert, all rows, and amaxes as int32
     messages = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(message, exchange.size, exchange.group))
     sizes: list[list[int]] = messages[:, : experts + 1].tolist()
-    for rank, (*of_experts, total) in enumerate(sizes):
-        if sum(of_experts) != total:
-            raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
-    experts_per_rank = experts // exchange.size
-    by_rank = [
-        [sum(row[begin : begin + experts_per_rank]) for begin in range(0, experts, experts_per_rank)] for row in sizes
-    ]
-    received_counts = messages[:, exchange.part(experts_per_rank)].flatten()
-    received = [row[exchange.rank] for row in by_rank]
-    expert = torch.arange(experts_per_rank, device=offsets.device).repeat(exchange.size)
-    routing = Routing.of(expert.repeat_interleave(received_counts, output_size=sum(received)), experts_per_rank)
-    journey = Journey(exchange, offsets, sizes[exchange.rank][:-1], by_rank[exchange.rank], received, routing)
-    amax = messages[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
-    send = functools.partial(_send, journey=journey, sending=sending, amax=amax)
-    return _Travel.apply(rows, send, functools.partial(_bring_back, journey=journey)), journey
+    for rank, (*expert_sizes, total) in enumerate(sizes):
+        if sum(expert_sizes) != total:
+            raise ValueError(f"rank {rank} has {total} rows, of which {sum(expert_sizes)} are of the {experts} experts")
+    each = experts // exchange.size
+    here, sizes_to_send = exchange.local_experts(each), sizes[exchange.rank][:-1]
+    sent = [sum(sizes_to_send[begin : begin + each]) for begin in range(0, experts, each)]
+    received = [sum(row[here]) for row in sizes]
+    expert = torch.arange(each, device=offsets.device).repeat(exchange.size)
+    expert_of_row = expert.repeat_interleave(messages[:, here].flatten(), output_size=sum(received))
+    journey = Journey(exchange, offsets, sizes_to_send, sent, received, Routing.by_expert(expert_of_row, each))
+    return journey, messages[:, experts + 1 :].view(torch.float32).amax(0) if shares_scales else None
 
 
 def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
@@ -149,7 +158,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
     largest_amax = None
     if amax is None:
         q, _, scale_inv, _ = kernels.cast(rows, None, sending.role, *cast.arguments, offsets=journey.offsets)
-        message = pack(q, scale_inv, cast.power_of_two)
+        message = pack_message(q, scale_inv, cast.power_of_two)
     else:
         q, scale_inv = _cast_by_group(rows, journey, sending, amax)
         message, largest_amax = q.view(torch.uint8), amax.amax().view(1, 1)
@@ -157,13 +166,13 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
         observer.cast(recipe, sending.role, lambda: rows, Operands((q, scale_inv)), journey.offsets)
     received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
     if amax is None:
-        codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
+        codes, scales = unpack_message(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
     else:
-        local_experts = journey.exchange.part(len(scale_inv) // journey.exchange.size)
+        local_experts = journey.exchange.local_experts(len(scale_inv) // journey.exchange.size)
         codes, scales = received.view(cast.format.dtype), scale_inv[local_experts]
     recipe, _, needs_dw, _ = sending.reader
-    arguments = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
-    return ReceivedRows(operands_of_codes((codes, scales), *arguments), codes.shape, rows.dtype)
+    operands = operands_of_codes((codes, scales), recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets)
+    return ReceivedRows(operands, codes.shape, rows.dtype)
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:
@@ -178,27 +187,20 @@ def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
     """Return the amax [E] of each group; 0 for a group without rows."""
     amax = rows.new_zeros(offsets.shape[0] + 1, dtype=torch.float32)  # the last: of rows in no group
     if len(rows):
-        of_rows = kernels.amax(rows, (1, ALL)).flatten()
-        amax.scatter_reduce_(0, group_of_rows(offsets, len(rows)), of_rows, "amax")
+        row_amax = kernels.amax(rows, (1, ALL)).flatten()
+        amax.scatter_reduce_(0, group_of_rows(offsets, len(rows)), row_amax, "amax")
     return amax[:-1]
 
 
 def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes [S, C], scale_inv [E, 1]) by scales from ``amax`` [E] of all ranks, or by delayed scales."""
-    cast = sending.cast
+    cast, role, state = sending.cast, sending.role, sending.reader.state
     assert cast is not None
-    delayed = None
-    if cast.is_delayed and sending.reader.state is not None:
-        delayed = sending.reader.state.in_force(sending.role)[sending.role]
+    delayed = state.in_force(role)[role] if cast.is_delayed and state is not None else None
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
-    if parts := [group for group in groups if len(group[0])]:
-        xs, codes, scales = map(list, zip(*parts, strict=True))
-        # scale_inv and amax, which are known already
-        outputs = [[scale.new_empty(1, 1) for _ in xs] for _ in range(2)]
-        options = cast.tile, cast.power_of_two, cast.margin
-        kernels.multi_tensor_cast(xs, codes, [], *outputs, scales, 0, *options, None)
+    cast_together([MatrixToCast(x, codes, scale=one) for x, codes, one in groups if len(x)], cast)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
 
 

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, State, as_rows, cast_role, cast_to_send, operands_of_codes
+from octavo.autograd.casts import CastRequest, as_rows, cast_role, cast_to_send, operands_of_codes
+from octavo.autograd.observer import Observer
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
-from octavo.tensor.collectives import pack, summed, unpack
-from octavo.tensor.pair import ForProducts, Operands
+from octavo.tensor.collectives import pack_message, summed, unpack_message
+from octavo.tensor.pair import ForProducts, NormResults, Operands
 
 _REMEDY = (
     "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
@@ -51,10 +53,10 @@ class GatheredInput:
     Attributes:
         carrier: [..., K] without memory; the gradient of the whole input flows to it.
         operands: the pairs, of [T, K]; the amax of the whole input, for a Delayed rule.
-        casts, wire: the options of its casts (``arguments_of``), and how it was gathered.
+        casts, wire: its casts (``input_cast_arguments``), and how it was gathered.
     """
 
-    def __init__(self, carrier: Tensor, operands: Operands, casts: Any, wire: Wire) -> None:
+    def __init__(self, carrier: Tensor, operands: Operands, casts: tuple[Any, ...], wire: Wire) -> None:
         self.carrier, self.operands, self.casts, self.wire = carrier, operands, casts, wire
 
     @classmethod
@@ -83,7 +85,7 @@ class GatherReader(NamedTuple):
     recipe: Recipe
     state: State | None
     needs_dw: bool
-    observers: Sequence[tuple[Recipe, Any]] = ()
+    observers: Sequence[tuple[Recipe, Observer]] = ()
 
 
 def can_gather(reader: GatherReader, role: int, exact: bool) -> bool:
@@ -91,8 +93,8 @@ def can_gather(reader: GatherReader, role: int, exact: bool) -> bool:
     return cast_to_send(reader.recipe.casts[role], True, reader.needs_dw, exact) is not None
 
 
-def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
-    """Return the options of a recipe's casts of an input, as values that a compiled graph can hold."""
+def input_cast_arguments(recipe: Recipe) -> tuple[Any, ...]:
+    """Return a recipe's casts of an input, as values that a compiled graph can hold and compare."""
     return tuple(None if cast is None else (cast.is_delayed, *cast.arguments) for cast in recipe.input_casts[:2])
 
 
@@ -120,45 +122,37 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
     """Return the pairs of all ranks' rows, or of their norm, and what the norm of this rank's rows returns beside."""
     recipe, state, needs_dw, observers = reader
-    casts, scale, amax = recipe.casts[role], None, None
-    cast = casts.as_is
+    cast, scale, amax = recipe.casts[role].as_is, None, None
     assert cast is not None
-    if isinstance(source, NormSource):
-        norm_arguments = source._asdict()
-        rows = norm_arguments.pop("x")
-    else:
-        rows, norm_arguments = source, {}
+    norm_arguments = source._asdict() if isinstance(source, NormSource) else {"x": source}
+    rows = norm_arguments.pop("x")
     if cast.tile == (ALL, ALL):
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
         scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)
-    q, _, scale_inv, _, *norm_results = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
+    q, _, scale_inv, _, *others = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
     if cast.tile == (ALL, ALL):
         q = _gathered(q, wire)
     else:
-        message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
-        q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
-    return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(besides=norm_results)
+        message = _gathered(pack_message(q, scale_inv, cast.power_of_two), wire)
+        q, scale_inv = unpack_message(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
+    norm = NormResults(*others) if norm_arguments else None
+    return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(norm=norm)
 
 
 def cast_norm(
-    source: NormSource, recipe: Recipe, transposed: bool, state: State | None, keep: bool, wire: Wire | None = None
-) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
+    source: NormSource, recipe: Recipe, state: State | None, *, needs_dw: bool, keep: bool, wire: Wire | None = None
+) -> Operands:
     """Cast a norm's result [T, K] as the input of products, without writing it in between; gather it by ``wire``.
 
-    The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
-
-    Returns:
-        the pairs (of all ranks' rows), and of this rank's rows the norm's output y in high precision if ``keep``, else
-        None, their mean and rstd.
+    The recipe's ``output`` must be in FP8; ``needs_dw``: grad_weight will read the input, too; ``keep``: the norm's
+    result is returned too, in high precision. Pairs are of all ranks' rows, the norm's results of this rank's.
     """
-    if wire is None:
-        operands = cast_role(source, CastRequest(recipe, INPUT, True, transposed, False, keep, True), state)
-    else:
-        operands = _gather(source, GatherReader(recipe, state, transposed), INPUT, wire, keep)
-    mean, rstd, y = operands.besides
-    return operands._replace(besides=()), y if keep else None, mean, rstd
+    if wire is not None:
+        return _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
+    request = CastRequest(recipe, INPUT, as_is=True, transposed=needs_dw, keep=keep, only_products=True)
+    return cast_role(source, request, state)
 
 
 class _Carrier(torch.autograd.Function):
@@ -201,7 +195,7 @@ def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> Gathe
     """
     rows = as_rows(x.detach())
     operands = _gather(rows, reader, INPUT, wire)
-    return GatheredInput(_Carrier.apply(x, dim, wire), operands, arguments_of(reader.recipe), wire)
+    return GatheredInput(_Carrier.apply(x, dim, wire), operands, input_cast_arguments(reader.recipe), wire)
 
 
 def scatter_output(y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:

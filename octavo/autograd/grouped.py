@@ -73,13 +73,12 @@ def cast_matrices(
     pair = pair_t = None
     if as_is or not writes_transposed:
         pair = of_equal_groups(q, scale_inv, options[1], laid.shape)
-    if transposed:
-        pair_t = (
-            of_equal_groups(q_t, scale_inv, options[1], laid.shape, pad, transposed=True)
-            if writes_transposed
-            else (pair[0].mT, pair[1].mT)  # type: ignore[index]
-        )
-    first, second = (pair_t, pair if as_is else None) if is_swapped else (pair if as_is else None, pair_t)
+    if writes_transposed:
+        pair_t = of_equal_groups(q_t, scale_inv, options[1], laid.shape, pad, transposed=True)
+    elif transposed:
+        pair_t = pair[0].mT, pair[1].mT  # type: ignore[index]
+    pair = pair if as_is else None
+    first, second = (pair_t, pair) if is_swapped else (pair, pair_t)
     return Operands(first, second, amax.amax(0, keepdim=True) if cast.is_delayed else None)
 
 
@@ -94,7 +93,7 @@ class Routing(NamedTuple):
     offsets: Tensor
 
     @classmethod
-    def of(cls, expert_S: Tensor, experts: int) -> Routing:
+    def by_expert(cls, expert_S: Tensor, experts: int) -> Routing:
         """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
         sorted_experts, order = torch.sort(expert_S, stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

@@ -29,6 +29,7 @@ from octavo import kernels
 from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
+    GradOutput,
     Layer,
     Saved,
     backward_plan,
@@ -82,20 +83,20 @@ class _Gradients(NamedTuple):
     scale_inv: Tensor | None = None
 
 
-def _needs_no_amax(cast: Cast | None) -> bool:
+def _has_fixed_scale(cast: Cast | None) -> bool:
     """Whether the fixed scale of numbers in [-1, 1] replaces a cast of grad_output; see the file."""
     return cast is not None and cast.tile[1] == ALL
 
 
-def _format(recipe: Recipe) -> Format:
+def _fixed_format(recipe: Recipe) -> Format:
     """Return the format of codes by the fixed scale: E4M3 only beside E5M2, as no GPU multiplies E5M2 by E5M2."""
     others = [product[1].format for product in (recipe.grad_input, recipe.grad_weight) if product is not None]
     return E4M3 if E5M2 in others else E5M2
 
 
-def _unit_scale_inv(recipe: Recipe, cast: Cast, rows: int, like: Tensor) -> Tensor:
+def _fixed_scale_inv(recipe: Recipe, cast: Cast, rows: int, like: Tensor) -> Tensor:
     """Return the scale_inv of codes [rows, ...] by the fixed scale, as a product reads it: by tensor or by row."""
-    value = 1.0 / scale_of_unit(_format(recipe).max)
+    value = 1.0 / scale_of_unit(_fixed_format(recipe).max)
     return like.new_full((1 if cast.tile[0] == ALL else rows, 1), value, dtype=torch.float32)
 
 
@@ -116,30 +117,44 @@ class _Chunks:
         recipe, self.dtype = layer.recipe, x_TK.dtype
         if recipe.output is None or recipe.grad_input is None:
             weight_NK = weight_NK.to(self.dtype)  # once
-        if x.as_is is not None and recipe.output is not None:
-            (q, scale_inv), cast = x.as_is, recipe.output[0]
-            x = x._replace(as_is=(q, plain_scales(scale_inv, q.shape, cast.tile)))
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
-        self.layer = layer._replace(observer=None)
-        self.plan = BackwardPlan(self.layer, (self.dtype, weight_NK.dtype))
+        self.loss_options = loss.ignore_index, loss.label_smoothing, loss.softcap
+        self.x_pair = x.as_is
+        if x.as_is is not None and recipe.output is not None:
+            q, scale_inv = x.as_is
+            self.x_pair = q, plain_scales(scale_inv, q.shape, recipe.output[0].tile)
+        self.layer, self.observers = layer._replace(observers=()), layer.observers
+        self.plan = BackwardPlan(self.layer, self.dtype, weight_NK.dtype)
         self.pad = contraction_multiple(x_TK.device, recipe.pads)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
-    def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
+    def loss_and_gradients(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, _Gradients]:
+        """Return the loss, and the gradients of the sum of the losses that are needed."""
+        losses, lse, sum_gradients = self._run(needs)
+        for observer in self.observers:
+            recipe, operand = self.layer.recipe, self.x.as_is or (self.x_TK, None)
+            observer.cast(recipe, INPUT, lambda: self.x_TK, self.x)
+            # lse shows a fault (inf, NaN) in any logit of its row
+            observer.product(recipe, "output", lse[:, None], operand, None, self.x.amax)
+        total = losses.sum()
+        return total if self.loss.divisor is None else total / self.loss.divisor, sum_gradients
+
+    def _run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
         """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
         recipe, (tokens, _), columns = self.layer.recipe, self.x_TK.shape, self.weight_NK.shape[0]
+        needs_dx, needs_dw, needs_db = needs
         step, parts, scales, dxs = _rows_of_chunk(recipe), [], [], []
-        dw = db = codes = None
-        saved = self._saved(needs[0])
-        if needs[1] and recipe.grad_weight is None:
+        dw = codes = None
+        saved = self._saved(needs_dx)
+        if needs_dw and recipe.grad_weight is None:
             dw = self.x_TK.new_zeros(self.weight_NK.shape, dtype=torch.float32)
-        elif needs[1] and recipe.grad_weight is not None:
-            at_once = _needs_no_amax(recipe.grad_weight[0])
+        elif needs_dw and recipe.grad_weight is not None:
+            dtype = _fixed_format(recipe).dtype
+            if not _has_fixed_scale(recipe.grad_weight[0]):
+                dtype = torch.uint8  # torch copies into them, and Inductor computes nothing of float8
             shape = (columns, padded(tokens, self.pad)) if self.writes_transposed else (tokens, columns)
-            # bytes where torch copies into them: Inductor computes nothing of float8
-            codes = self.x_TK.new_empty(shape, dtype=_format(recipe).dtype if at_once else torch.uint8)
-        if needs[2]:
-            db = self.x_TK.new_zeros(columns, dtype=torch.float32)
+            codes = self.x_TK.new_empty(shape, dtype=dtype)
+        db = self.x_TK.new_zeros(columns, dtype=torch.float32) if needs_db else None
         for first in range(0, max(tokens, 1), step):
             rows = slice(first, min(first + step, tokens))
             logits, losses, lse = self._losses(rows)
@@ -147,8 +162,8 @@ class _Chunks:
             if not any(needs):
                 continue
             pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
-            if needs[0]:
-                (dx, *_) = gradients((Operands(pair), g), saved, self.plan, (True, False, False))
+            if needs_dx:
+                (dx, *_) = gradients(GradOutput(Operands(pair), g), saved, self.plan, (True, False, False))
                 assert dx is not None
                 dxs.append(dx)
             if dw is not None and g is not None:
@@ -160,14 +175,14 @@ class _Chunks:
         losses, lse = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         if codes is not None and recipe.grad_weight is not None:
             codes = codes if self.writes_transposed else codes.t()
-            codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
+            codes = codes.view(recipe.grad_weight[0].format.dtype) if codes.dtype is torch.uint8 else codes
         scale_inv = join_scales(scales) if scales else None
         return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
 
     def _saved(self, needs_dx: bool) -> Saved:
         """Return the tensors that a chunk's dx is computed from, besides its G."""
         layer, source = self.layer, self.layer.weight.source
-        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, False)
+        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, needs_dw=False)
         if needs_dx and source is not None and layer.recipe.grad_input is not None:  # FSDP1's and ZeRO-3's: once
             weight = source.tensor.mT if source.is_swapped else source.tensor
             q, scale_inv = weight_cast_again(weight, layer, source.delayed_scale)
@@ -179,11 +194,11 @@ class _Chunks:
     def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return a chunk's logits, losses and logarithms of sums of exponentials."""
         recipe, x = self.layer.recipe, Operands()
-        if recipe.output is not None and self.x.as_is is not None:
-            q, scale_inv = self.x.as_is
+        if recipe.output is not None and self.x_pair is not None:
+            q, scale_inv = self.x_pair
             x = Operands((q[rows], tile_rows(scale_inv, recipe.output[0].tile, rows)))
         logits = output(self.x_TK[rows], x, self.weight_NK, self.bias, self.layer, self.dtype)
-        return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss[1:4])
+        return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss_options)
 
     def _cast(
         self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
@@ -193,29 +208,28 @@ class _Chunks:
         Its codes transposed are written to their place among all rows', in ``codes``. Their scales are None where all
         are the fixed scale of numbers in [-1, 1].
         """
-        recipe, loss_arguments = self.layer.recipe, (self.loss.target[rows], *self.loss[1:4], lse)
-        casts = recipe.grad_output_casts
-        as_is, laid = casts.as_is if needs[0] else None, casts.transposed if needs[1] else None
-        at_once, at_once_laid = _needs_no_amax(as_is), _needs_no_amax(laid)
-        pair = scale_inv = g = None
-        if at_once or at_once_laid:
-            q = no_codes = logits.new_empty((0, 0), dtype=_format(recipe).dtype)
-            if at_once_laid and codes is not None and not self.writes_transposed:
-                q = codes[rows]
-            elif at_once:
-                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=no_codes.dtype)
-            codes_out = codes if at_once_laid and codes is not None and self.writes_transposed else no_codes
-            kernels.cross_entropy_codes(logits, *loss_arguments, q, codes_out, rows.start)
-            if at_once and as_is is not None:
-                pair = q, _unit_scale_inv(recipe, as_is, q.shape[0], q)
-        if needs[2] or (needs[0] and not at_once) or (needs[1] and not at_once_laid):
-            g = kernels.cross_entropy_backward(logits, *loss_arguments, lse.new_ones(1).expand(len(lse)))
-        has_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
-        if any(has_amax) and g is not None:
-            cast = cast_role(g, CastRequest(recipe, GRAD_OUTPUT, *has_amax), None)
-            pair = cast.as_is if has_amax[0] else pair
-            if cast.transposed is not None and codes is not None:
-                q, scale_inv = cast.transposed
+        recipe, arguments = self.layer.recipe, (self.loss.target[rows], *self.loss_options, lse)
+        cast, cast_t, _ = recipe.grad_output_casts
+        (needs_dx, needs_dw, needs_db), pair, scale_inv, g = needs, None, None, None
+        is_fixed, is_fixed_t = needs_dx and _has_fixed_scale(cast), needs_dw and _has_fixed_scale(cast_t)
+        if is_fixed or is_fixed_t:
+            q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)
+            if is_fixed_t and codes is not None and not self.writes_transposed:
+                q = codes[rows]  # one copy serves both products
+            elif is_fixed:
+                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=q.dtype)
+            if is_fixed_t and codes is not None and self.writes_transposed:
+                q_t = codes
+            kernels.cross_entropy_codes(logits, *arguments, q, q_t, rows.start)
+            if is_fixed and cast is not None:
+                pair = q, _fixed_scale_inv(recipe, cast, q.shape[0], q)
+        has_amax = needs_dx and not is_fixed, needs_dw and not is_fixed_t
+        if needs_db or any(has_amax):
+            g = kernels.cross_entropy_backward(logits, *arguments, lse.new_ones(1).expand(len(lse)))
+            by_amax = cast_role(g, CastRequest(recipe, GRAD_OUTPUT, *has_amax), None)
+            pair = by_amax.as_is or pair
+            if by_amax.transposed is not None and codes is not None:
+                q, scale_inv = by_amax.transposed
                 place = codes[:, rows.start : rows.start + q.shape[1]] if self.writes_transposed else codes[rows].t()
                 place.copy_(q.view(torch.uint8))
         return pair, scale_inv, g
@@ -254,72 +268,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, None, read, needs[1])
-        result, of_sum = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
-        saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
-        if of_sum.codes is None:  # dW is there
+        result, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients(needs)
+        saved = to_save(x_to_save, x, weight_NK, layer, needs_dx=False, needs_dw=needs[1])
+        if sum_gradients.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
-        ctx.plan = backward_plan(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
+        ctx.plan = backward_plan(layer._replace(observers=()), x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
-        ctx.save_for_backward(loss.divisor, *of_sum, *saved)
+        ctx.save_for_backward(loss.divisor, *sum_gradients, *saved)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         plan, (divisor, *tensors) = ctx.plan, ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
+        needs_dx, needs_dw, needs_db = gradients_needed_now(ctx)
         count = len(_Gradients._fields)
-        of_sum, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
+        sum_gradients, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
         ctx.plan = plan_for_next_pass(plan)
         commit_forward(plan, saved.x_amax, saved.weight_amax)
         # where no row counts the loss is NaN and the gradient 0, as torch's
         factor = grads[0] if divisor is None else grads[0] / divisor.clamp(min=1)
         factor = factor.to(torch.float32).view(1, 1)
-        dtype, weight_dtype, *of_bias = plan.dtypes
-        dx = dw = db = None
-        if needs_dx and of_sum.dx is not None:
-            dx = (of_sum.dx * factor).to(dtype)
-        if needs_dw and of_sum.dw is not None:
-            dw = (of_sum.dw * factor).to(weight_dtype)
-        elif needs_dw:
-            dw = _grad_weight(of_sum, saved, plan, factor)
-        if needs_db and of_sum.db is not None:
-            db = (of_sum.db * factor[0]).to(of_bias[0])
-        return dx, dw, db, None, None, None
+        dx, dw, db, *_ = sum_gradients
+        dx = (dx * factor).to(plan.dtype) if needs_dx and dx is not None else None
+        if needs_dw:
+            dw = _grad_weight(sum_gradients, saved, plan, factor) if dw is None else (dw * factor).to(plan.weight_dtype)
+        db = (db * factor[0]).to(plan.bias_dtype) if needs_db and db is not None else None
+        return dx, dw if needs_dw else None, db, None, None, None
 
 
-def _grad_weight(of_sum: _Gradients, saved: Saved, plan: BackwardPlan, factor: Tensor) -> Tensor:
+def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, factor: Tensor) -> Tensor:
     """Return dW by one product; the factor multiplies G's scale where all of G has one, else the result."""
-    recipe, codes, scale_inv = plan.layer.recipe, of_sum.codes, of_sum.scale_inv
+    recipe, codes, scale_inv = plan.layer.recipe, sum_gradients.codes, sum_gradients.scale_inv
     assert codes is not None and recipe.grad_weight is not None
-    cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
+    cast, dtype = recipe.grad_weight[0], plan.dtype
     if scale_inv is None:
-        pair, product = (codes, _unit_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
+        pair, product = (codes, _fixed_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
     else:  # a power of two stays one
         dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
-        pair, product = (codes, scale_inv), plan._replace(dtypes=(dtype, dtype))
-    _, dw, _ = gradients((Operands(None, pair), None), saved, product, (False, True, False))
+        pair, product = (codes, scale_inv), plan._replace(dtype=dtype, weight_dtype=dtype)
+    _, dw, _ = gradients(GradOutput(Operands(None, pair)), saved, product, (False, True, False))
     assert dw is not None
-    return dw if scale_inv is None else (dw * factor).to(plan.dtypes[1])
-
-
-def _computed(
-    x_TK: Tensor,
-    x: Operands,
-    weight_NK: Tensor,
-    bias: Tensor | None,
-    loss: LossOfRows,
-    layer: Layer,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, _Gradients]:
-    """Return the loss, and the gradients of the sum of the losses that are needed."""
-    losses, lse, of_sum = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
-    if layer.observer is not None:
-        layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
-        # lse shows a fault (inf, NaN) in any logit of its row
-        layer.observer.product(layer, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
-    total = losses.sum()
-    return total if loss.divisor is None else total / loss.divisor, of_sum
+    return dw if scale_inv is None else (dw * factor).to(plan.weight_dtype)
 
 
 def linear_cross_entropy_of_rows(
@@ -342,4 +332,4 @@ def linear_cross_entropy_of_rows(
         result: Tensor = _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
         return result
     _, x, _ = input_operands(x_TK, layer, None, read, False)
-    return _computed(x_TK, x, weight_NK, bias, loss, layer, (False, False, False))[0]
+    return _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients((False, False, False))[0]

@@ -15,12 +15,12 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
-from octavo.autograd.products import Layer
 from octavo.granularity import ALL, NV, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.nvfp4 import rotated
 from octavo.numerics import scale_from_amax
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
@@ -68,22 +68,20 @@ class LayerCounts(NamedTuple):
         ):
             if cast is None or counts is None:
                 continue
-            x = x_RC
+            x, casts_transpose = x_RC, is_transposed != swaps
             if pair is not None:
-                tile, codes = pair
+                tile, (q, scale_inv) = pair
             elif cast.is_packed:
-                x, tile = x_RC.t() if is_transposed != swaps else x_RC, cast.tile
+                x, tile = x_RC.t() if casts_transpose else x_RC, cast.tile
                 scale = delayed_scale if cast.is_delayed else None
                 q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, NV[1], **cast.named)
-                codes = q, scale_inv
             else:
                 scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
-                tile = cast.tile[::-1] if is_transposed != swaps else cast.tile
-                dtype, _, *options = cast.arguments
-                q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, dtype, tile, *options, offsets=ends)
-                codes = q, scale_inv
+                arguments = cast.arguments_transposed if casts_transpose else cast.arguments
+                q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, *arguments, offsets=ends)
+                tile = arguments[1]
             sums, extremes = counts if experts is None else (counts[0][experts], counts[1][experts])
-            kernels.cast_statistics(x, *codes, tile, sums, extremes, ends)
+            kernels.cast_statistics(x, q, scale_inv, tile, sums, extremes, ends)
 
     @staticmethod
     def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -104,12 +102,7 @@ class Observer(NamedTuple):
     notes: tuple[Notes, Notes] | None = None
 
     def cast(
-        self,
-        recipe: Recipe,
-        role: int,
-        source: Callable[[], Tensor],
-        operands: Operands,
-        offsets: Tensor | None = None,
+        self, recipe: Recipe, role: int, source: Callable[[], Tensor], operands: Operands, offsets: Tensor | None = None
     ) -> None:
         """Count the effects of a cast of ``source()``, of the role INPUT or GRAD_OUTPUT.
 
@@ -126,7 +119,8 @@ class Observer(NamedTuple):
             return
         casts, (first, second) = recipe.casts[role], self.counts.roles[role]
         if first is not None and casts.as_is is not None and operands.as_is is not None:
-            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *self._of(first, offsets), offsets)
+            counts = self._counts_of_groups(first, offsets)
+            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *counts, offsets)
         elif casts.once:  # in a first layer, whose input needs no gradient
             second = first
         if second is not None and casts.transposed is not None and operands.transposed is not None:
@@ -136,10 +130,10 @@ class Observer(NamedTuple):
                 kernels.cast_statistics(laid, *operands.transposed, casts.transposed.tile, *second)
                 return
             (codes, scale_inv), pad = operands.transposed, contraction_multiple(x_RC.device, recipe.pads)
-            as_is = rows_of_codes(codes, offsets, x_RC.shape[0], pad), scale_inv.t()
-            kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
+            rows, counts = rows_of_codes(codes, offsets, x_RC.shape[0], pad), self._counts_of_groups(second, offsets)
+            kernels.cast_statistics(x_RC, rows, scale_inv.t(), casts.transposed.tile[::-1], *counts, offsets)
 
-    def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
+    def _counts_of_groups(self, counts: Counts, offsets: Tensor | None) -> Counts:
         """Return the counts of these groups, which are all experts, or those whose products this rank computes."""
         assert self.counts is not None
         if offsets is None or offsets.shape[0] == counts[0].shape[0]:
@@ -149,26 +143,28 @@ class Observer(NamedTuple):
 
     def product(
         self,
-        layer: Layer,
+        recipe: Recipe,
         name: str,
         result: Tensor,
-        operand: tuple[Tensor, Tensor | None],
+        operand: tuple[Tensor | None, Tensor | None],
         offsets: Tensor | None,
         amax: Tensor | None = None,
+        committed: State | None = None,
     ) -> None:
         """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
 
         "output" shows faults in the input, whose ``amax`` a Delayed cast has computed. "grad_input" shows faults in
-        grad_output; where it is not computed, "grad_weight" does. A faulty element of a group's grad_weight does not
-        show the row: all rows of the group are read.
+        grad_output, whose amax has entered the state ``committed``; where it is not computed, "grad_weight" does. A
+        faulty element of a group's grad_weight does not show the row: all rows of the group are read.
         """
         if self.notes is None:
             return
         tensor, scale_inv = operand
-        if name != "output" and layer.state is not None and layer.commits:
-            amax = layer.state.amax_history[GRAD_OUTPUT, :1]
+        assert tensor is not None
+        if committed is not None:
+            amax = committed.amax_history[GRAD_OUTPUT, :1]
         if name == "grad_weight" and offsets is not None:
-            pads = scale_inv is not None and layer.recipe.pads
+            pads = scale_inv is not None and recipe.pads
             offsets = padded_ends(offsets, contraction_multiple(tensor.device, pads))
             tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)

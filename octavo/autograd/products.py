@@ -16,7 +16,6 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +23,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, CodesAndScale, State, as_rows, cast_grad_output, cast_role, commit
+from octavo.autograd.casts import CastByScale, CastRequest, CodesAndScale, as_rows, cast_and_commit, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
+from octavo.autograd.observer import Observer
 from octavo.autograd.rows import DENSE, Rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.errors import HigherOrderGradientError
 from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
-from octavo.scaling.delayed import entering_input
+from octavo.scaling.delayed import State, entering_input
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
@@ -41,49 +41,48 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """A linear layer's part in its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
-    the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
-    observer.py; ``rows``: how the rows of its input and output lie.
+    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observers`` see the
+    casts and products; ``rows``: how the rows of its input and output lie.
     """
 
     weight: Operands
     recipe: Recipe
-    state: State | None
-    commits: int
-    observer: Any = None
+    state: State | None = None
+    commits: bool = False
+    observers: tuple[Observer, ...] = ()
     rows: Rows = DENSE
 
 
 class BackwardPlan(NamedTuple):
     """A layer's settings for the computation of its gradients in backward, besides the tensors that are saved.
 
-    ``layer`` has no tensors but the delayed state; ``dtypes``: of results, weight and bias; ``first_state``: the state
-    by which the first backward pass cast grad_output, if it kept the graph; ``weight_is_swapped``: whether the weight
-    is saved [..., K, N].
+    ``layer`` has no tensors but the delayed state; ``dtype`` is that of results; ``input_cast``: the number of the
+    input's cast, see shared_casts.py; ``first_state``: the state by which the first backward pass cast grad_output, if
+    it kept the graph; ``weight_is_swapped``: whether the weight is saved [..., K, N].
     """
 
     layer: Layer
-    dtypes: tuple[torch.dtype, ...]
-    first_state: State | None = None
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None = None
+    input_cast: int = UNKNOWN
     weight_is_swapped: bool = False
+    first_state: State | None = None
 
 
 _SAVED = Operands()  # stands for the weight's operands, whose tensors autograd keeps
 
 
 def backward_plan(
-    layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN
+    layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, input_cast: int = UNKNOWN
 ) -> BackwardPlan:
-    """Return the plan of a layer's backward, with results of this dtype.
-
-    ``number``: of the input's cast.
-    """
-    dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
-    (_, recipe, state, commits, observer, rows), source = layer, layer.weight.source
+    """Return the plan of a layer's backward, with results of this dtype."""
+    (_, recipe, state, commits, observers, rows), source = layer, layer.weight.source
     rows = rows if rows.offsets is None else Rows(None, rows.parts, rows.wire)
     # field by field, as every forward calls this: _replace takes twice as long
-    saved_layer = Layer(_SAVED, recipe, state, commits and number, observer, rows)
-    return BackwardPlan(saved_layer, dtypes, None, source is not None and source.is_swapped)
+    layer = Layer(_SAVED, recipe, state, commits, observers, rows)
+    bias_dtype = None if bias is None else bias.dtype
+    return BackwardPlan(layer, dtype, weight_NK.dtype, bias_dtype, input_cast, source is not None and source.is_swapped)
 
 
 def output(
@@ -94,15 +93,12 @@ def output(
     if recipe.output is None:
         assert x_TK is not None
         weight, bias = weight_NK.to(dtype), None if bias is None else bias.to(dtype)
-        if offsets is None:
-            y_TN = F.linear(x_TK, weight, bias)
-        else:
-            y_TN = grouped_linear(x_TK, weight, bias, offsets)
+        y_TN = F.linear(x_TK, weight, bias) if offsets is None else grouped_linear(x_TK, weight, bias, offsets)
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
         y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, offsets)
-    if layer.observer is not None:
-        layer.observer.product(layer, "output", y_TN, x.as_is or (x_TK, None), offsets, x.amax)
+    for observer in layer.observers:
+        observer.product(recipe, "output", y_TN, x.as_is or (x_TK, None), offsets, x.amax)
     return y_TN
 
 
@@ -157,76 +153,76 @@ def plan_for_next_pass(plan: BackwardPlan) -> BackwardPlan:
     return plan._replace(first_state=State(scale, state.amax_history, torch.zeros_like(state.before)))
 
 
-def gradients_needed_now(ctx: Any, needs: Sequence[bool], are_tensors: Sequence[bool]) -> Any:
-    """Return which of the gradients that forward's inputs need are computed in this backward pass.
+def gradients_needed_now(ctx: Any) -> Any:
+    """Return which of the gradients that forward's first inputs need are computed in this backward pass.
 
     torch.autograd.grad may ask for those of inputs first and for those of weights later, as pipelines without bubbles
-    do. ``are_tensors``: which of the inputs are tensors.
+    do. ``ctx.are_tensors``, which forward has set: which of these inputs are tensors, and not None.
     """
+    needs = ctx.needs_input_grad[: len(ctx.are_tensors)]
     if torch.compiler.is_compiling():
-        return tuple(needs)
+        return needs
     edges, needed = iter(ctx.next_functions), []
-    for need, is_tensor in zip(needs, are_tensors, strict=True):
+    for need, is_tensor in zip(needs, ctx.are_tensors, strict=True):
         node = next(edges)[0] if is_tensor else None
-        needed.append(need and _will_run(node))
+        try:
+            needed.append(need and bool(will_engine_execute_node(node)))
+        except RuntimeError:  # it is a leaf among torch.autograd.grad's inputs
+            needed.append(True)
     return tuple(needed)
 
 
-def _will_run(node: Any) -> bool:
-    try:
-        return bool(will_engine_execute_node(node))
-    except RuntimeError:  # it is a leaf among torch.autograd.grad's inputs
-        return True
+class GradOutput(NamedTuple):
+    """A layer's grad_output: its pairs, and itself where a gradient still reads it in high precision."""
 
-
-# a layer's grad_output: its pairs, and itself where a gradient still reads it in high precision
-GradOutput = tuple[Operands, Tensor | None]
+    operands: Operands
+    grad_TN: Tensor | None = None
 
 
 def cast_gradient(
-    grad_TN: Tensor | RotaryHeads,
+    source: Tensor | CastSource | RotaryHeads,
     saved: Saved,
     plan: BackwardPlan,
     needs: tuple[bool, bool, bool],
-    activation: Sequence[Any] = (),
-    value: tuple[Tensor, torch.dtype] | None = None,
+    activation: CastByScale | None = None,
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
-    ``saved`` comes from ``to_save``. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
-    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource; or gradients of
-    heads that rotary positions turned. ``value``: as CastRequest's, by which the activation itself is cast too.
+    ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what that is computed
+    from: the gradient of an activation of the output, or of heads that rotary positions turned. ``activation``: see
+    CastRequest.
     """
-    _, recipe, state, commits, observer, rows = plan.layer
+    _, recipe, state, commits, observers, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
-    source: Any = CastSource(grad_TN, *activation) if activation else grad_TN  # type: ignore[arg-type]
-    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, value=value)
-    amax = (saved.x_amax, saved.weight_amax) if commits else None
+    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, activation=activation)
     rows = rows if offsets is None else Rows(offsets, rows.parts, rows.wire)
-    if state is not None and plan.first_state is not None:
-        g = cast_grad_output(source, request, plan.first_state, rows)
+    forward_amax = saved.x_amax, saved.weight_amax
+    if state is None or not commits:
+        g = cast_role(source, request, state, rows)
+    elif plan.first_state is not None:  # another pass over the graph: the first one has entered forward's amaxes
+        g = cast_role(source, request, plan.first_state, rows)
         if g.amax is not None:
             with entering_input(state, 0):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
-    elif state is None or saved.x_amax is None or not commits:
-        g = cast_grad_output(source, request, state, rows, amax)
+    elif saved.x_amax is None:  # nothing enters the input's history
+        g = cast_and_commit(source, request, state, forward_amax, rows)
     else:
-        with entering_input(state, commits):
-            g = cast_grad_output(source, request, state, rows, amax)
-    if observer is not None:
+        with entering_input(state, plan.input_cast):
+            g = cast_and_commit(source, request, state, forward_amax, rows)
+    for observer in observers:
         observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
-        return g, None
-    return g, source if isinstance(source, Tensor) else unrounded(source, offsets).to(plan.dtypes[0])
+        return GradOutput(g)
+    return GradOutput(g, source if isinstance(source, Tensor) else unrounded(source, offsets).to(plan.dtype))
 
 
 def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
     """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
     _, recipe, state, commits, _, rows = plan.layer
     if state is not None and commits and plan.first_state is None:
-        with entering_input(state, 0 if x_amax is None else commits):
+        with entering_input(state, 0 if x_amax is None else plan.input_cast):
             commit(state, recipe, (x_amax, weight_amax, None), rows.parts)
 
 
@@ -248,45 +244,52 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 def gradients(
     g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
-    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale, _ = saved
+    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments.
+
+    Each pair of ``g`` is freed before the next product, if the caller has no reference to it: neither a variable's nor,
+    in Python 3.11, that of arguments after a star.
+    """
+    weight_NK, offsets = saved.weight_NK, saved.offsets
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
-    layer, (dtype, weight_dtype, *of_bias) = plan.layer, plan.dtypes
-    recipe, observer = layer.recipe, layer.observer
+    layer, dtype = plan.layer, plan.dtype
+    recipe, observers, committed = layer.recipe, layer.observers, layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
-    (as_is, transposed, _, column_sum, *_), grad_TN = g
-    del g  # frees tensors that are read no more, before the next product
+    operands, grad_TN = g
+    as_is, transposed, column_sum = operands.as_is, operands.transposed, operands.column_sum
+    del g, operands
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
             assert grad_TN is not None and weight_NK is not None
             dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
+            w_q, w_scale_inv = saved.weight_q, saved.weight_scale_inv
             if w_q is None and weight_NK is not None:
-                w_q, w_scale_inv = weight_cast_again(weight_NK, layer, delayed_scale)
+                w_q, w_scale_inv = weight_cast_again(weight_NK, layer, saved.delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
-        if observer is not None:
-            observer.product(layer, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
+        for observer in observers:
+            observer.product(recipe, "grad_input", dx_TK, as_is or (grad_TN, None), offsets, None, committed)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
-            assert grad_TN is not None and x_TK is not None
-            dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
+            assert grad_TN is not None and saved.x_TK is not None
+            dw_NK = _mm(grad_TN.t(), saved.x_TK, offsets)
         else:
-            assert transposed is not None and x_q is not None and x_scale_inv is not None
-            dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
-                weight_dtype
-            )
-        if observer is not None and not needs_dx:
+            assert transposed is not None and saved.x_q is not None and saved.x_scale_inv is not None
+            x_pair = saved.x_q, saved.x_scale_inv
+            dw_NK = _matmul(recipe, "grad_weight", transposed, x_pair, None, dtype, offsets)
+        dw_NK = dw_NK.to(plan.weight_dtype)
+        for observer in () if needs_dx else observers:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
-            observer.product(layer, "grad_weight", dw_NK, operand, offsets)
+            observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
             column_sum = grad_TN.sum(0) if offsets is None else group_sums(grad_TN, offsets)
-        db_N = column_sum.to(of_bias[0])
+        assert plan.bias_dtype is not None
+        db_N = column_sum.to(plan.bias_dtype)
     return dx_TK, dw_NK, db_N
 
 
@@ -305,7 +308,7 @@ def weight_cast_again(weight_NK: Tensor, layer: Layer, delayed_scale: Tensor | N
     state = layer.state
     if state is not None:
         state = None if delayed_scale is None else state._replace(scale=delayed_scale, before=state.before * 0)
-    request = CastRequest(layer.recipe, WEIGHT, False, True, only_products=True)
+    request = CastRequest(layer.recipe, WEIGHT, as_is=False, transposed=True, only_products=True)
     pair = cast_role(weight_NK.detach(), request, state, layer.rows).transposed
     assert pair is not None
     return pair
@@ -358,7 +361,7 @@ def input_operands(
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
     if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
-    request = CastRequest(layer.recipe, INPUT, True, needs_dw, only_products=True)
+    request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw, only_products=True)
     x = cast_role(x_TK, request, layer.state, layer.rows)
     return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
 
@@ -378,8 +381,8 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
-        if layer.observer is not None and gathered is None:
-            layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
+        for observer in layer.observers if gathered is None else ():
+            observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
         ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))
@@ -388,10 +391,10 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, needs = ctx.plan, gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
+        plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
-        arguments = Saved(*ctx.saved_tensors), plan, needs
-        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None
+        saved = Saved(*ctx.saved_tensors)
+        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None, None
 
 
 def linear(

@@ -40,18 +40,15 @@ class CastReader(NamedTuple):
 
     def agrees(self, other: CastReader) -> bool:
         """Whether a cast for the other reader is, bit for bit, one for this."""
-        recipe, other_recipe = self.recipe, other.recipe
-        if recipe is not other_recipe and (recipe.input_casts, recipe.pads) != (
-            other_recipe.input_casts,
-            other_recipe.pads,
-        ):
+        recipe, its = self.recipe, other.recipe
+        if recipe is not its and (recipe.input_casts, recipe.pads) != (its.input_casts, its.pads):
             return False
         if self.dtype is not other.dtype or self.offsets is not other.offsets:
             return False
         if self.state is other.state or not any(cast and cast.is_delayed for cast in recipe.input_casts[:2]):
             return True
         assert self.state is not None and other.state is not None
-        return recipe.delayed == other_recipe.delayed and have_same_inputs(self.state, other.state)
+        return recipe.delayed == its.delayed and have_same_inputs(self.state, other.state)
 
     def moment(self) -> tuple[int, ...]:
         """Return numbers that differ if a cast of the same tensor would read another delayed scale or other groups."""
@@ -70,10 +67,10 @@ class _SharedCast(NamedTuple):
 class ReadTensor:
     """A tensor at one version, the layers that have read it in this forward, and the casts that they made of it."""
 
-    __slots__ = ("casts", "place", "readers", "reference", "version")
+    __slots__ = ("casts", "moment", "readers", "reference")
 
-    def __init__(self, reference: Any, version: int, place: Any) -> None:
-        self.reference, self.version, self.place = reference, version, place
+    def __init__(self, reference: weakref.ref[Tensor], moment: tuple[int, Any]) -> None:
+        self.reference, self.moment = reference, moment  # the version, and on which stream it is read
         self.readers: set[int] = set()
         self.casts: list[_SharedCast] = []
 
@@ -92,7 +89,7 @@ class ReadTensor:
         return number
 
 
-_of_thread = threading.local()
+_thread = threading.local()
 
 
 def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
@@ -107,27 +104,21 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         return None
     if is_view:
         x = viewed(x)
-    place = None
+    stream = None
     if x.is_cuda and not is_fake:
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and x.grad_fn is None:
             return None
-        place = current_raw_stream(x.get_device()), capturing
-    key, tensors = id(x), vars(_of_thread).setdefault("tensors", {})
-    read_tensor = tensors.pop(key, None)
-    if (
-        read_tensor is None
-        or read_tensor.reference() is not x
-        or read_tensor.version != x._version
-        or read_tensor.place != place
-        or id(layer) in read_tensor.readers
-    ):
-        read_tensor = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), x._version, place)
+        stream = current_raw_stream(x.get_device()), capturing
+    key, moment, tensors = id(x), (x._version, stream), vars(_thread).setdefault("tensors", {})
+    read: ReadTensor | None = tensors.pop(key, None)
+    if read is None or read.reference() is not x or read.moment != moment or id(layer) in read.readers:
+        read = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
         if len(tensors) >= MOST_HELD:
             tensors.pop(next(iter(tensors), key), None)
-    read_tensor.readers.add(id(layer))
-    tensors[key] = read_tensor  # the last
-    return read_tensor
+    read.readers.add(id(layer))
+    tensors[key] = read  # the last
+    return read
 
 
 def viewed(x: Tensor) -> Tensor:

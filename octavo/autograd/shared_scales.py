@@ -51,7 +51,7 @@ def scale_of_whole(
     group: str,
     activation: Sequence[Any] = (),
     delayed: Tensor | None = None,
-    **of_norm: Any,
+    **norm_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the scales [3] that a cast indexes by role, and the amax [1, 1], of the tensor that ranks hold in parts x.
 
@@ -59,9 +59,9 @@ def scale_of_whole(
     cast's; ``delayed`` scales [3] are used where they are not empty.
     """
     dtype, _, power_of_two, margin = arguments
-    if activation or of_norm:
+    if activation or norm_options:
         per_tensor = E4M3.dtype, (ALL, ALL), False, 0
-        amax = kernels.cast(x, None, role, *per_tensor, False, 1, False, *activation, **of_norm)[3]
+        amax = kernels.cast(x, None, role, *per_tensor, False, 1, False, *activation, **norm_options)[3]
     else:
         amax = kernels.amax(x, (ALL, ALL))
     amax = maximum_over_ranks(amax, group)

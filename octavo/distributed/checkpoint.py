@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
+import operator
 import os
 import pickle
 import re
@@ -29,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -65,6 +67,7 @@ FORMAT = 1
 CONTENT = "octavo.pt"
 REASSURANCE = "what was saved before is kept"
 REMEDY = "remove its folder to load the checkpoint before"
+SEPARATE = "octavo.nn.separate_splits(model)"
 METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
 # for each tensor of a checkpoint a dict and the name there; several where splits are separate here, and joined there
 Places = dict[str, list[tuple[Any, str]]]
@@ -154,11 +157,11 @@ def _begin(
     """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
     model = PlainModel(model).module
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", REASSURANCE, ranks):
-        state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
+        model_state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with _begun(optimizer):  # likewise
-            of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
+            optimizer_state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
-            tensors, content = _collect(state, of_optimizer)
+            tensors, content = _collect(model_state, optimizer_state)
         content |= {"octavo_distributed": FORMAT, "delayed": PlainModel(model).gather_delayed(ranks), "extra": extra}
         with ranks.together():
             copied = _copied(content) if ranks.rank == 0 else {}
@@ -223,15 +226,15 @@ def load_checkpoint(
             splits = _splits_to_fill(model, content)
             places = _model_to_fill(model, present, content, splits)
         filled: Any = None
-        codes: list[Any] = []
+        moments_in_codes: list[MomentInCodes] = []
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
             if not content["states"]:
                 beginning.enter_context(_begun(optimizer))
             begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
-                filled, codes, optimizer_places = _optimizer_to_fill(optimizer, begun, content, reader, splits)
-                places |= optimizer_places
+                filled, moments_in_codes, more_places = _optimizer_to_fill(optimizer, begun, content, reader, splits)
+                places |= more_places
         tensors = {
             name: _to_read([values[key] for values, key in place], reader, name) for name, place in places.items()
         }
@@ -245,8 +248,8 @@ def load_checkpoint(
             if optimizer is not None and filled is None:  # the checkpoint has none: it begins anew
                 optimizer.state.clear()
             elif optimizer is not None:
-                for moments, name, moment in codes:
-                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
+                for moment in moments_in_codes:
+                    moment.read()
                 set_optimizer_state_dict(model, optimizer, filled)
             PlainModel(model).load_delayed(content["delayed"], ranks)
     return content["extra"]
@@ -355,15 +358,15 @@ def _begun(optimizer: Optimizer | None) -> Iterator[None]:
             optimizer.state = state
 
 
-def _collect(model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _collect(model_state: Any, optimizer_state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors to save, by name, and the content of octavo.pt."""
     values = {f"model.{name}": value for name, value in model_state.items()}
     content: dict[str, Any] = {"model": sorted(values), "states": None, "groups": []}
-    if state is not None:
-        content |= {"groups": state["param_groups"], "states": {}}
-        for name, state_of_param in state["state"].items():
-            content["states"][name] = sorted(state_of_param)
-            values |= {f"optimizer.{name}.{key}": value for key, value in state_of_param.items()}
+    if optimizer_state is not None:
+        content |= {"groups": optimizer_state["param_groups"], "states": {}}
+        for name, state in optimizer_state["state"].items():
+            content["states"][name] = sorted(state)
+            values |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return tensors, content | {"others": {name: value for name, value in values.items() if name not in tensors}}
 
@@ -371,11 +374,16 @@ def _collect(model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, An
 def _splits_to_fill(model: nn.Module, content: dict[str, Any]) -> SplitRows:
     """Return the splits that are separate in the model and one Linear in the checkpoint."""
     splits: SplitRows = {}
-    for at, layer in model.named_modules():
+    for layer_name, layer in model.named_modules():
         for name in ("weight", "bias", f"weight{SCALE_INV}") if isinstance(layer, SeparateSplits) else ():
-            if f"model.{(whole := f'{at}.{name}'.lstrip('.'))}" in content["model"]:
-                splits[whole] = {f"{at}.{split}.{name}".lstrip("."): rows for split, rows in layer.splits.items()}
+            if f"model.{(joined := _joined_name(layer_name, name))}" in content["model"]:
+                splits[joined] = {_joined_name(layer_name, split, name): n for split, n in layer.splits.items()}
     return splits
+
+
+def _joined_name(*names: str) -> str:
+    """Return the name of a part in a model, by the names of those that hold it; the model's own is empty."""
+    return ".".join(names).lstrip(".")
 
 
 def _to_read(parts: list[Any], reader: MetadataReader, name: str) -> Any:
@@ -403,12 +411,10 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any], 
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         remedy = "build the model that was saved (of octavo, only weight_storage='fp8' adds names)"
-        for at, layer in model.named_modules():
+        for layer_name, layer in model.named_modules():
             splits_here = layer.splits if isinstance(layer, Linear) else None
-            if any(f"model.{at}.{split}.weight".replace("..", ".") in unexpected for split in splits_here or ()):
-                remedy = (
-                    f"the splits of {at!r} were separate, as under ColwiseParallel: octavo.nn.separate_splits(model)"
-                )
+            if any(f"model.{_joined_name(layer_name, split, 'weight')}" in unexpected for split in splits_here or ()):
+                remedy = f"the splits of {layer_name!r} were separate, as under ColwiseParallel: {SEPARATE}"
         raise CheckpointError(
             f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; {remedy}"
         )
@@ -425,40 +431,38 @@ def _without_others(places: Places, content: dict[str, Any]) -> Places:
 
 def _optimizer_to_fill(
     optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
-    """Return an optimizer's state dict to fill (``begun``: its state), moments that come in other codes, and places.
-
-    Each of these moments is (the state that is to have it in float32, its name, how it was saved).
-    """
-    codes, places, filled = list[tuple[dict[str, Any], str, Moment]](), Places(), dict[str, Any]()
-    names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
-    moments = {name: moment_from(one) for name, one in described["moments"].items()}
+) -> tuple[dict[str, Any], list[MomentInCodes], Places]:
+    """Return an optimizer's state dict to fill (``begun``: its state), moments that come in other codes, and places."""
+    moments_in_codes, places, filled = list[MomentInCodes](), Places(), dict[str, Any]()
+    names_of_moments, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
+    moments = {name: moment_from(description) for name, description in described["moments"].items()}
     for name, keys in content["states"].items():
         sizes = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
-        parts = splits.get(name, {name: 0})
-        for part, rows in parts.items():
-            here, whole = begun["state"].get(part, {}), sum(parts.values())
+        rows_by_part = splits.get(name, {name: 0})
+        whole_rows = sum(rows_by_part.values())
+        for part, rows in rows_by_part.items():
             part_sizes = {
-                key: torch.Size((rows, *size[1:])) if rows and size[:1] == (whole,) else size
+                key: torch.Size((rows, *size[1:])) if rows and size[:1] == (whole_rows,) else size
                 for key, size in sizes.items()
             }
-            others = {one: _moment_to_fill(one, here, part_sizes) for one in names}
-            for tensors in others.values():
-                here = here | tensors
-            if not set(keys) <= here.keys():
+            state = begun["state"].get(part, {})
+            tensors_by_moment = {moment: _moment_to_fill(moment, state, part_sizes) for moment in names_of_moments}
+            state = functools.reduce(operator.or_, tensors_by_moment.values(), state)
+            if not set(keys) <= state.keys():
                 raise CheckpointError(
                     f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
                     "class and the same parameters"
                 )
-            filled[part] = {key: here[key] for key in keys}
-            codes += [(filled[part], one, moments[one]) for one in others if f"{one}_codes" in others[one]]
+            filled[part] = {key: state[key] for key in keys}
+            coded = [moment for moment, tensors in tensors_by_moment.items() if f"{moment}_codes" in tensors]
+            moments_in_codes += [MomentInCodes(filled[part], moment, moments[moment]) for moment in coded]
             for key in keys:
                 places.setdefault(f"optimizer.{name}.{key}", []).append((filled[part], key))
     groups = [
         group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
         for group in content["groups"]
     ]
-    return {"state": filled, "param_groups": groups}, codes, _without_others(places, content)
+    return {"state": filled, "param_groups": groups}, moments_in_codes, _without_others(places, content)
 
 
 def _packed(content: dict[str, Any]) -> bytes:
@@ -516,11 +520,23 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     return like_sharded(shard, like, like.shape)
 
 
-def _read(moment: Moment, codes: Any, scales: Tensor) -> Any:
-    """Return float32 values, sharded as the codes are; ``scales``: of all rows."""
-    shard, (row, column, _) = on_this_rank(codes), place_of(codes)
-    place = (row, column) if codes.ndim > 1 else (0, row)  # a vector's elements are one row
-    return like_sharded(moment.read_codes(shard, scales.to(shard.device), *place), codes, codes.shape)
+class MomentInCodes(NamedTuple):
+    """A moment that is loaded in the codes in which it was saved, and that this optimizer keeps otherwise.
+
+    ``state``: its parameter's, which holds the codes and the scales of all rows until ``read``.
+    """
+
+    state: dict[str, Any]
+    name: str
+    moment: Moment
+
+    def read(self) -> None:
+        """Replace the codes by float32 values, sharded as they are."""
+        codes, scales = (self.state.pop(f"{self.name}_{key}") for key in ("codes", "scale_inv"))
+        shard, (row, column, _) = on_this_rank(codes), place_of(codes)
+        place = (row, column) if codes.ndim > 1 else (0, row)  # a vector's elements are one row
+        values = self.moment.read_codes(shard, scales.to(shard.device), *place)
+        self.state[self.name] = like_sharded(values, codes, codes.shape)
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------
@@ -568,8 +584,8 @@ class PlainModel:
         by_rank = dict(zip(shapes, rows, strict=True))
         present, loaded = self._delayed(), {}
         joined = {  # a split whose state was not saved has that of the Linear that it was part of
-            _plain_name(f"{at}.{split}".lstrip(".")): _plain_name(at)
-            for at, layer in self.module.named_modules()
+            _plain_name(_joined_name(layer_name, split)): _plain_name(layer_name)
+            for layer_name, layer in self.module.named_modules()
             if isinstance(layer, SeparateSplits)
             for split in layer.splits
         }
@@ -577,13 +593,13 @@ class PlainModel:
             layer_name, _, kind = plain_here.rpartition(".")
             if plain_here not in shapes:
                 layer_name = joined.get(layer_name, layer_name)
-            name, history = (f"{layer_name}.{one}".lstrip(".") for one in (kind, HISTORY))
+            name, history = (_joined_name(layer_name, key) for key in (kind, HISTORY))
             if history not in shapes or shapes[history] != present[plain_here.replace(SCALE, HISTORY)][1].shape:
                 loaded[name_here] = torch.zeros_like(value)
             elif len(by_rank[name]) == ranks.size:
                 loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])
             else:
-                loaded[name_here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
+                loaded[name_here] = _one_for_all_ranks(name, by_rank[name]).reshape(shapes[name])
         load_delayed_state_dict(self.module, loaded)
 
 
@@ -592,7 +608,7 @@ def _plain_name(name: str) -> str:
     return re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
 
 
-def _of_all_ranks(name: str, values: Tensor) -> Tensor:
+def _one_for_all_ranks(name: str, values: Tensor) -> Tensor:
     """Return one row for all ranks: the largest amax, or the smallest scale that was set."""
     if name.endswith(HISTORY):
         return values.amax(dim=0)

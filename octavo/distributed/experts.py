@@ -92,7 +92,7 @@ def _feed_forward_on_ranks(
     """Compute octavo.nn.experts.feed_forward, each row on the rank that has its expert."""
     assert gate_up.exchange is not None
     check_layers_agree([gate_up, down], gate_up.own_parameters()[0].device_mesh)
-    rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
+    rows = rows.to(product_dtype(rows, gate_up.layer_tensors()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
     rows_to_send = RowsToSend(cast, INPUT, _reader(gate_up, weight))

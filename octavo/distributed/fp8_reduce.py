@@ -37,7 +37,7 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import all_gather, check_ranks_agree, pack, unpack
+from octavo.tensor.collectives import all_gather, check_ranks_agree, pack_message, unpack_message
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
 _ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
@@ -164,10 +164,10 @@ class Fp8Reduction:
         for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
             members = sum(level)
             x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
-            sent = self.pack(x, dist.get_rank(group), rounding)
+            sent = self._message_of(x, dist.get_rank(group), rounding)
             received, splits = torch.empty_like(sent), None if all(level) else level
             dist.all_to_all_single(received, sent, splits, splits, group)
-            x = self.unpack(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
+            x = self._read(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
         return x
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -223,36 +223,36 @@ class Fp8Reduction:
         width = -(-len(flat) // ranks)
         x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
         mean = self.mean(x_nS, group)
-        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, rank, MEAN)
+        message = mean.to(self.gather_dtype) if self.gather_dtype else self._message_of(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
         work = all_gather(gathered, message, group, async_op=True)
 
         def finish(_: Any) -> Tensor:
             if flat.device.type != "cpu":  # a callback has a stream of its own, and the memory is of another
                 gathered.record_stream(torch.accelerator.current_stream(flat.device))
-            read = gathered if self.gather_dtype else self.unpack(gathered, width, flat.dtype)
+            read = gathered if self.gather_dtype else self._read(gathered, width, flat.dtype)
             return flat.copy_(read.view(-1)[: len(flat)])
 
         return work.get_future().then(finish)
 
-    def pack(self, x: Tensor, rank: int, rounding: int) -> Tensor:
+    def _message_of(self, x: Tensor, rank: int, rounding: int) -> Tensor:
         """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.
 
         The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
         """
         if not self.stochastic:
             codes, _, scale_inv, *_ = kernels.cast(x, None, 0, self.format.dtype, _TILE, True, 0)
-            return pack(codes, scale_inv, True)
+            return pack_message(codes, scale_inv, True)
         scale = scale_from_amax(kernels.amax(x, _TILE), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
         bits = random_bits(key_of(self.seed, rank, self.calls, rounding), index)
         wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
-        return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
+        return pack_message(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 
-    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the values [R, columns] of ``dtype`` in a message from ``pack``."""
-        return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
+    def _read(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [R, columns] of ``dtype`` in a message."""
+        return kernels.dequantize(*unpack_message(message, columns, self.format.dtype, True), _TILE, dtype)
 
 
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

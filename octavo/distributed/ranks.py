@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import OctavoError, first_line
-from octavo.tensor.collectives import home_of
+from octavo.tensor.collectives import sending_device
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Ranks:
         """Whether the flag is true on any rank."""
         if self.size == 1:
             return flag
-        flags = torch.tensor([flag], dtype=torch.int32, device=home_of(self.group))
+        flags = torch.tensor([flag], dtype=torch.int32, device=sending_device(self.group))
         with self.answering():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             return bool(flags)

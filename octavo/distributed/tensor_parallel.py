@@ -29,7 +29,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
 from octavo.weights.gathered import check_layers_agree
-from octavo.weights.stored import StoredWeight, why_not_cut
+from octavo.weights.stored import StoredWeight, why_not_shardable
 
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 
@@ -75,7 +75,16 @@ _gathered = torch.compiler.disable(gathered_for)
 _scatter = torch.compiler.disable(scatter_output)
 
 
-class _Noted:
+def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
+    """Place a module's output, a DTensor, as torch's styles do."""
+    if output.placements != layouts:
+        # it waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to an input that is still on
+        # its way (pytorch#191113), such as an embedding's output, and is compiled for that tensor class alone
+        output = output.redistribute(placements=layouts)
+    return output.to_local() if use_local_output else output
+
+
+class _NotedStyle:
     """A style that notes its work before and after a module on the module, so that a fused module can do it instead."""
 
     _sending: Sending | None = None
@@ -92,38 +101,38 @@ class _Noted:
         return module
 
 
-def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, of_bias: Any) -> None:
-    """Shard a module's own parameters; one that is tied to another module's stays tied."""
-    for name, param in list(module.named_parameters(recurse=False)):
-        if isinstance(param, StoredWeight):
-            why = why_not_cut(param.shape, param.granularity, mesh.size(), of_weight.dim)
-            if why is not None:
-                raise ValueError(why)
-        placement = of_bias if name == "bias" else of_weight
-        placed, sharded = param.__dict__.get(_SHARDED, (None, None))
-        if sharded is None:
-            local = distribute_tensor(param, mesh, [placement], src_data_rank=style.src_data_rank)
-            sharded = nn.Parameter(local, requires_grad=param.requires_grad)
-            param.__dict__[_SHARDED] = placement, sharded
-        elif placed != placement:
-            raise ValueError(
-                f"a parameter of {type(module).__name__} is tied to another module's, which is sharded {placed}, and "
-                f"{type(style).__name__} would shard it {placement}: an embedding by RowwiseParallel and a Linear by "
-                "ColwiseParallel are sharded alike, by rows"
-            )
-        module.register_parameter(name, sharded)
+class _ShardingStyle(_NotedStyle):
+    """A style that shards a Linear's (weight, bias) as ``_linear`` says, an Embedding's weight as ``_embedding``."""
+
+    _linear: tuple[Shard, Shard | Replicate]
+    _embedding: Shard
+    _prepare_output_fn = staticmethod(_output)
+
+    def _shard_parameters(self: Any, name: str, module: nn.Module, device_mesh: Any) -> None:
+        """Shard a module's own parameters; one that is tied to another module's stays tied."""
+        placements: tuple[Any, Any] = (self._embedding, None) if isinstance(module, nn.Embedding) else self._linear
+        for name, param in list(module.named_parameters(recurse=False)):
+            placement = placements[name == "bias"]
+            if isinstance(param, StoredWeight):
+                if why := why_not_shardable(param.shape, param.granularity, device_mesh.size(), placement.dim):
+                    raise ValueError(why)
+            placed, sharded = param.__dict__.get(_SHARDED, (None, None))
+            if sharded is None:
+                local = distribute_tensor(param, device_mesh, [placement], src_data_rank=self.src_data_rank)
+                sharded = nn.Parameter(local, requires_grad=param.requires_grad)
+                param.__dict__[_SHARDED] = placement, sharded
+            elif placed != placement:
+                raise ValueError(
+                    f"a parameter of {type(module).__name__} is tied to another module's, which is sharded {placed}, "
+                    f"and {type(self).__name__} would shard it {placement}: an embedding by RowwiseParallel and a "
+                    "Linear by ColwiseParallel are sharded alike, by rows"
+                )
+            module.register_parameter(name, sharded)
+
+    _partition_linear_fn = _partition_embedding_fn = _shard_parameters
 
 
-def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
-    """Place a module's output, a DTensor, as torch's styles do."""
-    if output.placements != layouts:
-        # it waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to an input that is still on
-        # its way (pytorch#191113), such as an embedding's output, and is compiled for that tensor class alone
-        output = output.redistribute(placements=layouts)
-    return output.to_local() if use_local_output else output
-
-
-class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
+class SequenceParallel(_NotedStyle, torch_parallel.SequenceParallel):
     """torch's SequenceParallel, for norms and dropout, which read only this rank's tokens.
 
     In a fused module whose layers are under octavo's styles, the norm is still fused with the cast.
@@ -147,7 +156,7 @@ class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
         return self.sequence_sharding[0], None, functools.partial(self._prepare_output_fn, self.use_local_output)
 
 
-class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
+class RowwiseParallel(_ShardingStyle, torch_parallel.RowwiseParallel):
     """torch's RowwiseParallel, but where the output is scattered, the gradient of octavo's layers is gathered in FP8.
 
     Parameters that modules share stay shared.
@@ -170,21 +179,16 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
         (Shard(dim=1),)
     """
 
+    _linear = Shard(1), Replicate()
+    _embedding = Shard(0)
+
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         (output,) = self.output_layouts
         self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", output)
 
-    _prepare_output_fn = staticmethod(_output)
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _shard_parameters(self, module, device_mesh, Shard(1), Replicate())
-
-    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _shard_parameters(self, module, device_mesh, Shard(0), None)
-
-
-class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
+class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
     """torch's ColwiseParallel, but an input of octavo's layers that is sharded by tokens is gathered in FP8.
 
     If an octavo.nn.Linear has named splits, each split becomes a Linear of its own (octavo.nn.separate_splits), with
@@ -209,6 +213,9 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         (Shard(dim=1),)
     """
 
+    _linear = Shard(0), Shard(0)
+    _embedding = Shard(1)
+
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         self._sending = _sending(exact, reduction, self.input_layouts, "input_layouts")
@@ -228,14 +235,6 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
                 return gathered
         layouts = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), device_mesh)
-
-    _prepare_output_fn = staticmethod(_output)
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _shard_parameters(self, module, device_mesh, Shard(0), Shard(0))
-
-    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _shard_parameters(self, module, device_mesh, Shard(1), None)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, Linear) and module.splits is not None:

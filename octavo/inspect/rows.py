@@ -127,7 +127,7 @@ def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 def first_here(module: RecipeModule) -> int:
     """Return the index of the first expert whose rows this rank computes."""
     exchange = getattr(module, "exchange", None)
-    return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
+    return 0 if exchange is None else exchange.local_experts(sizes_of(module)[0] // exchange.size).start
 
 
 def _experts_and_columns(module: RecipeModule, role: str) -> tuple[int, int]:

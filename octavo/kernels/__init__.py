@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from octavo.kernels.cpu import KERNELS
-from octavo.kernels.cpu.cast import produced
+from octavo.kernels.cpu.cast import produced as produced
 from octavo.kernels.devices import kernels_of
-from octavo.kernels.reference.norm import normalised
+from octavo.kernels.reference.norm import normalised as normalised
 from octavo.kernels.signatures import SCHEMAS
 from octavo.private import modes_active, tracing_state
 
@@ -67,26 +67,3 @@ def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
 
 # the functions that signatures.DIRECT names
 torch.ops.octavo.direct = SimpleNamespace(**{name: globals()[name] for name in SCHEMAS})  # type: ignore[attr-defined]
-
-
-__all__ = [
-    "amax",
-    "cast",
-    "cast_and_commit",
-    "cast_statistics",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "cross_entropy_codes",
-    "delayed_update",
-    "dequantize",
-    "grouped_matmul",
-    "matmul",
-    "multi_tensor_cast",
-    "norm",
-    "norm_backward",
-    "normalised",
-    "note_faults",
-    "produced",
-    "rotary",
-    "scales_of_pass",
-]

@@ -292,10 +292,10 @@ def _cast(
     **named: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    of_first, of_second = _scaling_options(named) if named else ((), ())
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *of_first)
-    of_second = second_power_of_two, second_margin, None, 0, *of_second
-    second = None if second_dtype is None else Scaling(second_dtype, (second_tile[0], second_tile[1]), *of_second)
+    first_options, second_options = _scaling_options(named) if named else ((), ())
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *first_options)
+    second_options = second_power_of_two, second_margin, None, 0, *second_options
+    second = None if second_dtype is None else Scaling(second_dtype, (second_tile[0], second_tile[1]), *second_options)
     is_norm, in_groups = gamma is not None, offsets is not None
     value, heads = _value_to_cast(preactivation, h_scale_inv, named)
     output = Output(transpose, pad, column_sum, keep, as_is, *value)
@@ -325,11 +325,11 @@ def _cast(
 def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the first and the second Scaling's last fields, from swizzles on, which are taken out of ``named``."""
     swizzle, place = named.pop("swizzle", False), named.pop("place", (0, 0))
-    of_first, of_second = (
+    first_options, second_options = (
         (swizzle, named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place)
         for which in ("", "second_")
     )
-    return of_first, of_second
+    return first_options, second_options
 
 
 def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:

@@ -63,10 +63,10 @@ def enters_again(delayed_before: Tensor, numbers: Tensor) -> Tensor:
 
     ``delayed_before``: see octavo/scaling/delayed.py; ``numbers``: of ``backward_pass``.
     """
-    number, of_last_step = numbers.unbind()
+    number, last_step_number = numbers.unbind()
     written, _, rolled = delayed_before.unbind()
     passes = number - rolled  # negative if the state is from another process or device
-    return (written == number) | ((rolled > of_last_step) & (passes >= 0) & (passes < LONGEST))
+    return (written == number) | ((rolled > last_step_number) & (passes >= 0) & (passes < LONGEST))
 
 
 def scales_of_pass(delayed_scale: Tensor, delayed_before: Tensor) -> Tensor:

@@ -72,7 +72,10 @@ def optimizer_step(
     plans: dict[Any, Any] | None = None,
     resolution: Tensor | None = None,
 ) -> None:
-    """Do ``reference.optimizer_step``; ``plans``: the optimizer's dict that holds launches for its next step."""
+    """Do ``reference.optimizer_step``; ``plans``: a dict of an optimizer, which keeps launches for its next steps.
+
+    Its entry "captured" has what CUDA graphs read, and has to stay when launches are dropped.
+    """
     if not updates:
         return
     gradient = updates[0].gradient

@@ -106,9 +106,9 @@ def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[GroupPlace
         size = end - start
         if tile_rows == ALL:
             tiles = group
-        of_scale = slice(tiles, tiles + tiles_along(size, tile_rows))
-        group_places.append(GroupPlace(slice(start, end), of_scale, slice(column, column + size)))
-        start, tiles, column = end, of_scale.stop, column + padded(size, pad)
+        rows_of_tiles = slice(tiles, tiles + tiles_along(size, tile_rows))
+        group_places.append(GroupPlace(slice(start, end), rows_of_tiles, slice(column, column + size)))
+        start, tiles, column = end, rows_of_tiles.stop, column + padded(size, pad)
     return group_places
 
 
@@ -132,6 +132,6 @@ def of_equal_groups(
     by_group = scale_inv[: groups * tiles_along(rows, tile[0])].unflatten(0, (groups, -1))
     if not transposed:
         return codes.unflatten(0, (groups, rows)), by_group
-    of_one = padded(rows, pad)
-    laid = codes[:, : groups * of_one].unflatten(1, (groups, of_one))
+    group_columns = padded(rows, pad)
+    laid = codes[:, : groups * group_columns].unflatten(1, (groups, group_columns))
     return laid.permute(1, 0, 2), by_group.transpose(1, 2)

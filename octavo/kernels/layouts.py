@@ -46,12 +46,12 @@ def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = 
     return NV[1] if packs else PADDING if pads and needs_transposed_codes(device) else 1
 
 
-def pack(codes: Tensor) -> Tensor:
+def pack_pairs(codes: Tensor) -> Tensor:
     """Return codes of 4 bits [..., C], uint8, two in each byte, the first in its lower half: [..., C / 2]."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def unpack(qdata: Tensor) -> Tensor:
+def unpack_pairs(qdata: Tensor) -> Tensor:
     """Return the codes, uint8 [..., C], of bytes [..., C / 2] with two each."""
     packed = qdata.view(torch.uint8)
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

@@ -10,8 +10,8 @@ Arguments that mean the same everywhere:
                    reference/nvfp4.py. Two of its codes lie in a byte, along the contraction: qdata is [R, C' / 2],
                    transposed [C, R' / 2], pad is 16 and the tile 1x16, 16x1 (transposed codes alone) or 16x16.
                    scale_inv is bf16, amax [1, 1] that of all of x, of which a delayed scale is the outer one
-    rotation       of E2M1: the signs of reference/nvfp4.hadamard, by which each 16 elements along the contraction are
-                   multiplied before the cast; codes of the padding are then not 0
+    rotation       of E2M1: the signs of the matrix by which each 16 elements along the contraction are multiplied
+                   before the cast, see reference/nvfp4.rotated; codes of the padding are then not 0
     seed           of E2M1: rounded stochastically, by random bits of this seed; None: to nearest
     place          the row and column, in a matrix of which x may be a part, of x's first element, for random bits
     tile           (rows, columns) of x that share a scale; -1 is the whole dimension (granularity.py)
@@ -20,8 +20,8 @@ Arguments that mean the same everywhere:
                    None for Dynamic; the op reads element ``role``. With one, tile is (-1, -1); with none or 0, the
                    scale is that of this tensor's own amax
     qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
-                   up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: torch's FP8 product needs
-                   a multiple of 16. Where pad > 1, that dimension's tile is -1 or a multiple of pad
+                   up to a multiple of ``pad`` (1 to PADDING, a power of two), the codes beyond are 0: torch's FP8
+                   product needs a multiple of 16. Where pad > 1, that dimension's tile is -1 or a multiple of pad
     sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
                    without ``column_sum``
     scale_inv      fp32, or E8M0 as numerics.scale_inv_dtype says; what is read may be either. Of the shape that

@@ -37,12 +37,12 @@ from octavo.weights.fsdp2 import forget_gathered, groups_of
 from octavo.weights.gathered import GatherGroup, settings_of
 from octavo.weights.plain import (
     WeightOwner,
-    check_granularity,
-    check_recipe,
+    check_readable,
+    check_stored_granularity,
     stored_granularity,
     weight_of,
 )
-from octavo.weights.stored import OF_FROZEN, StoredWeight, local_stored, store, stored_as, why_cut
+from octavo.weights.stored import FROZEN_ONLY, StoredWeight, local_stored, store, stored_as, why_cut_blocks
 
 LEFT_OUT = "select returned False"
 
@@ -113,7 +113,7 @@ def convert(
     for name, module, _ in targets:
         for names, weight in _weights(name, module):
             if weight not in stored:
-                check_recipe(recipe.of(*names), weight)
+                check_readable(recipe.of(*names), weight)
     for weight, granularity in stored.items():
         store(weight, granularity)
     group = GatherGroup()
@@ -174,13 +174,13 @@ def _storage(
         granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:
             _refuse_sharded(name, weight)
-        if granularity in OF_FROZEN and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
+        if granularity in FROZEN_ONLY and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
             raise ValueError(f"{name}: experts [E, K, N] can't be stored in FP8 under {recipe_of_module.name!r}")
         if stored.setdefault(weight, granularity) != granularity:
             raise ValueError(f"{name}: modules that share a weight need recipes that scale it alike")
     granularities = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
     for weight, granularity in granularities.items():
-        if (why := why_cut(weight, granularity)) is not None:
+        if (why := why_cut_blocks(weight, granularity)) is not None:
             raise ValueError(why)
     return granularities
 
@@ -208,7 +208,7 @@ def storages(
         if then[weight] != now[weight]:
             _refuse_sharded(name, weight)
         if (granularity := then[weight]) is not None:
-            check_granularity(recipe.of(*module.names(name)), weight.shape, granularity)
+            check_stored_granularity(recipe.of(*module.names(name)), weight.shape, granularity)
     return then
 
 
@@ -277,7 +277,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     for name, module, weight in _weights_of(modules):
-        check_recipe(recipe.of(*module.names(name)), weight)
+        check_readable(recipe.of(*module.names(name)), weight)
     for name, module in modules:
         module.recipe = recipe.of(*module.names(name))
     gather_anew(model)
@@ -387,7 +387,7 @@ def gather_anew(model: nn.Module) -> None:
         return
     for held in forget_gathered(model):
         for reader in readers_of(held) if isinstance(held, WeightOwner) else ():
-            reader.fp8.gather.used, reader.fp8.gather.settings_agree = None, False
+            reader.fp8.gather.sent_as, reader.fp8.gather.settings_agree = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

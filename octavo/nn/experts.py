@@ -89,7 +89,7 @@ def mix(
     if top_k_index.device.type == "cpu":  # a GPU would have to be waited for
         in_range = (top_k_index >= 0).logical_and(top_k_index < limit).all()
         assert_async(in_range, f"top_k_index holds numbers of experts that are not below {limit}")
-    routing, k = Routing.of(top_k_index.reshape(-1), experts), top_k_index.shape[1]
+    routing, k = Routing.by_expert(top_k_index.reshape(-1), experts), top_k_index.shape[1]
     rows = _gather_rows(x_TH, routing.order, routing.inverse, k)
     y = _gather_rows(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
     by_token = *x.shape[:-1], k
@@ -115,7 +115,7 @@ def feed_forward(
         linears = gate_up, down
         if activation is None or not run_alone(linears):
             return down(between(gate_up(rows, offsets)), offsets)
-        tensors = [linear.operands() for linear in linears]
+        tensors = [linear.layer_tensors() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
         placed = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
         return run_as_one(placed, None, linears, activation, dtype)

@@ -20,7 +20,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.private import FakeTensor, no_modes
 from octavo.scaling.delayed import note_empty
-from octavo.weights.plain import is_freed_after_forward, state_for
+from octavo.weights.plain import fresh_state, is_freed_after_forward
 
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:
@@ -40,20 +40,6 @@ class _JoinedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads[0].split(ctx.rows)
-
-
-class _Observers(NamedTuple):
-    """The observers of several layers; each sees the casts and products that the layers do together."""
-
-    observers: tuple[Any, ...]
-
-    def cast(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.cast(*arguments)
-
-    def product(self, *arguments: Any) -> None:
-        for observer in self.observers:
-            observer.product(*arguments)
 
 
 class Joined(NamedTuple):
@@ -80,10 +66,12 @@ class Joined(NamedTuple):
             and linear.fp8.recipe is first.fp8.recipe
             and linear.training == first.training
             and (linear.bias is None) == (first.bias is None)
-            and linear.splits is linear.fp8.kept_operands is linear.fp8.gather.parameter is None
+            and linear.splits is None
+            and linear.fp8.kept_operands is None
+            and linear.fp8.gather.parameter is None
         )
 
-    def operands(self) -> LayerTensors:
+    def layer_tensors(self) -> LayerTensors:
         """Return (a facade of the weights [N, K], the biases [N] or None, the first weight)."""
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
@@ -97,11 +85,11 @@ class Joined(NamedTuple):
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._share_state()
             for linear in others:
-                state_for(linear, linear.weight, True, input.device)  # empties the history of a weight written by hand
+                fresh_state(linear, linear.weight, True, input.device)  # a weight written by hand has no history
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
-        return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
+        return layer._replace(observers=observers) if layer.observers else layer  # which see what all do together
 
     def _share_state(self) -> None:
         """Give all layers the first one's delayed state, which is made to cover the histories of all.

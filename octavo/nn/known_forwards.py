@@ -132,11 +132,11 @@ class FeedForward(KnownForward):
         activation = activation_of(getattr(self, names.act), bool(names.up))
         if activation is None or (dropout is not None and dropout.p and dropout.training):
             return None
-        tensors = weight, bias, parameter = down.operands()
+        tensors = weight, bias, parameter = down.layer_tensors()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return None
         if (first := as_one_layer(self.readers)) is not None:
-            layers = [first.operands(), tensors]
+            layers = [first.layer_tensors(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
             output: Tensor = run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
             return output
@@ -400,7 +400,7 @@ class Attention(KnownForward):
         if hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, **kwargs)
         del kwargs["position_embeddings"]
-        tensors = joined.operands()
+        tensors = joined.layer_tensors()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
         run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
         heads = [layer.out_features // self.head_dim for layer in layers]

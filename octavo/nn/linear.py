@@ -84,14 +84,13 @@ class Linear(RecipeModule, nn.Linear):
 
     def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
         """Return the loss of logits input [T, K] . weight^T + bias, by this module's recipe and in chunks."""
-        tensors = weight, bias, parameter = self.operands()
+        tensors = weight, bias, parameter = self.layer_tensors()
         if self.splits is not None:
             raise ValueError(f"a head with splits {self.splits} has several outputs: call it, and take each one's loss")
         refuse_sharded(weight)
         x = input.to(product_dtype(input, weight))
         if self.recipe.is_high_precision:
-            weight = widened(weight)
-            return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), self.recipe, None, False))
+            return linear_cross_entropy_of_rows(x, widened(weight), bias, loss, Layer(Operands(), self.recipe))
         refuse_for_fp8(x, parameter, bias)
         layer = self.layer_of(x, tensors, x.requires_grad)
         return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
@@ -345,10 +344,10 @@ def separate(layer: Linear, ranks: int = 1) -> None:
         if bias is not None:
             split._parameters["bias"] = nn.Parameter(bias.detach()[rows].clone(), bias.requires_grad)
         split.is_split, split.training, split.recipe = True, layer.training, layer.recipe  # its state leaves meta
-        if state is not None and (state_of_split := state_of(split)) is not None:
-            for of_split, of_layer in zip(state_of_split, state, strict=True):
-                of_split.copy_(of_layer)
-            note_empty(state_of_split.scale)  # perhaps
+        if state is not None and (split_state := state_of(split)) is not None:
+            for tensor, source in zip(split_state, state, strict=True):
+                tensor.copy_(source)
+            note_empty(split_state.scale)  # perhaps
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)

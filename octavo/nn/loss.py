@@ -154,12 +154,11 @@ def linear_cross_entropy(
             raise ValueError("linear_bias and recipe are for a weight: a head has its own")
         result: Tensor = linear_weight(as_rows(input), loss=loss)
         return result
-    return _of_weight(
-        as_rows(input), linear_weight, linear_bias, loss, recipes.high_precision() if recipe is None else recipe
-    )
+    recipe = recipes.high_precision() if recipe is None else recipe
+    return _loss_with_weight(as_rows(input), linear_weight, linear_bias, loss, recipe)
 
 
-def _of_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfRows, recipe: Recipe) -> Tensor:
+def _loss_with_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfRows, recipe: Recipe) -> Tensor:
     """Return the loss of logits input [T, K] . weight^T + bias."""
     if not isinstance(weight, Tensor):
         raise TypeError(
@@ -171,14 +170,13 @@ def _of_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfR
             f"the recipe {recipe.name!r} is delayed, and a weight has no history: give an octavo.nn.Linear"
         )
     refuse_sharded(weight)
-    x = input.to(product_dtype(input, weight))
-    if recipe.is_high_precision:
-        return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), recipe, None, False))
-    refuse_for_fp8(x, weight, bias)
-    transposed = torch.is_grad_enabled() and x.requires_grad
-    request = CastRequest(recipe, WEIGHT, True, transposed, only_products=True)
-    operands = cast_role(weight.detach(), request, None)
-    return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(operands, recipe, None, False))
+    x, operands = input.to(product_dtype(input, weight)), Operands()
+    if not recipe.is_high_precision:
+        refuse_for_fp8(x, weight, bias)
+        needs_dx = torch.is_grad_enabled() and x.requires_grad
+        request = CastRequest(recipe, WEIGHT, as_is=True, transposed=needs_dx, only_products=True)
+        operands = cast_role(weight.detach(), request, None)
+    return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(operands, recipe))
 
 
 class CrossEntropyLoss(nn.Module):
@@ -212,12 +210,8 @@ class CrossEntropyLoss(nn.Module):
         super().__init__()
         if weight is not None:
             raise ValueError("weight: octavo.nn.CrossEntropyLoss has no weights of classes; use torch's")
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-        }
+        self.options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        self.options |= {"label_smoothing": label_smoothing, "softcap": softcap}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(input, target, **self.options)
@@ -257,11 +251,8 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(logits.device)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "reduction": "mean" if num_items_in_batch is None else "sum",
-    }
-    loss = cross_entropy(logits.view(-1, vocab_size), target, **options)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy(logits.view(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

@@ -28,15 +28,15 @@ from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.plain import (
     WeightOwner,
-    check_recipe,
+    check_readable,
     fp8_operands,
-    of_this_rank,
-    state_for,
+    fresh_state,
+    local_experts,
     weight_of,
     widened,
 )
 from octavo.weights.stored import local_stored
-from octavo.weights.writes import WeightWrites
+from octavo.weights.writes import KeptOperands, WeightWrites
 
 
 class LayerFP8:
@@ -60,7 +60,7 @@ class LayerFP8:
 
     def __init__(self) -> None:
         self.state: State | None = None
-        self.kept_operands: Any = None
+        self.kept_operands: KeptOperands | None = None
         self.gather = Gather()
         self.observer: Observer | None = None
         self.outer: LayerFP8 | None = None
@@ -87,7 +87,7 @@ class LayerFP8:
         """Forget codes of the weight and the weight's history, as after a write that no counter shows."""
         self.kept_operands = None
         empty_state(self.state, WEIGHT)
-        self.gather.generation += 1
+        self.gather.changes += 1
 
     def put_aside(self) -> LayerFP8:
         """Put recipe and states aside for a block, which goes on with a copy of the delayed state; return them."""
@@ -128,7 +128,7 @@ class RecipeModule(WeightOwner):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
-        check_recipe(recipe, weight_of(self))
+        check_readable(recipe, weight_of(self))
         device = self.parameters_device
         if not isinstance(self.__dict__.get("fp8"), LayerFP8):
             self.__dict__["fp8"] = LayerFP8()
@@ -151,7 +151,7 @@ class RecipeModule(WeightOwner):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, but refuse a weight that the recipe can't read."""
         if name == "weight" and "fp8" in self.__dict__:
-            check_recipe(self.recipe, param)
+            check_readable(self.recipe, param)
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -169,7 +169,7 @@ class RecipeModule(WeightOwner):
         elif type(weight) not in (nn.Parameter, GatheredWeight):
             if weight is not self.fp8.gather.parameter:
                 self.fp8.gather.adopt(weight, whole, self)
-                check_recipe(self.recipe, weight)
+                check_readable(self.recipe, weight)
         elif weight is not whole and self.fp8.gather.parameter is None:
             self.fp8.weight_writes.replaced = True
 
@@ -209,13 +209,13 @@ class RecipeModule(WeightOwner):
         """Return (weight, bias or None), as they are stored."""
         return self.weight, self.bias
 
-    def operands(self) -> LayerTensors:
+    def layer_tensors(self) -> LayerTensors:
         """Return the tensors of the module's products; for experts [E, ...]."""
         parameter, bias = self.own_parameters()
         weight = parameter
         if self.exchange is not None:
             ranks = self.exchange.size if self.exchange.average else 1
-            weight, bias = of_this_rank(weight, ranks), None if bias is None else of_this_rank(bias, ranks)
+            weight, bias = local_experts(weight, ranks), None if bias is None else local_experts(bias, ranks)
         return weight.mT if self.stores_transposed else weight, bias, parameter
 
     def weight_name(self, name: str) -> str:
@@ -281,7 +281,7 @@ class RecipeModule(WeightOwner):
         if fp8.state is not None:
             facts_of(fp8.state.scale).loads = {**loads, id(self): load}
         fp8.kept_operands = None
-        fp8.gather.generation += 1
+        fp8.gather.changes += 1
 
     def state_was_loaded(self) -> None:
         """Note that the weight and its delayed state were loaded together."""
@@ -289,7 +289,7 @@ class RecipeModule(WeightOwner):
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
-        tensors = weight, bias, _ = self.operands()
+        tensors = weight, bias, _ = self.layer_tensors()
         parallel = offsets is None and is_parallel(weight)
         if parallel:
             check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ class RecipeModule(WeightOwner):
 
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
-        return state_for(self, weight_of(self), self.training, self.parameters_device)
+        return fresh_state(self, weight_of(self), self.training, self.parameters_device)
 
     def local_product(
         self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows = DENSE
@@ -327,8 +327,8 @@ class RecipeModule(WeightOwner):
         fp8, grad_enabled = self.fp8, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
             rows = Rows(rows.offsets, Parts(self.exchange.group, (False,) * 3))
-        state = state_for(self, parameter, self.training, input.device)
-        if rows.parts is not None:  # after state_for, which empties the history of a weight that was written
+        state = fresh_state(self, parameter, self.training, input.device)
+        if rows.parts is not None:  # after fresh_state, which empties the history of a weight that was written
             begins = state is not None and may_be_empty(state.scale)
             rows = rows._replace(parts=rows.parts._replace(begins=begins))
         transposed = grad_enabled and needs_input_grad
@@ -341,10 +341,11 @@ class RecipeModule(WeightOwner):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        return Layer(weight, fp8.recipe, state, training, fp8.observer if training else None, rows)
+        observers = (fp8.observer,) if training and fp8.observer is not None else ()
+        return Layer(weight, fp8.recipe, state, training, observers, rows)
 
     @property
-    def observing(self) -> Any:
+    def observing(self) -> Observer | None:
         """The observer of a forward that runs now; None in evaluation."""
         return self.fp8.observer if self.training and torch.is_grad_enabled() else None
 

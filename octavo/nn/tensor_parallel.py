@@ -22,12 +22,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import State
-from octavo.autograd.gather_input import GatheredInput, GatherReader, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatheredInput, GatherReader, can_gather, gather_input, input_cast_arguments
+from octavo.autograd.observer import Observer
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.nn.inputs import is_parallel, product_dtype
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
 
@@ -95,7 +96,7 @@ class ShardedLayer(Protocol):
         """The recipe of its products."""
 
     @property
-    def observing(self) -> Any:
+    def observing(self) -> Observer | None:
         """The observer of a forward that runs now; None in evaluation."""
 
     def state_of_input(self) -> State | None:
@@ -116,26 +117,28 @@ class FusedParts(NamedTuple):
     rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
 
 
-def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
+def _fused_placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
     """Return the placement of a fused module's input, if styles and placements are those the file names; or None."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
-    of_norm, first, *more = map(style_of, (norm, *linears))
-    if mesh is None or mesh.ndim != 1 or first is None or None in more or (of_norm is None) == is_parallel(norm.weight):
+    norm_style, first, *later = map(style_of, (norm, *linears))
+    if mesh is None or mesh.ndim != 1 or first is None or None in later:
+        return None
+    if (norm_style is None) == is_parallel(norm.weight):
         return None
     for weight, expected in zip(weights, (Shard(0), Shard(1)), strict=False):
         if not is_parallel(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
             return None
-    if more and not (_is_shard(first.output, last, last) and _is_shard(more[0].input, last, last)):  # type: ignore[union-attr]
+    if later and not (_is_shard(first.output, last, last) and _is_shard(later[0].input, last, last)):  # type: ignore[union-attr]
         return None
-    placement = first.input if of_norm is None else of_norm.input
+    placement = first.input if norm_style is None else norm_style.input
     tokens = any(_is_shard(placement, dim, last) for dim in range(last))
     if first.input != placement or not (tokens or placement == Replicate()):
         return None
     if not isinstance(input, DTensor):
         return placement
-    if of_norm is None or input.placements != (placement,) or input.device_mesh != mesh:
+    if norm_style is None or input.placements != (placement,) or input.device_mesh != mesh:
         return None
     return None if tokens and input.shape[placement.dim] % mesh.size() else placement
 
@@ -150,12 +153,12 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
-    if (placement := _placement(norm, linears, weights, input)) is None:
+    if (placement := _fused_placement(norm, linears, weights, input)) is None:
         return None
     mesh = weights[0].device_mesh
     group = mesh.get_group().group_name
     x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
-    wire, of_gamma, shape = None, placement, [*x.shape]
+    wire, norm_grad, shape = None, placement, [*x.shape]
     if placement.is_shard():
         dim, sending = placement.dim % x.ndim, sending_of(linears[0])
         assert sending is not None
@@ -165,10 +168,10 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         # counting casts needs tokens in memory; sums in FP8 end a graph
         if _is_counted(linears[0]) or (sending.reduce is not None and torch.compiler.is_compiling()):
             return None
-        wire, of_gamma = sending.wire(mesh, x, dim), Partial()
+        wire, norm_grad = sending.wire(mesh, x, dim), Partial()
         shape[dim] *= mesh.size()
     gamma, beta = (
-        parameter.to_local(grad_placements=[of_gamma]) if is_parallel(parameter) else parameter
+        parameter.to_local(grad_placements=[norm_grad]) if is_parallel(parameter) else parameter
         for parameter in (norm.weight, norm.bias)
     )
     local_linears: list[LayerTensors] = []
@@ -176,8 +179,8 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         local = weight.to_local(grad_placements=weight.placements)
         local_linears.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
     rank = mesh.get_local_rank()
-    of_first, of_second = (Parts(group, roles, rank=rank) for roles in ((False, True, True), (True, True, False)))
-    rows = Rows(None, of_first, wire), Rows(None, of_second)
+    first_parts, second_parts = (Parts(group, roles, rank=rank) for roles in (_COLUMNWISE_ROLES, _ROWWISE_ROLES))
+    rows = Rows(None, first_parts, wire), Rows(None, second_parts)
     return FusedParts(x, (gamma, beta), local_linears, mesh, shape, rows)
 
 
@@ -187,17 +190,17 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
         return y, normed
     from torch.distributed.tensor import Partial, Shard
 
-    of_norm, of_last, shape = style_of(norm), style_of(last), [*placed.shape[:-1], last.out_features]
-    assert of_last is not None
+    norm_style, last_style, shape = style_of(norm), style_of(last), [*placed.shape[:-1], last.out_features]
+    assert last_style is not None
     if len(placed.linears) == 2:
         needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
         scattered = _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)
         if scattered is not None:
-            return of_last.finish(last, scattered, placed.mesh), None
+            return last_style.finish(last, scattered, placed.mesh), None
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
-    if normed is not None and of_norm is not None:
-        normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
-    return of_last.finish(last, y, placed.mesh), normed
+    if normed is not None and norm_style is not None:
+        normed = norm_style.finish(norm, spread(normed, placed.shape, placed.mesh, norm_style.input), placed.mesh)
+    return last_style.finish(last, y, placed.mesh), normed
 
 
 def _is_counted(module: ShardedLayer) -> bool:
@@ -232,7 +235,8 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> Gather
     reading = earlier_readers or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
-    if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
+    arguments = input_cast_arguments(recipe)
+    if any(input_cast_arguments(reader.recipe) != arguments for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
     observers = [(reader.recipe, reader.observing) for reader in reading if reader.observing is not None]
@@ -281,7 +285,7 @@ def _scattered_for(
 
 def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -> Any:
     """Return input [..., K] . weight^T + bias [N] of DTensors by the module's recipe, a DTensor; see the table."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     mesh = weight.device_mesh
     if isinstance(input, GatheredInput):
@@ -296,32 +300,49 @@ def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -
             f"the weight lies on {mesh} and the input on {input.device_mesh}: FP8 products want one mesh of one "
             "dimension; shard over others by fully_shard"
         )
-    (of_weight,), (of_input,), last = weight.placements, input.placements, input.ndim - 1
-    columns, rowwise, of_weight_grad = Shard(last), _is_shard(of_weight, 1, 1), of_weight
-    # the placements of the input, its gradient and the output; which of input, weight, grad_output ranks have in parts
-    if isinstance(of_weight, Replicate):
-        placement = Replicate() if isinstance(of_input, Partial) or of_input == columns else of_input
-        tokens = isinstance(placement, Shard)
-        of_x_grad, of_output, roles = placement, placement, (tokens, False, tokens)
-        of_weight_grad = Partial() if tokens else of_weight
-    elif rowwise:
-        placement, of_x_grad, of_output, roles = columns, columns, Partial(), (True, True, False)
-    elif _is_shard(of_weight, 0, 1):
-        placement, of_x_grad, of_output, roles = Replicate(), Partial(), columns, (False, True, True)
-    else:
-        raise ValueError(f"a weight with placement {of_weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
-    if placement != of_input:
-        input = input.redistribute(placements=[placement])
-    x = input.to_local(grad_placements=[of_x_grad])
-    local = weight.to_local(grad_placements=[of_weight_grad])
-    b = _local_bias(bias, rowwise, mesh, None if of_weight_grad == of_weight else of_weight_grad)
+    (weight_placement,), (input_placement,) = weight.placements, input.placements
+    places, rowwise = _placements(weight_placement, input_placement, input.ndim - 1), _is_shard(weight_placement, 1, 1)
+    if places.input != input_placement:
+        input = input.redistribute(placements=[places.input])
+    x = input.to_local(grad_placements=[places.input_grad])
+    local = weight.to_local(grad_placements=[places.weight_grad])
+    b = _local_bias(bias, rowwise, mesh, None if places.weight_grad == weight_placement else places.weight_grad)
     # ranks that share scales cast together, and then layers share no casts
-    read = None if roles[INPUT] else read_by(x, module, is_view=True)
-    parts = Parts(mesh.get_group().group_name, roles, rank=mesh.get_local_rank())
+    read = None if places.roles[INPUT] else read_by(x, module, is_view=True)
+    parts = Parts(mesh.get_group().group_name, places.roles, rank=mesh.get_local_rank())
     y = module.local_product(x, (local, b, weight), read, Rows(parts=parts))
     if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return scattered
-    return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
+    return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, places.output)
+
+
+class _Placements(NamedTuple):
+    """The placements of a product's tensors, and which of input, weight and grad_output ranks have in parts."""
+
+    input: Any
+    input_grad: Any
+    weight_grad: Any
+    output: Any
+    roles: tuple[bool, bool, bool]
+
+
+_COLUMNWISE_ROLES, _ROWWISE_ROLES = (False, True, True), (True, True, False)
+
+
+def _placements(weight: Any, input: Any, last: int) -> _Placements:
+    """Return the row of the file's table for the placements of a weight and an input, whose last dimension is K."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    columns = Shard(last)
+    if isinstance(weight, Replicate):
+        rows = Replicate() if isinstance(input, Partial) or input == columns else input
+        tokens = isinstance(rows, Shard)
+        return _Placements(rows, rows, Partial() if tokens else weight, rows, (tokens, False, tokens))
+    if _is_shard(weight, 1, 1):
+        return _Placements(columns, columns, weight, Partial(), _ROWWISE_ROLES)
+    if _is_shard(weight, 0, 1):
+        return _Placements(Replicate(), Partial(), weight, columns, _COLUMNWISE_ROLES)
+    raise ValueError(f"a weight with placement {weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
 
 
 def spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
@@ -338,7 +359,7 @@ def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any
     """Return the product of an input that was gathered in FP8 and a weight that is Shard(0), a DTensor."""
     from torch.distributed.tensor import Shard
 
-    if input.casts != arguments_of(module.recipe) or weight.placements != (Shard(0),):
+    if input.casts != input_cast_arguments(module.recipe) or weight.placements != (Shard(0),):
         raise ValueError(
             f"an input that was gathered in FP8 by {input.casts} reached a layer of the recipe {module.recipe.name!r} "
             f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "
@@ -347,7 +368,7 @@ def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any
     style = style_of(module)
     if not torch.compiler.is_compiling() and style is not None and not style.reads_gathered:
         module.__dict__[STYLE] = replace(style, reads_gathered=True)
-    parts = Parts(input.wire.group, (False, True, True), rank=weight.device_mesh.get_local_rank())
+    parts = Parts(input.wire.group, _COLUMNWISE_ROLES, rank=weight.device_mesh.get_local_rank())
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, (weight.to_local(), local, weight), None, Rows(parts=parts))
     return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

@@ -57,6 +57,7 @@ class Adam(CompactOptimizer):
     """
 
     names = ("exp_avg", "exp_avg_sq")
+    also_pickled = ("_clip",)
     decoupled = False
 
     def __init__(
@@ -100,7 +101,7 @@ class Adam(CompactOptimizer):
         return stored or any(m.format != "fp32" for m in settings.moments)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
-        return adam_group(group, group["maximize"], self.decoupled, self.clip_update)
+        return adam_group(group, maximize=group["maximize"], decoupled=self.decoupled, clip=self.clip_update)
 
 
 class AdamW(Adam):

@@ -38,9 +38,9 @@ _REFUSED = {
 }
 
 
-def refuse(**torchs: Any) -> None:
+def refuse(**arguments: Any) -> None:
     """Raise ValueError, with the reason, if any of these arguments of torch's optimizers is on."""
-    for name, value in torchs.items():
+    for name, value in arguments.items():
         if value:
             raise ValueError(f"{name}={value!r}: {_REFUSED[name]}; leave the argument out")
 
@@ -52,14 +52,26 @@ def check_not_negative(**numbers: float) -> None:
             raise ValueError(f"{name}={value!r} must be at least 0")
 
 
+DeviceUpdates = list[tuple[nn.Parameter, WeightUpdate]]  # of weights on one device
+
+
 class PreparedUpdate(NamedTuple):
-    """A weight's update without its gradient, and the values it was made from: it is used again while they stay."""
+    """A weight's update without its gradient, and the values it was made from: it is used again while they stay.
+
+    Attributes:
+        data: the tensor that the step writes: the weight, or its codes.
+        address: of data.
+        version: of data after the last step.
+        options: the weight's group and number, the seed, and its moments' names.
+        state: the values of its state.
+    """
 
     update: WeightUpdate
-    data: Tensor  # the tensor that the step writes: the weight, or its codes
+    data: Tensor
     address: int
-    version: int  # of the weight after the last step
-    identity: tuple[Any, ...]  # the weight's group and number, the seed, its moments' names, ids of its state
+    version: int
+    options: tuple[Any, ...]
+    state: tuple[Any, ...]
 
 
 def has_moved(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
@@ -79,10 +91,13 @@ def was_written(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
 class CompactOptimizer(Optimizer):
     """Base of octavo's optimizers: moments in few bytes, weights of any master.
 
-    ``moments`` says how each of ``names`` is stored; the other arguments are AdamW's.
+    ``moments`` says how each of ``names`` is stored; the other arguments are AdamW's. Attributes named in
+    ``shared_settings`` have to be the same on all ranks; they are pickled, and those of ``also_pickled`` too.
     """
 
     names: tuple[str, ...] = ()
+    shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
+    also_pickled: tuple[str, ...] = ()
     clip_update: bool  # whether updates are clipped to the most that exact moments give, which bounds a step
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
@@ -111,11 +126,17 @@ class CompactOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
-        self._kept: dict[nn.Parameter, PreparedUpdate] = {}
+        # updates; one is made anew in _current once it is no longer right, all after a load and after new settings
+        self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
+        # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
         self._plans: dict[Any, Any] = {}
-        self._placed: dict[nn.Parameter, tuple[int, int]] = {}
-        self._sharded: list[nn.Parameter] = []  # weights in FP8 with one scale, whose shards lie on several ranks
-        self._shared_amaxes, self._begun, self._loaded = SharedAmaxes(), False, False
+        # each parameter's group and number, and the weights in FP8 with one scale whose shards lie on several ranks:
+        # found anew by _positions once there are other parameters
+        self._positions_found: dict[nn.Parameter, tuple[int, int]] = {}
+        self._sharded: list[nn.Parameter] = []
+        self._shared_amaxes = SharedAmaxes()
+        self._step_has_begun = False  # from begin_step to end_step, or to a load
+        self._was_loaded = False  # from a load to the next begin_step
         self._gradients = None if self.gradient_storage is None else GradientStorage()
         self.in_backward: Any = None  # the handle of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
@@ -166,17 +187,17 @@ class CompactOptimizer(Optimizer):
         stored = any(local_stored(param) is not None for param in self.all_params())
         self.clip_update = self.will_bound(settings, stored)
         self._describe()
-        self.forget_kept()
+        self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
 
     def measure(self, weights: Iterable[nn.Parameter] | None) -> None:
         """Have steps measure their updates of these weights from now on, in a Resolution; with None of none."""
         self.resolution = None if weights is None else Resolution(weights)
-        self.forget_kept()
+        self.forget_prepared()
 
-    def forget_kept(self) -> None:
+    def forget_prepared(self) -> None:
         """Drop what earlier steps prepared for the next ones."""
-        self._kept, self._placed, self._shared_amaxes.options_compared = {}, {}, False
+        self._prepared, self._positions_found, self._shared_amaxes.options_compared = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -185,9 +206,8 @@ class CompactOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._shared_amaxes.finish()
-        names = {"moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "gradient_storage"}
-        names |= {"adamw", "directions"}  # Muon's
-        return super().__getstate__() | {name: value for name, value in vars(self).items() if name in names}
+        pickled = {*self.shared_settings, *self.also_pickled}
+        return super().__getstate__() | {name: value for name, value in vars(self).items() if name in pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -242,26 +262,26 @@ class CompactOptimizer(Optimizer):
 
         It does so once a step. Every rank decides alike, by its states, its tensors' versions and loads.
         """
-        if self._begun:
+        if self._step_has_begun:
             return
-        self._begun = True
+        self._step_has_begun = True
         self._shared_amaxes.check_ranks_agree(self)
         self._shared_amaxes.finish()
-        params, places = self._params_with_shared_amax(), self._places()
-        anew = [self._current(param, *places[param])[1] for param in params]
-        if any(anew) or (self._loaded and params):
+        params, positions = self._params_with_shared_amax(), self._positions()
+        anew = [self._current(param, *positions[param])[1] for param in params]
+        if any(anew) or (self._was_loaded and params):
             self._shared_amaxes.start(params, self.state)
             self._shared_amaxes.finish()
-        self._loaded = False
+        self._was_loaded = False
 
     def end_step(self) -> None:
         """Begin to take the maximum over ranks of updated weights' amaxes; all ranks have called ``begin_step``."""
-        self._begun = False
+        self._step_has_begun = False
         if params := self._params_with_shared_amax():
             self._shared_amaxes.start(params, self.state)
 
     def _params_with_shared_amax(self) -> list[nn.Parameter]:
-        self._places()
+        self._positions()
         return [param for param in self._sharded if param.requires_grad]
 
     @torch.no_grad()
@@ -296,18 +316,24 @@ class CompactOptimizer(Optimizer):
     def _run(self, params: list[nn.Parameter], skip: Tensor | None, scale: Tensor | None) -> None:
         if not params:
             return
-        updates: dict[torch.device, list[WeightUpdate]] = {}
-        places = self._places()
+        updates: dict[torch.device, DeviceUpdates] = {}
+        positions = self._positions()
         for param in params:
-            update = self._update(param, *places[param])
-            updates.setdefault(update.gradient.device, []).append(update)
-        for device, some in updates.items():
-            moved = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
+            update = self._update(param, *positions[param])
+            updates.setdefault(update.gradient.device, []).append((param, update))
+        for device, on_device in updates.items():
+            skip_there, scale_there = [
+                None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)
+            ]
             sums = None if self.resolution is None else self.resolution.on(device)
-            self._launch(some, moved[0], moved[1], sums)
+            self._launch(on_device, skip_there, scale_there, sums)
+        self._note_writes(params)
+
+    def _note_writes(self, params: list[nn.Parameter]) -> None:
+        """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
         written: list[Tensor] = list(params)
         for param in params:
-            prepared, weight = self._kept[param], states.local(param)
+            prepared, weight = self._prepared[param], states.local(param)
             if isinstance(weight, StoredWeight):
                 written.append(weight.qdata)
             elif prepared.update.master.weight.data_ptr() != prepared.address:
@@ -316,21 +342,33 @@ class CompactOptimizer(Optimizer):
         for param in params:
             weight = states.local(param)
             if isinstance(weight, StoredWeight):
-                self._kept[param] = self._kept[param]._replace(data=weight.qdata, version=weight.qdata._version)
+                self._prepared[param] = self._prepared[param]._replace(data=weight.qdata, version=weight.qdata._version)
 
-    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+    def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         """Update weights of one device; arguments as the kernels' ``optimizer_step``."""
         groups: Any = [self._options(group) for group in self.param_groups]
-        optimizer_step(some, groups, skip, scale, self._plans, sums)
+        optimizer_step([update for _, update in updates], groups, skip, scale, self._plans, sums)
 
-    def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
+    def _positions(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Return each parameter's group and its number among all parameters, on which its random bits depend."""
         params = self.all_params()
-        if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
-            numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        if len(params) != len(self._positions_found) or not all(map(operator.is_, params, self._positions_found)):
+            groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
             self._sharded = params_with_shared_amax(params)
-            self._placed = dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
-        return self._placed
+            self._positions_found = dict(zip(params, zip(groups, range(len(params)), strict=True), strict=True))
+        return self._positions_found
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return the options on which ranks that share weights must agree."""
+        options = {name: getattr(self, name) for name in self.shared_settings}
+        for number, group in enumerate(self.param_groups):
+            options |= {f"{name} of group {number}": value for name, value in self._shared_options_of(group).items()}
+        if (handle := self.in_backward) is not None:
+            options |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
+        return options
+
+    def _shared_options_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        return self._options(group)._replace(lr=float(group["lr"]))._asdict()
 
     def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
         grad = states.local(param.grad)  # type: ignore[arg-type]
@@ -351,29 +389,32 @@ class CompactOptimizer(Optimizer):
         names = self.names_of(self.param_groups[group])
         if anew:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, ids = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
-        data = states.data_of(weight)
+        prepared, options, data = self._prepared.get(param), (group, index, self.seed, names), states.data_of(weight)
         written = prepared is not None and isinstance(weight, StoredWeight) and was_written(prepared, weight, data)
         if (
             prepared is None
             or has_moved(prepared, weight, data)
-            or prepared.identity != ids
+            or prepared.options != options
+            or len(prepared.state) != len(state)
+            or not all(map(operator.is_, prepared.state, state.values()))
             or not data.is_contiguous()
         ):
             if prepared is not None:
                 self._forget_plans()
-            prepared = self._kept[param] = self._keep(param, weight, state, ids)
+            prepared = self._prepared[param] = self._prepare(param, weight, state, options)
         if written:  # by a load or by the user
             fresh = MasterForm.of(param, self.master).new_state(weight)
             for name, value in fresh.items():
                 states.local(state[name]).copy_(states.local(value))
-            prepared = self._kept[param] = prepared._replace(data=data, version=data._version)
+            prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
         if (anew or written) and isinstance(weight, StoredWeight):
             weight.low_bits = None
         return prepared, anew or written
 
-    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[Any, ...]) -> PreparedUpdate:
-        group, index, _, names, *_ = ids
+    def _prepare(
+        self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], options: tuple[Any, ...]
+    ) -> PreparedUpdate:
+        group, index, _, names = options
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
@@ -382,7 +423,7 @@ class CompactOptimizer(Optimizer):
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
         data = states.data_of(weight)
-        return PreparedUpdate(update, data, data.data_ptr(), data._version, ids)
+        return PreparedUpdate(update, data, data.data_ptr(), data._version, options, (*state.values(),))
 
     @property
     def settings(self) -> Settings:
@@ -451,8 +492,8 @@ class CompactOptimizer(Optimizer):
         if not converted and self._would_begin_with(new_states, dict(in_groups)):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
-        self.forget_kept()
-        self._begun, self._loaded = False, True
+        self.forget_prepared()
+        self._step_has_begun, self._was_loaded = False, True
         self.seed = self.seed if described is None else described["seed"]
         self._describe()
         self._attach()

@@ -25,7 +25,7 @@ from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
-from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut
+from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut_blocks
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -42,7 +42,7 @@ def change(
     has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
     Conversion(settings, storage).check(optimizer)
-    optimizer.forget_kept()
+    optimizer.forget_prepared()
     for param in optimizer.all_params():
         _change(optimizer, param, settings, storage)
         if param in storage:
@@ -91,7 +91,7 @@ class Conversion(NamedTuple):
             return
         assert self.settings is not None
         for param, granularity in self.storage.items():
-            if granularity is not None and (why := why_cut(param, granularity)) is not None:
+            if granularity is not None and (why := why_cut_blocks(param, granularity)) is not None:
                 raise ValueError(why)
         targets = [
             (blank(param, self.storage[param], "meta") if param in self.storage else param, group)
@@ -153,10 +153,10 @@ class Conversion(NamedTuple):
             if not isinstance(optimizer, CompactOptimizer):
                 moments += _torch_moments(optimizer, param) if param in trained else 0
             elif param in trained and self.settings is not None and param.requires_grad:
-                of_group = self.settings.only(optimizer.names_of(trained[param]))
-                master = MasterForm.of(nn.Parameter(stored, False), of_group.master)
+                group_settings = self.settings.only(optimizer.names_of(trained[param]))
+                master = MasterForm.of(nn.Parameter(stored, False), group_settings.master)
                 masters += states.bytes_of(master.new_state(stored).values())
-                moments += states.bytes_of(states.new_moments(of_group.moments_of(param), stored).values())
+                moments += states.bytes_of(states.new_moments(group_settings.moments_of(param), stored).values())
             if param.requires_grad:
                 gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))
         waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)

@@ -120,8 +120,8 @@ def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
         kind = nn.parallel.DistributedDataParallel  # issubclass, as isinstance would run proxies
         return [model for model in gc.get_objects() if issubclass(type(model), kind)]
 
-    ids = {id(param) for param in params}
+    owned = set(params)
     if ddp_models():
         gc.collect()
-    if any(id(param) in ids for model in ddp_models() for param in model.module.parameters()):
+    if any(param in owned for model in ddp_models() for param in model.module.parameters()):
         raise RuntimeError(reason)

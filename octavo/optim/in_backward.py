@@ -25,7 +25,6 @@ from octavo.private import execution_engine
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 from octavo.weights.fsdp2 import like_sharded
 
-MIB = 1 << 20
 _TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -42,7 +41,7 @@ _DDP = (
 
 def update_in_backward(
     optimizer: CompactOptimizer,
-    outstanding_weight_updates_bytes: int = 64 * MIB,
+    outstanding_weight_updates_bytes: int = 64 * 2**20,
     clip: float | None = None,
 ) -> UpdatesInBackward:
     """Update weights while backward runs: at most these bytes of gradients exist at a time, and one tensor's.
@@ -190,9 +189,9 @@ class UpdatesInBackward:
         self.optimizer, self.threshold, self.clip = optimizer, threshold, clip
         self.launches = self.most_bytes = 0
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
-        self._bytes = 0
+        self._pending_bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._unended: Any = None  # a weak reference to the callback at the end of the backward pass that is running
+        self._running_pass: Any = None  # a weak reference to the callback at the end of the running backward pass
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
@@ -248,35 +247,35 @@ class UpdatesInBackward:
         if self._updated and self.clip is not None:
             self.last_norm = self._norms.end_step()
         self._updated.clear()
-        self._unended = None
+        self._running_pass = None
         self._hooks.attach(self.optimizer.all_params())  # parameters may have been replaced since: by sharding, say
 
-    def _follow(self) -> None:
-        """Begin the step anew if the backward pass before this one failed; weights that it updated stay updated.
+    def _watch_pass(self) -> None:
+        """Note that a pass runs; begin the step anew if the one before failed, whose updates of weights stay.
 
         A pass that ends calls its callback and drops it; one that fails drops it uncalled, and the weak reference is
         dead. A reentrant checkpoint's own backward pass is within the other's.
         """
-        if (callback := self._unended) is not None:
+        if (callback := self._running_pass) is not None:
             if callback() is not None:
                 return
             self._updated.clear()
-            self._pending, self._bytes = {}, 0
+            self._pending, self._pending_bytes = {}, 0
             self._norms.drop()
             self.optimizer.end_step()
 
         def end() -> None:
-            self._unended = None
+            self._running_pass = None
 
         if is_running():
-            self._unended = weakref.ref(end)
+            self._running_pass = weakref.ref(end)
             execution_engine.queue_callback(end)
 
     def _take(self, param: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete."""
         if self._hooks.accumulating:
             return
-        self._follow()
+        self._watch_pass()
         if param in self._pending:
             return
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
@@ -285,21 +284,21 @@ class UpdatesInBackward:
         settle_gradient(param)
         self._pending[param] = None
         # all ranks flush at the same gradient: so collectives (a norm's, say) come in the same order among FSDP2's
-        self._bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
-        self.most_bytes = max(self.most_bytes, self._bytes)
-        if self._bytes >= self.threshold:
+        self._pending_bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
+        self.most_bytes = max(self.most_bytes, self._pending_bytes)
+        if self._pending_bytes >= self.threshold:
             self._flush()
 
     def _flush(self, in_backward: bool = True) -> None:
         """Update all weights whose gradients wait, in one launch a device, and free these gradients."""
         params = [param for param in self._pending if param.grad is not None]  # the user may have dropped some
-        self._pending, self._bytes = {}, 0
+        self._pending, self._pending_bytes = {}, 0
         if not params:
             return
         self.launches += 1
         self._updated.update(params)
         norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
-        with self._stream(params):
+        with self._stream_of_updates(params):
             self.optimizer.step_some(params, self._divisor(params))
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
@@ -319,7 +318,7 @@ class UpdatesInBackward:
         self._norms.add(params)
         return (self._norms.estimate() / self.clip).clamp(min=1.0)
 
-    def _stream(self, params: list[nn.Parameter]) -> Any:
+    def _stream_of_updates(self, params: list[nn.Parameter]) -> Any:
         """Return the stream of updates: on a GPU its own, which waits for the gradients, not for all of backward."""
         device = params[0].device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

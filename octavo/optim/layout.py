@@ -21,8 +21,6 @@ from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import local_stored
 
-_MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # options of groups that no kernel takes
-
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
     """Yield (tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
@@ -169,15 +167,8 @@ class SharedAmaxes:
         meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
         if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
             return
-        names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage", "directions"
-        options = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
-        for number, group in enumerate(optimizer.param_groups):
-            of_group = {name: group[name] for name in _MUONS if name in group}
-            of_group |= optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
-            options |= {f"{name} of group {number}": value for name, value in of_group.items()}
-        if (handle := optimizer.in_backward) is not None:
-            options |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
-        check_ranks_agree({f"{type(optimizer).__name__}'s {name}": value for name, value in options.items()}, groups)
+        options = {f"{type(optimizer).__name__}'s {name}": value for name, value in optimizer.shared_options().items()}
+        check_ranks_agree(options, groups)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -21,7 +21,7 @@ from octavo.kernels.reference.optimizer_state import (
     MasterWeight,
     values_with,
 )
-from octavo.weights.stored import OF_FROZEN, StoredWeight, has_powers_of_two, local_stored
+from octavo.weights.stored import FROZEN_ONLY, StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class MasterForm:
         """
         if local_stored(param) is not None:
             wanted = "split16" if master == "auto" else master
-            if wanted not in OF_FP8_WEIGHTS:
-                names = ", ".join(map(repr, OF_FP8_WEIGHTS))
+            if wanted not in FP8_MASTERS:
+                names = ", ".join(map(repr, FP8_MASTERS))
                 raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
-            return OF_FP8_WEIGHTS[wanted]
-        if master not in OF_PLAIN_WEIGHTS and master not in _OF_BF16:
-            names = ", ".join(map(repr, dict.fromkeys((*_OF_BF16, *OF_PLAIN_WEIGHTS))))
+            return FP8_MASTERS[wanted]
+        if master not in PLAIN_MASTERS and master not in _BF16_NAMES:
+            names = ", ".join(map(repr, dict.fromkeys((*_BF16_NAMES, *PLAIN_MASTERS))))
             raise ValueError(f"master={master!r}: use {names}")
         if param.dtype not in HIGH_PRECISION:
             raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
         if param.dtype == torch.bfloat16:
-            return OF_PLAIN_WEIGHTS[_OF_BF16.get(master or "", master)]
+            return PLAIN_MASTERS[_BF16_NAMES.get(master, master)]
         if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
-            return OF_PLAIN_WEIGHTS["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
-        dtype = torch.float32 if master in _OF_BF16 else torch.bfloat16
+            return PLAIN_MASTERS["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
+        dtype = torch.float32 if master in _BF16_NAMES else torch.bfloat16
         raise ValueError(
             f"master={master!r} is for weights of {dtype}, not {param.dtype}; use 'auto', or convert the model"
         )
@@ -71,7 +71,7 @@ class MasterForm:
             if self.low_bits_dtype is None:
                 return {}
             return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device))}
-        if not has_powers_of_two(weight.scale_inv) or weight.granularity in OF_FROZEN:
+        if not has_powers_of_two(weight.scale_inv) or weight.granularity in FROZEN_ONLY:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
@@ -116,10 +116,8 @@ def _as_kept(low_bits: Tensor) -> Tensor:
     return low_bits.unsqueeze(-1).view(torch.uint8) if low_bits.dtype == torch.int16 else low_bits
 
 
-OF_PLAIN_WEIGHTS, OF_FP8_WEIGHTS = (
-    {name: MasterForm(kind) for kind, (name, *_) in MASTER_KINDS.items() if kind.startswith("fp8_") is of_codes}
-    for of_codes in (False, True)
-)
-# what names of other weights' masters mean of a bf16 one, which is the upper half of the master "fp32" under "split32"
-_OF_BF16 = {name: "split32" for name in ("auto", *OF_FP8_WEIGHTS) if name == "fp32" or name not in OF_PLAIN_WEIGHTS}
-_OF_BF16 |= {"split16": "split24"}
+# masters by the name that ``master=`` gives them
+PLAIN_MASTERS = {master.name: MasterForm(kind) for kind, master in MASTER_KINDS.items() if not kind.startswith("fp8_")}
+FP8_MASTERS = {master.name: MasterForm(kind) for kind, master in MASTER_KINDS.items() if kind.startswith("fp8_")}
+# what names that are for other weights mean of a bf16 one: under "split32" it is the upper half of the master "fp32"
+_BF16_NAMES = {"auto": "split32"} | {kind.name: kind.bf16_name for kind in MASTER_KINDS.values() if kind.bf16_name}

@@ -15,7 +15,7 @@ from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import MomentTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GRANULARITIES = (PerBlock(1, BLOCK), PerTensor())
+MOMENT_GRANULARITIES = (PerBlock(1, BLOCK), PerTensor())
 ROUNDINGS = ("nearest", "stochastic", "hybrid")
 
 
@@ -54,7 +54,7 @@ class Moment:
         if self.rounding not in ROUNDINGS or (self.format == "fp32" and self.rounding != "nearest"):
             uses = "'nearest'" if self.format == "fp32" else ", ".join(map(repr, ROUNDINGS))
             raise ValueError(f"Moment: rounding={self.rounding!r} of {self.format}: use {uses}")
-        if self.granularity not in GRANULARITIES:
+        if self.granularity not in MOMENT_GRANULARITIES:
             raise ValueError(f"Moment: granularity={self.granularity}: use PerBlock(1, {BLOCK}) or PerTensor()")
         if self.scale not in ("block", "previous"):
             raise ValueError(f"Moment: scale={self.scale!r}: use 'block' or 'previous'")
@@ -95,13 +95,12 @@ class Moment:
 
     def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
         """Return the tensors of ``new_state`` as matrices, which the kernels read and write."""
-        stochastic, hybrid = (self.rounding == way for way in ROUNDINGS[1:])
         if not isinstance(self.format, Format):
-            return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic, hybrid=hybrid)
+            return MomentTensors(as_matrix(state[name], fp8_experts), rounding=self.rounding)
         data, scale_inv = as_matrix(state[f"{name}_codes"], fp8_experts), state[f"{name}_scale_inv"]
         if fp8_experts and self.granularity != PerTensor():
             scale_inv = scale_inv.view(data.shape[0], blocks_in_row(data.shape[1]))
-        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic, hybrid)
+        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, self.rounding)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
         """Return float32 values of codes that begin at this place of a tensor, whose scales are as in ``new_state``."""

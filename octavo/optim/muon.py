@@ -8,10 +8,10 @@ go through each of the three together.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +21,17 @@ from octavo import kernels
 from octavo.formats import E4M3
 from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
+from octavo.kernels.reference.optimizer_state import Fp8Weight, MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_adam_options, check_betas
-from octavo.optim.base import CompactOptimizer, check_not_negative
+from octavo.optim.base import CompactOptimizer, DeviceUpdates, check_not_negative
 from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
 from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
 from octavo.scaling.recipe import INPUT, Cast
-from octavo.tensor.collectives import pack, unpack
+from octavo.tensor.collectives import pack_message, unpack_message
 from octavo.weights.fsdp2 import groups_of, rows_of_rank
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
@@ -40,6 +40,7 @@ from octavo.weights.fsdp2 import groups_of, rows_of_rank
 MAX_UPDATE = 1.25
 OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_NOT_OF_KERNELS = ("algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn")  # options of groups
 _IN_FP8 = Cast(E4M3, PerBlock(1, BLOCK), power_of_two=True)  # of directions
 _NO_MATRIX = (
     'Muon is for matrices, and a parameter has the shape {}: stacked experts belong in a group with "algorithm": '
@@ -55,7 +56,6 @@ class _Workspace(NamedTuple):
     launch counts; ``rate``: the adjusted learning rate, where that is computed on a GPU; ``plans``: prepared launches.
     """
 
-    owner: Master
     scratch: MasterWeight
     step: Tensor
     rate: Tensor
@@ -102,6 +102,8 @@ class Muon(CompactOptimizer):
     """
 
     names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    shared_settings = (*CompactOptimizer.shared_settings, "directions")
+    also_pickled = ("adamw",)
     adamw: dict[str, Any] | None
 
     def __init__(
@@ -139,7 +141,9 @@ class Muon(CompactOptimizer):
 
     def _begin(self) -> None:
         super()._begin()
-        self._scratch: dict[torch.device, Tensor] = {}
+        self._scratch: dict[torch.device, Tensor] = {}  # as large as the largest matrix; larger ones replace it
+        self._workspaces: dict[nn.Parameter, _Workspace] = {}  # of prepared updates, dropped with the launches
+        self._captured: list[_Workspace] = []  # dropped ones that CUDA graphs read
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; without an ``algorithm``, parameters that are no matrices go to a group of AdamW after it.
@@ -220,54 +224,55 @@ class Muon(CompactOptimizer):
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
         if group["algorithm"] == "adamw":
             clip = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
-            return adam_group(group, False, True, clip)
+            return adam_group(group, maximize=False, decoupled=True, clip=clip)
         return self._rule(group)
 
     def _rule(self, group: dict[str, Any]) -> SgdGroup:
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
-        return SgdGroup(group["lr"], momentum, 0.0, decay, group["nesterov"], False, True, MAX_UPDATE)
+        options = group["lr"], momentum, 0.0, decay, group["nesterov"]
+        return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
 
-    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
-        some = self._without_adamws(some, skip, scale, sums)
-        params = {id(prepared.update.master): param for param, prepared in self._kept.items()}
-        shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
-        for update in some:
-            param = params[id(update.master)]
-            if is_sharded(param) and param.ndim == 2:
-                shared.setdefault(groups_of(param)[0], []).append((update, param))
-            else:
-                matrices = self._direction(update, skip, scale).view(states.local(param).shape).flatten(0, -2)
-                orthogonal = self._orthogonal(self._as_sent(matrices), param, update.group)
-                self._move(update, orthogonal, param.shape, skip, sums)
-        for group, members in shared.items():
-            count = OWNED * group.size()
-            for batch in (members[first : first + count] for first in range(0, len(members), count)):
-                parts, shapes = [], [param.shape for _, param in batch]
-                for update, param in batch:
-                    part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
-                    parts.append(self._as_sent(part).to(param.device_mesh.device_type))  # type: ignore[attr-defined]
-                functions = [
-                    functools.partial(self._orthogonal, param=param, group=member.group) for member, param in batch
-                ]
-                pieces = by_owners(parts, shapes, group, functions)
-                for (update, param), part in zip(batch, pieces, strict=True):
-                    self._move(update, part, param.shape, skip, sums)
+    def _shared_options_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in _NOT_OF_KERNELS if name in group} | super()._shared_options_of(group)
 
-    def _without_adamws(
-        self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None
-    ) -> list[WeightUpdate]:
-        """Update the weights in AdamW's groups; return the updates of the others."""
-        groups = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
-        if adamw_updates := [
-            update._replace(group=groups.index(update.group)) for update in some if update.group in groups
+    def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+        adamws = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
+        if by_adamw := [
+            update._replace(group=adamws.index(update.group)) for _, update in updates if update.group in adamws
         ]:
-            options: Any = [self._options(self.param_groups[number]) for number in groups]
-            optimizer_step(adamw_updates, options, skip, scale, self._plans.setdefault("adamw", {}), sums)
-        return [update for update in some if update.group not in groups]
+            options: Any = [self._options(self.param_groups[number]) for number in adamws]
+            optimizer_step(by_adamw, options, skip, scale, self._plans, sums)
+        sharded: dict[Any, DeviceUpdates] = {}  # by the group of ranks that share rows
+        for param, update in updates:
+            if update.group in adamws:
+                continue
+            if is_sharded(param) and param.ndim == 2:
+                sharded.setdefault(groups_of(param)[0], []).append((param, update))
+            else:
+                direction = self._direction(param, update, skip, scale).view(states.local(param).shape).flatten(0, -2)
+                self._move(param, update, self._orthogonal(self._as_sent(direction), param, update.group), skip, sums)
+        for ranks, members in sharded.items():
+            count = OWNED * ranks.size()
+            for first in range(0, len(members), count):
+                batch = members[first : first + count]
+                parts = [self._part_to_send(*member, skip, scale) for member in batch]
+                functions = [partial(self._orthogonal, param=param, group=update.group) for param, update in batch]
+                results = by_owners(parts, [param.shape for param, _ in batch], ranks, functions)
+                for (param, update), orthogonal in zip(batch, results, strict=True):
+                    self._move(param, update, orthogonal, skip, sums)
 
-    def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
+    def _part_to_send(
+        self, param: nn.Parameter, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        """Have the momentum follow the gradient; return this rank's rows of the direction, to be sent to the owner."""
+        part = self._direction(param, update, skip, scale)[: states.local(param).shape[0]]
+        return self._as_sent(part).to(param.device_mesh.device_type)  # type: ignore[attr-defined]
+
+    def _direction(
+        self, param: nn.Parameter, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
         """Have the momentum follow the gradient; return the direction, in the scratch, float32 as the master [R, C]."""
-        work = self._workspace(update)
+        work = self._workspace(param, update)
         matrix = work.scratch.weight.zero_()
         if matrix.numel():
             work.step.copy_(update.step)
@@ -281,14 +286,14 @@ class Muon(CompactOptimizer):
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
         qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
-        return pack(qdata, scale_inv, True)
+        return pack_message(qdata, scale_inv, True)
 
     def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
         """Orthogonalise a matrix's direction, or each expert's, after it travelled: bf16 [R, C] or [E * N, K]."""
         if not matrix.numel():
             return matrix
         if self.directions == "fp8":
-            pair = unpack(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
+            pair = unpack_message(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
             matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
         coefficients, count, eps = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
         if param.ndim == 2:
@@ -296,15 +301,15 @@ class Muon(CompactOptimizer):
         return orthogonalize_each(matrix.view(-1, *param.shape[1:]), coefficients, count, eps).flatten(0, 1)
 
     def _move(
-        self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None
+        self, param: nn.Parameter, update: WeightUpdate, orthogonal: Tensor, skip: Tensor | None, sums: Tensor | None
     ) -> None:
-        """Move this rank's part of a weight along the orthogonal matrix's part; ``shape``: of the whole weight."""
-        work, options = self._workspace(update), self.param_groups[update.group]
+        """Move this rank's part of a weight along the orthogonal matrix's part."""
+        work, options = self._workspace(param, update), self.param_groups[update.group]
         matrix, rule = work.scratch.weight, self._rule(options)
         matrix.view(-1)[: orthogonal.numel()].view(orthogonal.shape).copy_(orthogonal)
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
-        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape[-2:]) if shape.numel() else 1.0
+        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], param.shape[-2:]) if param.numel() else 1.0
         rate: float | Tensor = work.rate
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
             work.rate.copy_(rule.lr.view(()) * ratio)
@@ -314,8 +319,8 @@ class Muon(CompactOptimizer):
         update = update._replace(moments=(), gradient=matrix, gradient_scale_inv=None, group=0)
         optimizer_step([update], [rule], skip, None, work.plans, sums)
 
-    def _workspace(self, update: WeightUpdate) -> _Workspace:
-        work = self._plans.get(id(update.master))
+    def _workspace(self, param: nn.Parameter, update: WeightUpdate) -> _Workspace:
+        work = self._workspaces.get(param)
         if work is None:
             shape, device = update.master.weight.shape, update.gradient.device
             scratch = self._scratch.get(device)
@@ -325,13 +330,13 @@ class Muon(CompactOptimizer):
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device, dtype=torch.float32)
-            work = self._plans[id(update.master)] = _Workspace(update.master, whole, rate.clone(), rate, {})
+            work = self._workspaces[param] = _Workspace(whole, rate.clone(), rate, {})
         return work
 
     def _forget_plans(self) -> None:
-        adamws, captured = self._plans.pop("adamw", {}), self._plans.pop("captured", [])
-        captured += [work for work in self._plans.values() if "captured" in work.plans]
-        self._plans = {"captured": captured, "adamw": {name: of for name, of in adamws.items() if name == "captured"}}
+        super()._forget_plans()
+        self._captured += [work for work in self._workspaces.values() if "captured" in work.plans]
+        self._workspaces = {}
 
 
 def orthogonalize_each(matrices: Tensor, coefficients: tuple[float, float, float], count: int, eps: float) -> Tensor:

@@ -31,7 +31,7 @@ from octavo.optim.layout import (
     ranks_share_blocks,
 )
 from octavo.optim.masters import MasterForm
-from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
+from octavo.optim.moment import MOMENT_GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
@@ -163,9 +163,9 @@ def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
 def moment_from(described: dict[str, Any]) -> Moment:
     """Return the Moment that ``description`` described; ValueError if its granularity is none of a moment."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])
-    granularity = next((candidate for candidate in GRANULARITIES if str(candidate) == described["granularity"]), None)
-    if granularity is None:
-        choices = ", ".join(map(str, GRANULARITIES))
+    granularities = {str(granularity): granularity for granularity in MOMENT_GRANULARITIES}
+    if (granularity := granularities.get(described["granularity"])) is None:
+        choices = ", ".join(granularities)
         raise ValueError(f"the state's moments are in {described['granularity']!r}, which none here is: {choices}")
     return Moment(**described | {"format": fmt, "granularity": granularity})
 

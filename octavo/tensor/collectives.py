@@ -10,8 +10,10 @@
     amaxes that ranks share              their maximum, float32                    maximum_over_ranks, optim/layout.py
     sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
     settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
+    rows of each expert, their amaxes    int32                                     autograd/exchange.py
+    what ranks decide together           objects, int64, float64                   distributed/ranks.py
 
-``pack`` makes a pair a message, codes beside their scales, and ``unpack`` reads it.
+``pack_message`` makes a pair a message, codes beside their scales, and ``unpack_message`` reads it.
 """
 
 from __future__ import annotations
@@ -72,19 +74,19 @@ def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Ten
     return scales.to(scale_inv_dtype(tile, power_of_two))
 
 
-def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
+def pack_message(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
     """Return a pair as a message, uint8: of each row its codes [R, C] and its scales."""
     return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
 
 
-def unpack(
+def unpack_message(
     message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, tile: Tile = (ALL, ALL)
 ) -> tuple[Tensor, Tensor]:
-    """Return the pair that ``pack`` took, of so many columns and codes of this dtype."""
+    """Return the pair that ``pack_message`` took, of so many columns and codes of this dtype."""
     return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two, tile)
 
 
-def home_of(group: Any) -> torch.device:
+def sending_device(group: Any) -> torch.device:
     """Return the device of tensors that a process group sends: the CPU, if its backend sends from there."""
     import torch.distributed as dist
 
@@ -106,7 +108,7 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
         return
     settings_here = {name: str(value) for name, value in settings.items()}
     number = int.from_bytes(hashlib.sha256(repr(settings_here).encode()).digest()[:7])
-    bounds = torch.tensor([number, -number], device=home_of(groups[0]))
+    bounds = torch.tensor([number, -number], device=sending_device(groups[0]))
     if not int(maximum_over_ranks(bounds, *groups).sum()):
         return
     every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), settings_here)]
@@ -117,6 +119,7 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
     (first, here), *others = sorted(every)
     other, there = next((rank, values) for rank, values in others if values != here)
     differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    said = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
-    more = [f"and {len(said) - 3} more"] * (len(said) > 3)
-    raise RanksDifferError(f"ranks have different settings: {'; '.join(said[:3] + more)}. Give all of them the same")
+    lines = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
+    if len(lines) > 3:
+        lines[3:] = [f"and {len(lines) - 3} more"]
+    raise RanksDifferError(f"ranks have different settings: {'; '.join(lines)}. Give all of them the same")

@@ -41,21 +41,32 @@ class WeightSource(NamedTuple):
     delayed_scale: Tensor | None
 
 
+class NormResults(NamedTuple):
+    """The results of a norm of x [T, K] beside its pairs: each row's mean (of a layer norm) and rstd, and y if kept."""
+
+    mean: Tensor
+    rstd: Tensor
+    y: Tensor | None
+
+
 class Operands(NamedTuple):
     """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
 
     ``amax`` [1, 1] fp32 is that of a Delayed cast; None where nothing was cast that way. ``column_sum`` [C] of the
-    tensor's dtype, where it was asked for and the cast could compute it. ``besides``: of a norm that was cast its mean,
-    rstd and, if it is to be kept, y; of an activation its kept scale, or, of its gradient, the activation's transposed
-    codes. ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that backward reads are saved as
-    they are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
+    tensor's dtype, where it was asked for and the cast could compute it. ``norm``: where a norm was cast;
+    ``kept_scale`` [1]: of an activation's cast, if it is to be kept; ``activation_codes``: where an activation's
+    gradient was cast, the activation's own codes, transposed. ``source``: of a weight whose ``transposed`` backward
+    casts itself. Tensors that backward reads are saved as they are: FSDP2 may refill a gathered weight's tensors while
+    a backward reads them.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
     transposed: tuple[Tensor, Tensor] | None = None
     amax: Tensor | None = None
     column_sum: Tensor | None = None
-    besides: Sequence[Tensor] = ()
+    norm: NormResults | None = None
+    kept_scale: Tensor | None = None
+    activation_codes: Tensor | None = None
     source: WeightSource | None = None
 
 
@@ -111,7 +122,8 @@ class ForProducts(Facade):
     """A facade that has the operands of products alone, and to which gradients flow.
 
     Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
-    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``casts``: a weight's Casts, as text.
+    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``found_amax`` is Operands' ``amax``, which is
+    a method of tensors; ``casts``: a weight's Casts, as text.
     """
 
     qdata: Tensor

@@ -230,8 +230,8 @@ class _Quantize(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
         tile = granularity.tile
         if x.numel() == 0:
-            of_scales = scale_inv_dtype(tile, power_of_two, format.is_packed)
-            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=of_scales)
+            dtype = scale_inv_dtype(tile, power_of_two, format.is_packed)
+            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=dtype)
             codes_shape = (x.shape[0], x.shape[1] // 2) if format.is_packed else x.shape
             return ScaledTensor(x.new_empty(codes_shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []

@@ -9,7 +9,7 @@ shows what ``gradient_storage`` gains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,13 +93,15 @@ def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> Any:
     return None
 
 
-def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
-    grad, other = args[:2]
+def _add(func: Any, grad: Tensor, other: Tensor, *, alpha: float = 1) -> StoredGradient:
+    """Write ``alpha`` x ``other`` where the gradient is zero; else raise UnsupportedOpError."""
     if func is aten.add_.Tensor and isinstance(grad, StoredGradient) and grad.is_zero and grad.shape == other.shape:
         by_expert = grad.qdata.shape != as_matrix_shape(grad.shape)
         fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other, by_expert=by_expert)
         grad.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
         grad.scale_inv.copy_(fresh.scale_inv)
+        if alpha != 1:
+            grad.scale_inv.mul_(alpha)
         grad.is_zero = False
         return grad
     raise UnsupportedOpError(
@@ -124,8 +126,8 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
         return torch.zeros((), device=q.device, dtype=torch.float32)
     rows = max(_ELEMENTS_AT_A_TIME // q.shape[1], 1)
     norms = [
-        torch.linalg.vector_norm(kernels.dequantize(*some, GRANULARITY.tile, torch.float32), ord)
-        for some in zip(q.split(rows), scale_inv.split(rows), strict=True)
+        torch.linalg.vector_norm(kernels.dequantize(codes, scales, GRANULARITY.tile, torch.float32), ord)
+        for codes, scales in zip(q.split(rows), scale_inv.split(rows), strict=True)
     ]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
 
@@ -190,7 +192,7 @@ def _write_used(func: Any, gradients: list[Any], *factor: Any) -> Any:
     return None
 
 
-def _refuse_used(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_used(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedOpError(TWICE)
 
 

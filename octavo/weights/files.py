@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.granularity import Granularity, PerTensor
+from octavo.granularity import Granularity
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
@@ -39,11 +39,9 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
     scale_inv = scale_inv.view(torch.uint8) if scale_inv.dtype == E8M0 else scale_inv
     if stored is not weight:
         shape = weight.shape
-        codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), of_columns=weight.ndim)
-        if stored.granularity != PerTensor() or stored.ndim == 3:
-            scale_inv = like_sharded(
-                scale_inv, weight, torch.Size(stored.granularity.of_matrices(shape).scale_shape(shape))
-            )
+        codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), columns_dim=weight.ndim)
+        if not stored.has_one_scale:
+            scale_inv = like_sharded(scale_inv, weight, stored.scales_shape(shape))
     destination[key], destination[f"{key}{SCALE_INV}"] = codes, scale_inv
 
 
@@ -61,21 +59,21 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
     if not isinstance(entry, Tensor):
         return  # torch says which key is missing or wrong
     stored, local = local_stored(weight), on_this_rank(entry)
-    codes, is_shard = _codes_of(local), stored is not weight
-    if stored is not None and is_shard and _is_of_first_rank(entry, local, weight):
-        codes = stored.qdata if codes is None else codes
-        scale_inv = _scales_of_first_rank(weight, stored, scale_inv, key).to(codes.device)
+    codes, shard = _codes_of(local), None if stored is weight else stored
+    if shard is not None and _has_codes_of_first_rank(entry, local, weight):
+        codes = shard.qdata if codes is None else codes
+        scale_inv = _scales_of_first_rank(weight, shard, scale_inv, key).to(codes.device)
     elif isinstance(local, StoredWeight):
         return  # a parameter, as it is
     elif codes is not None or scale_inv is not None:
         _check_pair(entry, codes, scale_inv, key)
-    if weight is not None and stored is not None and is_shard:
-        state_dict[key] = _as_shard(weight, stored, entry, codes, scale_inv)
+    if weight is not None and shard is not None:
+        state_dict[key] = _as_shard(weight, shard, entry, codes, scale_inv)
     elif codes is not None:
         shape, dtype = _shape_of(entry), torch.float32 if weight is None else weight.dtype
         loaded = StoredWeight(codes, on_this_rank(scale_inv), dtype)
         if stored is None or local is not entry:
-            state_dict[key] = like_sharded(loaded.pair().dequantize(), entry, shape, of_columns=len(shape) - 1)
+            state_dict[key] = like_sharded(loaded.pair().dequantize(), entry, shape, columns_dim=len(shape) - 1)
         elif stored.may_have(scale_inv):
             state_dict[key] = loaded
         else:
@@ -89,7 +87,7 @@ def _scales_of(entry: Any) -> Any:
     return local.view(E8M0) if local is entry else like_sharded(local.view(E8M0), entry, entry.shape)
 
 
-def _is_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
+def _has_codes_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
     """Whether a state_dict's entry has codes from the first rank: in the weight itself, or a DTensor of its shape."""
     if local is on_this_rank(weight):
         return bool(local.scale_inv.isnan().any())  # type: ignore[attr-defined]
@@ -101,7 +99,7 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, scale_inv: Tensor | 
 
     Collective; only the first rank passes ``scale_inv``.
     """
-    mesh, shape = weight.device_mesh, shard.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
+    mesh, shape = weight.device_mesh, tuple(shard.scales_shape(weight.shape))
     scales = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if scale_inv is not None and tuple(scale_inv.shape) == shape:
         is_its_own = scale_inv.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now

@@ -17,7 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,17 @@ from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 aten = torch.ops.aten
 T = TypeVar("T")
 
-After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # the work of post_all_gather
+# the work of ``fsdp_post_all_gather`` on (the received tensors, the parameter's dtype, a weight to refill or None)
+UnshardedWeight = tuple[Tensor, tuple[Tensor, ...]] | None  # (the weight, what FSDP2 frees besides); None: refilled
+SecondHook = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], UnshardedWeight]
+FirstHookResult = tuple[tuple[Tensor, ...], SecondHook]  # (tensors to send, each of as many rows on every rank, ...)
 
 
 class ShardHooks(Tensor):
@@ -51,8 +58,8 @@ class ShardHooks(Tensor):
     part = ""
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], After]:
+        self, mesh: DeviceMesh, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> FirstHookResult:
         """Return (tensors to send, each of as many rows as other ranks', the function that the second hook calls)."""
         before_gather = getattr(module._modules.get(self.part, module), "before_gather", None)
         # None for an embedding that shares its weight with a linear layer, and for experts that were restored
@@ -61,14 +68,14 @@ class ShardHooks(Tensor):
         return before_gather(on_this_rank(self), mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: SecondHook, param_dtype: torch.dtype, *, out: Any = None
+    ) -> UnshardedWeight:
         """Return the unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
     def gather_without_recipe(
-        self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], After]:
+        self, mesh: DeviceMesh, outer_size: torch.Size, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> FirstHookResult:
         """Return the first hook's result where the module is none of octavo's: FSDP2's way without hooks."""
         return gather_as_it_is(on_this_rank(self), mesh, outer_size, mp_policy)
 
@@ -90,7 +97,7 @@ class ShardedWeight(ShardHooks):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if type(result) is Tensor and getattr(func, "__name__", "") in _STAYS and isinstance(args[0], ShardedWeight):
+        if type(result) is Tensor and getattr(func, "__name__", "") in _KEEPS and isinstance(args[0], ShardedWeight):
             return result.as_subclass(cls)
         return result
 
@@ -98,8 +105,8 @@ class ShardedWeight(ShardHooks):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
 
 
-# by name: torch functions and aten overloads alike
-_STAYS = {
+# names of torch functions and aten overloads whose results are of the class too
+_KEEPS = {
     name + suffix
     for name in "detach alias view narrow slice clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
     for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
@@ -107,8 +114,8 @@ _STAYS = {
 
 
 def gather_as_it_is(
-    shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
-) -> tuple[tuple[Tensor, ...], After]:
+    shard: Tensor, mesh: DeviceMesh, outer_size: torch.Size, mp_policy: MixedPrecisionPolicy
+) -> FirstHookResult:
     """Gather a shard as FSDP2 does without hooks; returns what the first hook returns."""
     dtype = mp_policy.param_dtype or shard.dtype
     sent = padded_rows(shard, outer_size, mesh.size()).to(dtype)
@@ -177,12 +184,12 @@ GatheredWeight.RULES = MOVES | PLAIN_LIKE | dict.fromkeys((aten.as_strided.defau
 GatheredWeight.RULES |= {aten.transpose.int: _transposed}
 
 
-def attach(param: Any, at: int, part: str = "") -> bool:
+def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
     """Give hooks to the local tensor of a DTensor that FSDP2 has just sharded; return whether it has them now.
 
-    ``at``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
+    ``mesh_dim``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
-    if at < 0 or getattr(param.placements[at], "dim", None) is None:
+    if mesh_dim < 0 or getattr(param.placements[mesh_dim], "dim", None) is None:
         return False
     local = local_tensor(param)
     if type(local) is Tensor:
@@ -205,18 +212,18 @@ def plain(param: Any) -> Tensor:
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
-def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
+def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: int | None = None) -> Tensor:
     """Return a DTensor of this shape, sharded as ``param``, with this rank's shard ``local``; that, if it is plain.
 
-    ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
+    ``columns_dim``: the tensor's dimension that has the columns, which are ``param``'s last one, if it is another.
     """
     if not hasattr(param, "placements"):
         return local
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    if of_columns is not None:
-        placements = [Shard(of_columns) if one == Shard(param.ndim - 1) else one for one in placements]
+    if columns_dim is not None:
+        placements = [Shard(columns_dim) if one == Shard(param.ndim - 1) else one for one in placements]
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -251,7 +258,7 @@ def whole(value: T) -> T:
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 
-def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
+def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> Tensor:
     """Return a sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
@@ -262,17 +269,18 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
         return whole(param)
     mesh = meshes if meshes.ndim == 1 else meshes[meshes.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
-    inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
+    inputs, hook = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
     outputs = []
     for sent in inputs:
         sent = sent.contiguous()
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
         all_gather(outputs[-1], sent, mesh.get_group())
-    weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)
+    dtype = mp_policy.param_dtype or param.dtype
+    weight, _ = local.fsdp_post_all_gather(tuple(outputs), hook, dtype)  # type: ignore[misc]
     return weight
 
 
-def mp_policies(model: nn.Module) -> dict[int, Any]:
+def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
     """Return FSDP2's mixed-precision policy of each sharded parameter, by its id; {} where nothing is sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
@@ -334,10 +342,13 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> slice:
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
-def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
-    """Pad a shard, contiguous, by rows of zeros to as many as each rank's; FSDP2 pads no other dimension."""
-    rows = rows_on_each_rank(whole[0], ranks)
-    if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
+def padded_rows(shard: Tensor, shape: torch.Size, ranks: int) -> Tensor:
+    """Return a shard of a tensor of this shape, contiguous, with rows of zeros up to as many as each rank's.
+
+    FSDP2 pads no other dimension.
+    """
+    rows = rows_on_each_rank(shape[0], ranks)
+    if shard.shape[0] == rows or shard.shape[1:] != shape[1:]:
         return shard.contiguous()
     padded = shard.new_zeros(rows, *shard.shape[1:])
     padded[: shard.shape[0]] = shard

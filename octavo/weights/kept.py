@@ -9,54 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo import kernels
+from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
-from octavo.scaling.delayed import State
-from octavo.scaling.recipe import WEIGHT, Cast, Recipe
-from octavo.step_count import OPTIMIZER_STEPS, version_of
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded
+from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import Operands
-from octavo.weights.plain import WeightOwner, notice_writes, weight_of
-
-
-class KeptOperands:
-    """The buffers into which KeptWeights casts a layer's weight, by the recipe at the time. A copied layer has none.
-
-    ``lays``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA graph, so
-    that only captured forwards may read it. Under Delayed the operands have the amax, which backward commits.
-    """
-
-    def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lays: bool, amax: Tensor) -> None:
-        OPTIMIZER_STEPS.watch()
-        self.recipe, self.cast, self.lays, self.amax = recipe, cast, lays, amax
-        self.pairs = operands._replace(amax=amax) if cast.is_delayed else operands
-
-    def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
-        """Note that the buffers were just cast from this weight, by this delayed state."""
-        self._weight, self._captured = weight, captured
-        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
-
-    def operands(self, weight: Tensor, state: State | None) -> Operands | None:
-        """Return the operands; None if the weight or its delayed scale may have been written since the cast.
-
-        A compiled or captured forward can't compare, and always gets the operands of this weight.
-        """
-        if self._weight is not weight:
-            return None
-        if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self.pairs
-        is_unwritten = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
-        return self.pairs if is_unwritten and not self._captured else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def _key_of(weight: Tensor, state: State | None) -> tuple[Any, ...]:
-    of_scale = None if state is None else (id(state.scale), version_of(state.scale))
-    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, of_scale
+from octavo.weights.plain import WeightOwner, forget_if_written, weight_of
+from octavo.weights.shard_cast import is_square
+from octavo.weights.writes import KeptOperands
 
 
 class KeptWeights:
@@ -104,7 +65,7 @@ class KeptWeights:
         layers_and_buffers: dict[str, tuple[Any, KeptOperands]] = {
             name: (layer, buffers)
             for name, layer in model.named_modules()
-            if isinstance(layer, WeightOwner) and (buffers := _kept(layer)) is not None
+            if isinstance(layer, WeightOwner) and (buffers := _buffers_for(layer)) is not None
         }
         if not layers_and_buffers:
             raise ValueError(
@@ -112,10 +73,10 @@ class KeptWeights:
                 "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
         self.names = tuple(layers_and_buffers)
-        self._groups: dict[tuple[Any, ...], list[Any]] = {}
+        self._launches: dict[tuple[Any, ...], list[tuple[Any, KeptOperands]]] = {}  # the layers that each casts
         for layer, buffers in layers_and_buffers.values():
-            key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lays
-            self._groups.setdefault(key, []).append((layer, buffers))
+            key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lies_twice
+            self._launches.setdefault(key, []).append((layer, buffers))
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:
@@ -127,65 +88,53 @@ class KeptWeights:
         Raises:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
-        for (dtype, device, cast, lays), everything in self._groups.items():
-            group = [(layer, buffers) for layer, buffers in everything if layer.recipe is buffers.recipe]
-            if not group:
-                continue
-            layers = [layer for layer, _ in group]
-            if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
+        for (dtype, device, cast, _), layers_and_buffers in self._launches.items():
+            launch = [(layer, buffers) for layer, buffers in layers_and_buffers if layer.recipe is buffers.recipe]
+            if any(layer.weight.dtype != dtype or layer.weight.device != device for layer, _ in launch):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             # whether the cast will happen, and now
             is_certain = skip is None and not captured and not torch.compiler.is_compiling()
-            for layer in layers if cast.is_delayed and is_certain else ():
-                notice_writes(layer, layer.weight)
-            as_is = [buffers.pairs.as_is for _, buffers in group]
-            kernels.multi_tensor_cast(
-                [layer.weight.detach().contiguous() for layer in layers],
-                [qdata for qdata, _ in as_is],
-                [buffers.pairs.transposed[0] for _, buffers in group] if lays else [],
-                [scale_inv for _, scale_inv in as_is],
-                [buffers.amax for _, buffers in group],
-                [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
-                WEIGHT,
-                cast.tile,
-                cast.power_of_two,
-                cast.margin,
-                skip,
-            )
-            for layer, buffers in group:
+            for layer, _ in launch if cast.is_delayed and is_certain else ():
+                forget_if_written(layer, layer.weight)
+            cast_together([_matrix_of(layer, buffers) for layer, buffers in launch], cast, WEIGHT, skip)
+            for layer, buffers in launch:
                 buffers.were_cast(layer.weight, captured, layer.fp8.state)
                 layer.fp8.kept_operands = buffers  # each time: moving a layer removes them
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
-        for group in self._groups.values():
-            for layer, _ in group:
+        for layers_and_buffers in self._launches.values():
+            for layer, _ in layers_and_buffers:
                 layer.fp8.kept_operands = None
 
 
-def _kept(layer: Any) -> KeptOperands | None:
+def _matrix_of(layer: Any, buffers: KeptOperands) -> MatrixToCast:
+    """Return a layer's weight, and its buffers, for a launch."""
+    as_is, transposed = buffers.pairs.as_is, buffers.pairs.transposed
+    assert as_is is not None and transposed is not None
+    weight, (codes, scale_inv) = layer.weight.detach().contiguous(), as_is
+    scale = layer.delayed_scale if buffers.cast.is_delayed else None
+    second = transposed[0] if buffers.lies_twice else None
+    return MatrixToCast(weight, codes, scale_inv, scale, second, buffers.amax)
+
+
+def _buffers_for(layer: Any) -> KeptOperands | None:
     """Return buffers for a layer's weight; None if it is no plain parameter or its two layouts need different casts."""
     if layer.weight_readers != {"weight": layer}:  # its parts read its weights
         return None
     recipe, weight = layer.recipe, weight_of(layer)
     casts = recipe.weight_casts
     cast = casts.as_is or casts.transposed
-    if (
-        type(weight) is not nn.Parameter
-        or weight.ndim != 2
-        or layer.stores_transposed
-        or cast is None
-        or recipe.packs
-        or (casts.as_is and casts.transposed and not casts.once)
-        or (cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)))
-    ):
+    if type(weight) is not nn.Parameter or weight.ndim != 2 or layer.stores_transposed or cast is None or recipe.packs:
+        return None
+    if (casts.as_is and casts.transposed and not casts.once) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
         return None
     rows, cols = weight.shape
     pad = contraction_multiple(weight.device, recipe.pads)
-    shape, lays = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
+    shape, lies_twice = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
     new = weight.detach().new_zeros
     qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=cast.scale_inv_dtype)
-    transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
+    transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lies_twice else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
-    return KeptOperands(recipe, cast, operands, lays, new(shape, dtype=torch.float32))
+    return KeptOperands(recipe, cast, operands, lies_twice, new(shape, dtype=torch.float32))

@@ -2,7 +2,8 @@
 
     a weight is     its codes are written                              and thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
-                    by its optimizer, by copy_ and torch.nn.init
+                    by its optimizer, by copy_ and torch.nn.init, by
+                    an adapter merged into it, by DDP's first message
     gathered        at FSDP2's unshard (weights/gathered.py)           at its reshard
     kept            by KeptWeights.cast() (weights/kept.py)            at the next write, see KeptOperands
     freed           in every forward, and again in backward, where     after forward's product
@@ -10,8 +11,8 @@
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 
-``fp8_operands`` tries them in this order. ``state_for`` returns the delayed scale that a cast reads, and forgets the
-history of a weight that anything but its optimizer wrote; a weight that is no parameter of its module has no history.
+``fp8_operands`` tries them in this order. ``fresh_state`` forgets the history of a weight that anything but its
+optimizer wrote, and returns the state that a cast reads; a weight that is no parameter of its module has no history.
 A write through .data changes no counter that octavo could read: call ``invalidate`` after it.
 """
 
@@ -36,9 +37,11 @@ from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
-from octavo.weights.fsdp2 import gather_alone, mp_policies, on_this_rank
+from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
-from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
+from octavo.weights.stored import FROZEN_ONLY, STORABLE, StoredWeight, local_stored, stored_as
+
+HOLDING_CODES = StoredWeight, GatheredWeight  # weights that live in FP8: their method ``operands`` gives their codes
 
 
 class WeightOwner(nn.Module):
@@ -124,9 +127,10 @@ def fp8_operands(
     local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    if (operands_of := getattr(type(local), "operands", None)) is not None:  # stored or gathered
+    kind: Any = type(local)
+    if isinstance(local, HOLDING_CODES):
         _refuse_tracing()
-        return operands_of(local, module, transposed)  # torch.compile makes an operation of a tensor's method
+        return kind.operands(local, module, transposed)  # torch.compile makes an operation of a tensor's method
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:
@@ -138,7 +142,8 @@ def fp8_operands(
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    request = CastRequest(module.fp8.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
+    transposed = transposed and not is_freed
+    request = CastRequest(module.fp8.recipe, WEIGHT, as_is=True, transposed=transposed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
@@ -161,11 +166,12 @@ def _source_of(module: WeightReader, weight_NK: Tensor, parameter: Tensor, state
             "FSDP1 and DeepSpeed ZeRO-3 gather weights in high precision, and each rank casts whole weights in forward "
             "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
         )
-    of_weight = module.fp8.recipe.weight_casts.transposed
-    scale = None if state is None or of_weight is None or not of_weight.is_delayed else state.in_force(WEIGHT)
+    weight_cast, scale = module.fp8.recipe.weight_casts.transposed, None
+    if state is not None and weight_cast is not None and weight_cast.is_delayed:
+        scale = state.in_force(WEIGHT).clone()
     # for ZeRO-3 it is the parameter itself: a view would keep the gathered storage alive
     swaps = module.stores_transposed and hasattr(parameter, "ds_id")
-    return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
+    return WeightSource(parameter if swaps else weight_NK, swaps, scale)
 
 
 @torch.no_grad()
@@ -177,12 +183,13 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
 
     ``training``: True for a forward in training (by the delayed scale), False for evaluation (by the weight's amax).
     """
-    parameter = weight = module.weight_parameter
+    parameter = module.weight_parameter
+    weight: Tensor = parameter
     if on_this_rank(parameter) is not parameter:
         if (stored := local_stored(parameter)) is not None:
             return whole_pair(parameter, stored)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
-    state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
+    state = None if isinstance(weight, HOLDING_CODES) else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
     operands = fp8_operands(module, weight_NK, weight, False, state, training)
     assert operands.as_is is not None
@@ -191,7 +198,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 
-def of_this_rank(parameter: Any, ranks: int) -> Tensor:
+def local_experts(parameter: Any, ranks: int) -> Tensor:
     """Return this rank's experts of a parameter [E, ...]; their gradients are divided by ``ranks``."""
     experts: Tensor = parameter.to_local()
     if experts.requires_grad:  # a view of the parameter, new in each forward; its gradient sums all ranks' tokens
@@ -199,8 +206,8 @@ def of_this_rank(parameter: Any, ranks: int) -> Tensor:
     return experts
 
 
-def state_for(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
-    """Return the delayed state that a forward reads, on this device; None if the recipe is not delayed.
+def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
+    """Forget the history of a weight that was written, and return the delayed state that a forward reads, or None.
 
     ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
     """
@@ -211,12 +218,12 @@ def state_for(module: WeightReader, parameter: Tensor | None, training: bool, de
         if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
             local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
             if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
-                notice_writes(module, weight)
+                forget_if_written(module, weight)
     return module.fp8.state_on(device)
 
 
-def notice_writes(module: WeightReader, weight: Tensor) -> None:
-    """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
+def forget_if_written(module: WeightReader, weight: Tensor) -> None:
+    """Forget the weight's history if anything but its optimizer wrote it; each cast in training calls it before.
 
     An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
     """
@@ -234,7 +241,7 @@ def _refuse_tracing() -> None:
 
 def widened(weight: Any) -> Tensor:
     """Return a weight for a product in high precision, dequantised if it is stored in FP8; gradients flow to it."""
-    if not hasattr(on_this_rank(weight), "operands"):
+    if not isinstance(on_this_rank(weight), HOLDING_CODES):
         return weight
     _refuse_tracing()
     if not hasattr(weight, "to_local"):
@@ -248,12 +255,12 @@ def widened(weight: Any) -> Tensor:
 def why_unreadable(weight: Tensor) -> str | None:
     """Return the class of a weight that FP8 products can't read, to end "weights that are ..."; or None."""
     kind = type(on_this_rank(weight))  # for a DTensor the class of each rank's shard
-    if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "operands"):
+    if not hasattr(kind, "__tensor_flatten__") or issubclass(kind, HOLDING_CODES):
         return None
     return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
 
 
-def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
+def check_readable(recipe: Recipe, weight: Tensor | None) -> None:
     """Raise ValueError if a recipe can't read a weight as it is stored."""
     if weight is None or recipe.is_high_precision:
         return
@@ -268,15 +275,15 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
             'recipe, e.g. octavo.RecipeMap(recipe, {"*.experts*": octavo.recipes.mx()})'
         )
     if (granularity := stored_as(weight)) is not None:
-        check_granularity(recipe, weight.shape, granularity)
+        check_stored_granularity(recipe, weight.shape, granularity)
 
 
-def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
+def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
     """Raise ValueError if a recipe can't read a weight of this shape that is stored by this granularity."""
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := StoredWeight.why_not(recipe, stored not in OF_FROZEN):
+    if reason := StoredWeight.why_not(recipe, stored not in FROZEN_ONLY):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):
@@ -288,7 +295,7 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
 
 def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
     """Return how a weight (or expert) that a recipe scales so is stored: PerTensor() if one block covers all of it."""
-    is_one_block = granularity in GRANULARITIES and granularity.scale_shape(shape[-2:]) == (1, 1)
+    is_one_block = granularity in STORABLE and granularity.scale_shape(shape[-2:]) == (1, 1)
     return PerTensor() if is_one_block else granularity
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.autograd.exchange import Exchange
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.pair import Operands
-from octavo.weights.writes import WeightWrites
+from octavo.tensor.pair import ForProducts
+from octavo.weights.writes import KeptOperands, WeightWrites
 
 
 class WeightReader(Protocol):
@@ -47,12 +47,12 @@ class WeightReader(Protocol):
 
 
 class LayerState(Protocol):
-    """The state of a module for its weight: see LayerFP8."""
+    """The state of a module for its weight: LayerFP8."""
 
     recipe: Recipe
     state: State | None
     weight_writes: WeightWrites
-    kept_operands: KeptCodes | None
+    kept_operands: KeptOperands | None
 
     @property
     def gather(self) -> WeightGather:
@@ -62,23 +62,15 @@ class LayerState(Protocol):
         """Return the delayed state, moved to this device."""
 
 
-class KeptCodes(Protocol):
-    """Codes that outlive a forward: KeptOperands."""
-
-    def operands(self, weight: Tensor, state: State | None) -> Operands | None:
-        """Return the operands, None if the weight or its scale may have been written since the cast."""
-
-
 class WeightGather(Protocol):
-    """The state of a weight's gathers under FSDP2: Gather."""
+    """The state of a weight's gathers under FSDP2: Gather, in a file that imports those which need it."""
 
     parameter: Any  # DTensor or None
-    generation: int
     name: str
     settings_agree: bool
 
-    def adopt(self, parameter: Any, whole: Any, module: WeightReader) -> None:
-        """Gather ``parameter`` from now on, which replaces ``whole``."""
+    def adopt(self, parameter: Any, replaced: Any, module: WeightReader) -> None:
+        """Gather ``parameter`` from now on, which replaces another."""
 
-    def read(self, weight: Any, module: WeightReader) -> None:
+    def read(self, weight: ForProducts, module: WeightReader) -> None:
         """Note that the module computes with its gathered weight."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -41,13 +41,13 @@ from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
-from octavo.weights.fsdp2 import After, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
+from octavo.weights.fsdp2 import FirstHookResult, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
 from octavo.weights.reader import WeightReader
 
 aten = torch.ops.aten
 
-GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
-OF_FROZEN = (PerRow(), PerBlock(*MX))  # frozen ones only: backward's product needs other codes than forward's
+STORABLE = (PerTensor(), PerBlock(BLOCK, BLOCK))  # elements of a weight in FP8 that share a scale
+FROZEN_ONLY = (PerRow(), PerBlock(*MX))  # of frozen weights too: backward's product needs other codes than forward's
 
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
@@ -122,7 +122,7 @@ class StoredWeight(ShardHooks, Pair):
             )
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
-        self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or GRANULARITIES[1]
+        self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or STORABLE[1]
         return self
 
     @staticmethod
@@ -136,13 +136,13 @@ class StoredWeight(ShardHooks, Pair):
                 "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: "
                 "leave out weight_storage"
             )
-        of_frozen = casts.as_is.granularity in OF_FROZEN
-        if not casts.once and (trained or not of_frozen):
-            only = "; weights that are frozen before can be stored so" if of_frozen else ""
+        is_for_frozen = casts.as_is.granularity in FROZEN_ONLY
+        if not casts.once and (trained or not is_for_frozen):
+            only = "; weights that are frozen before can be stored so" if is_for_frozen else ""
             return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
         if casts.as_is.format != E4M3:
             return f"its weights are {casts.as_is.format}, and stored ones E4M3"
-        if not of_frozen and casts.as_is.granularity not in GRANULARITIES:
+        if not is_for_frozen and casts.as_is.granularity not in STORABLE:
             return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
         return None
 
@@ -150,7 +150,7 @@ class StoredWeight(ShardHooks, Pair):
     def cast(
         cls,
         weight: Tensor,
-        granularity: Granularity = GRANULARITIES[0],
+        granularity: Granularity = STORABLE[0],
         keep_rest: bool = False,
         like: Tensor | None = None,
         amax: Tensor | None = None,
@@ -161,7 +161,7 @@ class StoredWeight(ShardHooks, Pair):
         ``like``: has the result's dtype. If it is a DTensor, ``weight`` is this rank's shard of it, and a scale per
         tensor is from the whole weight's amax: collective; ``amax``: [1, 1] in its place, the same on all ranks.
         """
-        if granularity not in GRANULARITIES + OF_FROZEN:
+        if granularity not in STORABLE + FROZEN_ONLY:
             raise ValueError(
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
                 "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
@@ -178,9 +178,10 @@ class StoredWeight(ShardHooks, Pair):
         else:
             pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
-        of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
-        stored = cls(qdata, scale_inv, like.dtype, of, is_shard)
-        if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
+        # a whole weight of one block is stored per tensor
+        stored_by = granularity if is_shard or granularity in FROZEN_ONLY else None
+        stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
+        if keep_rest and granularity in STORABLE and not weight.is_meta:
             stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
@@ -240,6 +241,10 @@ class StoredWeight(ShardHooks, Pair):
         """Whether the whole weight, with other ranks' shards of it, has one scale."""
         return self.granularity == PerTensor() and self.ndim == 2
 
+    def scales_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Return the shape of the scales of a weight of this shape whose elements share them as this one's do."""
+        return torch.Size(self.granularity.of_matrices(shape).scale_shape(shape))
+
     def pair(self) -> ScaledTensor:
         """Return the pair, over the same codes."""
         return ScaledTensor(self.qdata, self.scale_inv, self.granularity.of_matrices(self.shape), self.dtype)
@@ -256,7 +261,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
-        if self.granularity in OF_FROZEN:
+        if self.granularity in FROZEN_ONLY:
             return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, None)
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.pads, transposed or swaps)
@@ -264,7 +269,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], After]:
+    ) -> FirstHookResult:
         """Raise UnsupportedOpError: only octavo's modules read codes."""
         raise UnsupportedOpError(
             f"a {type(module).__name__} can't read a weight that is stored in FP8; octavo.convert(model, recipe, "
@@ -410,7 +415,7 @@ def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity 
 
     Where two granularities have the same shape, they mean the same elements.
     """
-    granularities = (one for one in GRANULARITIES + OF_FROZEN if one.of_matrices(shape).scale_shape(shape) == scales)
+    granularities = (one for one in STORABLE + FROZEN_ONLY if one.of_matrices(shape).scale_shape(shape) == scales)
     return next(granularities, None)
 
 
@@ -425,13 +430,13 @@ def local_stored(weight: Any) -> StoredWeight | None:
     return local if isinstance(local, StoredWeight) else None
 
 
-def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
+def why_not_shardable(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
     """Return why a weight [N, K] of this granularity can't be cut over ranks by rows (columns: ``dim`` 1), or None."""
     size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
     if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
         return None
     what = "rows" if dim == 0 else "columns"
-    if granularity in OF_FROZEN:
+    if granularity in FROZEN_ONLY:
         return (
             f"a weight {tuple(shape)} stored {granularity} can't be sharded over {ranks} ranks by its {what}: shard it "
             f"by rows over ranks that each get as many{'' if step == ALL else f', by columns in multiples of {step}'}"
@@ -443,19 +448,19 @@ def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: in
     )
 
 
-def why_cut(weight: Any, granularity: Granularity) -> str | None:
+def why_cut_blocks(weight: Any, granularity: Granularity) -> str | None:
     """Return why a DTensor can't be stored by this granularity, if its shards would cut blocks; or None."""
     ranks = [1] * max(weight.ndim, 2)
-    for at, placement in enumerate(getattr(weight, "placements", ())):
+    for mesh_dim, placement in enumerate(getattr(weight, "placements", ())):
         if (dim := getattr(placement, "dim", None)) is not None:
-            ranks[dim] *= weight.device_mesh.size(at)
+            ranks[dim] *= weight.device_mesh.size(mesh_dim)
     if weight.ndim == 3:
-        return uneven(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
-    reasons = [why_not_cut(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
+        return uneven_experts(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
+    reasons = [why_not_shardable(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
     return reasons[0] or reasons[1]
 
 
-def uneven(weight: Any) -> str:
+def uneven_experts(weight: Any) -> str:
     """Return why these experts can't be sharded in other ways than as many on each rank."""
     return (
         f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
@@ -504,16 +509,16 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
     return weight.write(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
-def _plainly(func: Any, *args: Any) -> Tensor:
-    """Answer the questions of trunc_normal_ of torch >= 2.13 about drawn values, from all their known bits."""
+def _read_values(func: Any, *args: Any) -> Tensor:
+    """Apply the rule of comparisons, which trunc_normal_ of torch >= 2.13 makes: to values of all known bits."""
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
 def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any]:
     total, dim = weight.shape[dim], dim % weight.ndim
     if weight.ndim == 3 and (dim or total % size):
-        raise UnsupportedOpError(uneven(weight))
-    if weight.ndim == 2 and (why := why_not_cut(weight.shape, weight.granularity, -(-total // size), dim)):
+        raise UnsupportedOpError(uneven_experts(weight))
+    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, -(-total // size), dim)):
         raise UnsupportedOpError(why)
     return [weight.shard(start, min(start + size, total), dim) for start in range(0, total, size)]
 
@@ -536,7 +541,7 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``low_bits``."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    tensors_of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
+    parts: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
         lambda weight: weight.qdata.view(torch.uint8),
         lambda weight: weight.scale_inv.view(torch.uint8),
     ]
@@ -544,9 +549,9 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
             if weight.low_bits is None:  # another rank may have one
                 weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
-        tensors_of.append(lambda weight: weight.low_bits)
-    for tensor_of in tensors_of:
-        *_, work = func(*pytree.tree_map_only(kind, tensor_of, (received, *arguments)))
+        parts.append(lambda weight: weight.low_bits)
+    for part in parts:
+        *_, work = func(*pytree.tree_map_only(kind, part, (received, *arguments)))
         work.wait()
     for output, received_weight in zip(outputs, received, strict=True):
         output.write(received_weight)
@@ -562,15 +567,15 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     low_bits = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
     scale_inv = weight.scale_inv.clone()
-    if weight.granularity != PerTensor() or weight.ndim == 3:
-        scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
+    if not weight.has_one_scale:
+        scale_inv = scale_inv.new_ones(weight.scales_shape(size))
     return weight._like(codes, scale_inv, low_bits, is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     """Return a plain tensor that stands for the shard of a rank without rows."""
     if weight.ndim == 3:
-        raise UnsupportedOpError(uneven(weight))
+        raise UnsupportedOpError(uneven_experts(weight))
     if weight.is_shard and weight.granularity != PerTensor():
         raise UnsupportedOpError(
             f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
@@ -595,7 +600,7 @@ StoredWeight.RULES = {
     aten.copy_.default: lambda _, to, other, *__: to.write(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
-    **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
+    **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _read_values),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.cat.default: join,

@@ -138,7 +138,8 @@ def test_without_gradients_each_input_is_cast_for_the_output_alone(name):
 
 def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
     written = []
-    monkeypatch.setattr(module, "cast_norm", lambda *arguments: written.append(arguments[-2]) or cast_norm(*arguments))
+    cast = lambda *source, keep, **named: written.append(keep) or cast_norm(*source, keep=keep, **named)  # noqa: E731
+    monkeypatch.setattr(module, "cast_norm", cast)
     (parameters_of_layer,) = weights((N, K))
     for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
         for returns, needs_dw in itertools.product([False, True], repeat=2):
@@ -268,8 +269,8 @@ def test_backward_casts_the_second_layers_input_again_as_forward_did(name, activ
     recipe, results, sizes = FP8_RECIPES[name](), [], []
     first, second = weights((2 * F if activation == "swiglu" else F, K), (N, F))
     xs, dy = [torch.randn(T, K).mul_(size).requires_grad_() for size in (1, 3)], torch.randn(T, N)
-    for observer in (None, Observer()):
-        layers = layer(first[0], recipe), layer(second[0], recipe)._replace(observer=observer)
+    for observers in ((), (Observer(),)):
+        layers = layer(first[0], recipe), layer(second[0], recipe)._replace(observers=observers)
         chain, saved = Chain(None, layers, activation, torch.float32, False), {}
         with saved_tensors_hooks(lambda t, saved=saved: saved.setdefault(t.untyped_storage(), t), lambda t: t):
             ys = [run_chain(x, (None, None), [first, second], chain) for x in xs]

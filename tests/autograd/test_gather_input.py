@@ -16,9 +16,9 @@ from octavo.autograd.gather_input import (
     GatheredInput,
     GatherReader,
     Wire,
-    arguments_of,
     can_gather,
     gather_input,
+    input_cast_arguments,
     scatter_output,
 )
 from octavo.distributed import Fp8Reduction
@@ -43,7 +43,7 @@ def test_what_can_be_sent(recipe):
         assert can_gather(reads_all, role, True) == (recipe in ONCE)
     assert not can_gather(GatherReader(SQUARES, None, True), INPUT, False)
     assert not can_gather(GatherReader(SQUARES, None, True), INPUT, True)
-    assert (arguments_of(RECIPES[recipe]) == arguments_of(recipes.dynamic())) == (recipe == "dynamic")
+    assert (input_cast_arguments(RECIPES[recipe]) == input_cast_arguments(recipes.dynamic())) == (recipe == "dynamic")
 
 
 def as_cast_alone(x, recipe, role):

@@ -57,7 +57,7 @@ def test_a_fault_of_a_gradient_is_noted_once(needs: tuple[bool, bool], noted: li
         torch.randn(shape).requires_grad_(need) for shape, need in zip(((40, 32), (48, 32)), needs, strict=True)
     )
     operands = cast_role(weight.detach(), CastRequest(recipes.dynamic(), WEIGHT, True, True), None)
-    layer = Layer(operands, recipes.dynamic(), None, True, Observer(notes=(of_input, of_gradient)))
+    layer = Layer(operands, recipes.dynamic(), None, True, (Observer(notes=(of_input, of_gradient)),))
     grad = torch.randn(40, 48)
     grad[3, 5] = torch.nan
     linear(x, weight, None, layer).backward(grad)

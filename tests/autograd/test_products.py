@@ -1,6 +1,8 @@
 import dataclasses
 import functools
 import itertools
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, Delayed, HigherOrderGradientError, PerBlock, PerTensor, Recipe, kernels, recipes
+from octavo.autograd import products
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.products import (
     Layer,
@@ -120,7 +123,7 @@ def test_layers_that_cast_no_input_still_share_its_history():
     recipe, (x, weight, *_) = recipes.delayed(2), data()
     state, other = delayed_state(recipe), delayed_state(recipe)
     operands = cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None)
-    plan = backward_plan(Layer(operands, recipe, state, True), x.dtype, weight, None, number=1)
+    plan = backward_plan(Layer(operands, recipe, state, True), x.dtype, weight, None, input_cast=1)
     amax = torch.ones(1, 1)
     for of_input, shares in ((None, True), (amax, False)):
         assert have_same_inputs(state, other)
@@ -141,10 +144,30 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
             assert (operands_and_gradient[1] is not None) == (read or summed)
 
 
+@pytest.mark.parametrize("layer", [octavo.nn.Linear, octavo.nn.LayerNormLinear, octavo.nn.LayerNormMLP])
+def test_codes_that_no_product_reads_any_more_are_freed(layer, monkeypatch):
+    """The gradient's codes as they lie are freed before grad_weight, which reads others."""
+    read, product = [], products._matmul
+
+    def watched(recipe, name, a, *arguments):
+        if name == "grad_input":
+            read.append(weakref.ref(a[0]))
+        elif name == "grad_weight":
+            assert read.pop()() is None
+        return product(recipe, name, a, *arguments)
+
+    module = layer(K, N, recipe=recipes.rowwise())
+    y = module(torch.randn(T, K, requires_grad=True))
+    monkeypatch.setattr(products, "_matmul", watched)
+    y.sum().backward()
+    assert not read and all(parameter.grad is not None for parameter in module.parameters())
+
+
 def test_a_graph_asks_nothing_of_autograd(monkeypatch):
     """It computes all gradients that its inputs need, and it is no pass of second derivatives."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert gradients_needed_now(None, (True, False, True), (True, True, False)) == (True, False, True)
+    ctx = SimpleNamespace(needs_input_grad=(True, False, True, False), are_tensors=(True, True, False))
+    assert gradients_needed_now(ctx) == (True, False, True)
     refuse_in_backward(torch.ones(2), None)
     monkeypatch.undo()
     with pytest.raises(HigherOrderGradientError):

@@ -633,8 +633,8 @@ def test_what_was_saved_as_it_is_kept_is_filled_in_place():
     assert tensors["m_codes"] is not codes
     tensors["m_codes"].fill_(0x38)
     tensors["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
-    values = checkpoint._read(Moment(octavo.E4M3, granularity=octavo.PerTensor()), *tensors.values())
-    assert torch.equal(values, torch.arange(4.0).view(4, 1).expand(4, 300))
+    checkpoint.MomentInCodes(tensors, "m", Moment(octavo.E4M3, granularity=octavo.PerTensor())).read()
+    assert torch.equal(tensors.pop("m"), torch.arange(4.0).view(4, 1).expand(4, 300)) and not tensors
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

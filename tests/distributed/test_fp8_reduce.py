@@ -205,7 +205,7 @@ def test_random_bits_are_the_optimizers():
     """Random bits are the optimizers': a code goes up where the bits are below the remainder."""
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
-    read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
+    read = reduction._read(reduction._message_of(x, 5, 1), 1000, torch.float32)
     bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)).long() & 0xFFFFFFFF
     assert torch.equal(read, torch.where(bits >= 1 << 31, 1.125, 1.0).view(1, -1))
 

@@ -154,7 +154,7 @@ def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> float:
     situation = SITUATIONS[name]
     net = sharded(situation, recipe, mesh, reshard)
     actual = train(net, situation)
-    used = {f"{name}.weight": one.fp8.gather.used for name, one in net.named_modules() if hasattr(one, "fp8")}
+    used = {f"{name}.weight": one.fp8.gather.sent_as for name, one in net.named_modules() if hasattr(one, "fp8")}
     alone = mesh["shard"].size() == 1
     in_fp8 = {
         name

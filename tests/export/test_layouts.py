@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
-from octavo.export import iterate_fp8, to_safetensors
+from octavo.export import iterate_fp8, layouts, to_safetensors
 from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
 from octavo.weights.plain import pair_reader
 from tests.export.test_checkpoints import seen_operands
@@ -27,9 +28,17 @@ GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic"
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
 
 
-def test_the_types_name_each_layout_of_the_table():
-    assert [*get_args(AnyLayout)] == [*LAYOUTS]
-    assert [*get_args(FileLayout)] == [name for name, layout in LAYOUTS.items() if layout.config is not None]
+def test_types_pages_and_configurations_are_of_the_layouts_of_the_table():
+    of_files = {name: layout for name, layout in LAYOUTS.items() if layout.config is not None}
+    assert [*get_args(AnyLayout)] == [*LAYOUTS] == re.findall(r"^    (\S+) +weight \[", layouts.__doc__, re.MULTILINE)
+    assert [*get_args(FileLayout)] == [*of_files]
+    rollout, export = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("rollout.md", "export.md"))
+    assert re.findall(r'^\| `"(\S+)"` \|', rollout, re.MULTILINE) == [*LAYOUTS]
+    (columns,) = re.findall(r"^\| recipe \(by the weight's cast\) (.+)$", export, re.MULTILINE)
+    assert re.findall(r'`"(\S+)"`', columns) == [*of_files]
+    for name, layout in of_files.items():
+        net = to_fp8(nn.Sequential(nn.Linear(128, 128)), getattr(recipes, layout.recipe)())
+        assert layout.config(*entries(net, name)[1:])["quant_method"] == layout.method
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

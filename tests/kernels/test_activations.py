@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.kernels import activations, reference
 from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, Activation, activation_of, cast_shape
 from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.nn.fused import LayerNormMLP
 from tests.kernels.conftest import Ops
 from tests.support.casts import each_value
-from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
+from tests.support.exact_activation import EXACT, GATED, PLAIN, exact, exact_gradient
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -37,6 +38,20 @@ def test_tables_and_pages_name_each() -> None:
     page = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
     assert [name for name in ACTIVATIONS if f"`{name}`" not in page] == []
     assert [name for name in ACTIVATIONS if f'"{name}"' not in (LayerNormMLP.__doc__ or "")] == []
+    assert {each.function for each in ACTIVATIONS.values()} <= {*re.findall(r"\w+", activations.__doc__ or "")}
+
+
+def test_those_of_the_same_bits_are_listed(ops: Ops) -> None:
+    h, dy = torch.randn(64, 64) * 3, torch.rand(64, 64) - 0.5
+
+    def has_bits_of_the_reference(name: str) -> bool:
+        casts = ops.of("cast"), reference.KERNELS["cast"]
+        dy_of_name = dy[:, :32].contiguous() if name in GATED else dy
+        values, gradients = ([each_value(cast, *x) for cast in casts] for x in ((h, name), (dy_of_name, name, h)))
+        return torch.equal(*values) and torch.equal(*gradients)
+
+    same = {name for name in ACTIVATIONS if has_bits_of_the_reference(name)}
+    assert same == (EXACT - {""} if ops.name == "Triton" else {*ACTIVATIONS})
 
 
 def test_a_function_without_a_branch_is_no_other(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from octavo.formats import E2M1
 from octavo.kernels import cpu, reference
-from octavo.kernels.layouts import pack, unpack
-from octavo.kernels.reference.nvfp4 import encode_packed, hadamard, rotated, values_of_packed
+from octavo.kernels.layouts import pack_pairs, unpack_pairs
+from octavo.kernels.reference.nvfp4 import encode_packed, rotated, values_of_packed
 from octavo.scaling.recipe import Rotation
 from tests.kernels.conftest import Ops
 from tests.support import definitions
@@ -70,9 +70,9 @@ def test_codes_are_ml_dtypes() -> None:
     codes = encode_packed(x, torch.ones(len(x), 1), ROWS, None)
     assert np.array_equal(codes.numpy(), nearest(x.numpy()))
     all_codes = np.arange(16, dtype=np.uint8)
-    assert torch.equal(unpack(pack(torch.arange(16).to(torch.uint8))), torch.arange(16).to(torch.uint8))
+    assert torch.equal(unpack_pairs(pack_pairs(torch.arange(16).to(torch.uint8))), torch.arange(16).to(torch.uint8))
     truth = torch.from_numpy(all_codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
-    assert same_bits(values_of_packed(pack(torch.from_numpy(all_codes))), truth)
+    assert same_bits(values_of_packed(pack_pairs(torch.from_numpy(all_codes))), truth)
     assert (E2M1.max, E2M1.max_code, E2M1.limit) == (6.0, 7, 2688.0)
 
 
@@ -84,7 +84,7 @@ def test_every_number_that_a_block_of_scale_1_has_is_rounded_so(ops: Ops) -> Non
     for dtype in (torch.bfloat16, torch.float32):
         codes, scale_inv, _ = cast(ops, x.to(dtype), outer=64.0)
         assert bool((scale_inv == 1).all())
-        assert np.array_equal(unpack(codes).numpy(), nearest(x.numpy()))
+        assert np.array_equal(unpack_pairs(codes).numpy(), nearest(x.numpy()))
 
 
 AMAXES = [0.0, 1e-45, 1e-40, 2.0**-126, 1.1e-32, 1e-20, 1.0, 2688.0, 2689.0, 3e5, 1e30, FLT_MAX]
@@ -125,7 +125,7 @@ def test_outer_scales_at_their_edges(ops: Ops) -> None:
 
 
 def test_every_value_is_exact_in_bfloat16() -> None:
-    codes = values_of_packed(pack(torch.arange(16).to(torch.uint8)))
+    codes = values_of_packed(pack_pairs(torch.arange(16).to(torch.uint8)))
     inner = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     outers = torch.exp2(torch.arange(-117.0, 118.0))
     scale_inv = inner[:, None] / outers
@@ -141,7 +141,7 @@ def test_products_are_float64s(ops: Ops) -> None:
         m, n, k = shape
         pairs, values = [], []
         for rows, tile in ((m, ROWS), (n, SQUARE)):
-            codes = pack(torch.randint(16, (rows, k)).to(torch.uint8)).view(E2M1.dtype)
+            codes = pack_pairs(torch.randint(16, (rows, k)).to(torch.uint8)).view(E2M1.dtype)
             grid = -(-rows // tile[0]), k // 16
             inner = torch.randint(8, 16, grid) * 8.0  # E4M3 from 64 to 120, multiples of 8
             pairs += [codes, inner.bfloat16() / 64, tile]
@@ -254,6 +254,14 @@ def test_the_ops_fakes_have_its_shapes() -> None:
 
 
 # --- The rotation -----------------------------------------------------------------------------------------------------
+
+
+def hadamard(signs: int) -> Tensor:
+    """Return the matrix [16, 16] by which ``rotated`` multiplies blocks of 16; row i is negated where bit i is set."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 16:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return torch.tensor([-1.0 if signs >> row & 1 else 1.0 for row in range(16)])[:, None] * matrix * 0.25
 
 
 def test_the_matrix_is_sylvesters_by_transformer_engines_signs() -> None:

@@ -178,8 +178,8 @@ def test_errors_change_nothing(monkeypatch):
     for wrong in (["dynamic"], "dinamic"):
         with pytest.raises((TypeError, ValueError), match="recipe"):
             octavo.set_recipe(net, wrong)
-    last, check = net.down.weight, convert_file.check_recipe
-    monkeypatch.setattr(convert_file, "check_recipe", lambda recipe, w: 1 / 0 if w is last else check(recipe, w))
+    last, check = net.down.weight, convert_file.check_readable
+    monkeypatch.setattr(convert_file, "check_readable", lambda recipe, w: 1 / 0 if w is last else check(recipe, w))
     for change in (octavo.convert, octavo.set_recipe):
         with pytest.raises(ZeroDivisionError):
             change(net, recipes.dynamic())

@@ -128,7 +128,7 @@ def test_activations_are_fused_unless_somebody_looks() -> None:
     seen: list[Tensor] = []
     experts.gate_up.register_forward_hook(lambda module, arguments, output: seen.append(output))
     apart = experts(x, index, weights)
-    routing = Routing.of(index.flatten(), E)
+    routing = Routing.by_expert(index.flatten(), E)
     assert torch.equal(seen[0], experts.gate_up(x[routing.order // K], routing.offsets))
     y = experts.down(activate(seen[0], "swiglu"), routing.offsets)[routing.inverse]
     assert torch.equal(apart, (y.view(T, K, H) * weights[..., None]).sum(1))
@@ -375,7 +375,7 @@ def test_a_weight_of_other_origin_forgets_its_history(how: str) -> None:
             experts.gate_up_proj.copy_(larger["gate_up_proj"])
     else:
         experts.gate_up_proj = nn.Parameter(larger["gate_up_proj"])
-    rows, offsets = torch.randn(T, H), Routing.of(torch.randint(E, (T,)), E).offsets
+    rows, offsets = torch.randn(T, H), Routing.by_expert(torch.randint(E, (T,)), E).offsets
     y = experts.gate_up(rows, offsets)
     with octavo.using(experts, recipes.high_precision()):
         assert sqnr(y, experts.gate_up(rows, offsets)) > 20
@@ -400,7 +400,7 @@ def test_parts_are_not_their_holders_owners() -> None:
     experts = in_fp8("gpt-oss", recipes.delayed())
     assert [type(child) for child in experts.children()] == [ExpertsPart, ExpertsPart]
     assert not list(experts.gate_up.parameters())
-    routing = Routing.of(torch.randint(E, (8,)), E)
+    routing = Routing.by_expert(torch.randint(E, (8,)), E)
     assert experts.gate_up(torch.randn(8, H), routing.offsets).shape == (8, 2 * N)
     moved = copy.deepcopy(experts).to("meta").to_empty(device="cpu")
     assert moved.gate_up.delayed_scale.tolist() == [0, 0, 0]

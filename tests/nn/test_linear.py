@@ -181,7 +181,7 @@ def test_gradients_in_batches_say_what_to_do(kind):
         "fused": lambda: octavo.nn.RMSNormLinear(64, 64),
         "activated": lambda: functools.partial(
             lambda linear, x: activated_linear(
-                x, None, linear.weight, None, linear.layer_of(x, linear.operands(), True), "relu"
+                x, None, linear.weight, None, linear.layer_of(x, linear.layer_tensors(), True), "relu"
             ),
             layer(bias=False),
         ),

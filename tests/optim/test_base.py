@@ -177,7 +177,7 @@ def test_a_part_is_known_by_its_codes():
     """Codes in other memory, as FSDP2 makes when it loads shards, count as a write only if they differ."""
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
     held = part.qdata
-    before = PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
+    before = PreparedUpdate(None, held, held.data_ptr(), held._version, (), ())  # type: ignore[arg-type]
     assert not has_moved(before, part, held) and not was_written(before, part, held)
     again = held.clone()
     assert has_moved(before, part, again) and not was_written(before, part, again)

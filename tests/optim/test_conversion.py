@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import Conversion, change
-from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS, MasterForm
+from octavo.optim.masters import FP8_MASTERS, PLAIN_MASTERS, MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
 from tests.support.fp8_weights import BITS
@@ -15,12 +15,12 @@ from tests.support.trained import MASTERS, master_values, moments_of
 
 SHAPE = (130, 300)
 PLAIN = [("plain", master) for master in MASTERS]
-CODES = [(kind, master) for kind in ("tensor", "blocks") for master in OF_FP8_WEIGHTS]
+CODES = [(kind, master) for kind in ("tensor", "blocks") for master in FP8_MASTERS]
 STORAGES = {"plain": None, "tensor": PerTensor(), "blocks": PerBlock(128, 128)}
 
 
 def bits_of(kind: tuple[str, str | None]) -> int:
-    return BITS[(OF_PLAIN_WEIGHTS if kind[0] == "plain" else OF_FP8_WEIGHTS)[kind[1]].kind]
+    return BITS[(PLAIN_MASTERS if kind[0] == "plain" else FP8_MASTERS)[kind[1]].kind]
 
 
 def weight_of(kind: tuple[str, str | None], values: Tensor) -> nn.Parameter:

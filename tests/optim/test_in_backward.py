@@ -42,7 +42,7 @@ def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeyp
     notes = notes_of_streams(monkeypatch)
     params: Any = [SimpleNamespace(device=GPU, grad=tensor_on_gpu(f"gradient {number}", notes)) for number in range(2)]
     for first_lines in (["another stream is made"], []):
-        with update._stream(params):
+        with update._stream_of_updates(params):
             notes.append("step")
         assert notes == [
             *first_lines,
@@ -58,7 +58,7 @@ def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeyp
     assert notes == ["the current stream waits for another stream"]
     notes.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with update._stream(params):
+    with update._stream_of_updates(params):
         assert notes == []
 
 

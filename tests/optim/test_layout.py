@@ -17,7 +17,7 @@ from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, check_layout, place_of, settle_gradient
-from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.masters import FP8_MASTERS
 from octavo.optim.state import largest, local
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
@@ -347,7 +347,7 @@ def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[s
     return differences(*runs, mesh["shard"])
 
 
-CELLS: list[Any] = [((2,), three_steps, "dynamic", master) for master in OF_FP8_WEIGHTS]
+CELLS: list[Any] = [((2,), three_steps, "dynamic", master) for master in FP8_MASTERS]
 CELLS += [((2,), three_steps, "blockwise", master) for master in ("split16", None)]
 CELLS += [
     ((2,), three_steps, "delayed", "auto", "fp32"),
@@ -358,10 +358,10 @@ CELLS += [
     ((2,), loaded_by_another_master, "dynamic"),
 ]
 ONLY_IN_FULL: list[Any] = [
-    ((2,), three_steps, "blockwise", master) for master in [*OF_FP8_WEIGHTS][1:-1]
+    ((2,), three_steps, "blockwise", master) for master in [*FP8_MASTERS][1:-1]
 ]  # no ranks share its scales
 # of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
-ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in OF_FP8_WEIGHTS]
+ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in FP8_MASTERS]
 ONLY_IN_FULL += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
 
 

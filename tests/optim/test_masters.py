@@ -13,7 +13,7 @@ import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.optim import Adam, AdamW, masters
 from octavo.optim.conversion import blank
-from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS, MasterForm
+from octavo.optim.masters import FP8_MASTERS, PLAIN_MASTERS, MasterForm
 from octavo.weights.stored import StoredWeight
 from tests.support.stored_weights import inputs, store
 from tests.support.trained import master_values
@@ -21,10 +21,10 @@ from tests.support.trained import master_values
 
 def test_a_float32_weight_needs_nothing_besides():
     p = nn.Parameter(torch.randn(3, 4))
-    for name in ("auto", *OF_FP8_WEIGHTS, *OF_PLAIN_WEIGHTS):
-        assert MasterForm.of(p, name) is OF_PLAIN_WEIGHTS["fp32"]
-    assert OF_PLAIN_WEIGHTS["fp32"].new_state(p) == {}
-    stored = OF_PLAIN_WEIGHTS["fp32"].for_kernel(p, {})
+    for name in ("auto", *FP8_MASTERS, *PLAIN_MASTERS):
+        assert MasterForm.of(p, name) is PLAIN_MASTERS["fp32"]
+    assert PLAIN_MASTERS["fp32"].new_state(p) == {}
+    stored = PLAIN_MASTERS["fp32"].for_kernel(p, {})
     assert stored.kind == "weight" and stored.weight is p and not stored.is_random
 
 
@@ -35,7 +35,7 @@ def test_a_float32_weight_needs_nothing_besides():
 def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
     master = MasterForm.of(p, name)
-    assert master is OF_PLAIN_WEIGHTS[name]
+    assert master is PLAIN_MASTERS[name]
     state = master.new_state(p)
     assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": form} if form else {})
     stored = master.for_kernel(p.detach().view(3, 20), state)
@@ -50,7 +50,7 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
     for name, expected in bf16.items():
-        assert MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is OF_PLAIN_WEIGHTS[expected]
+        assert MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is PLAIN_MASTERS[expected]
     dtypes = {"fp16_scaled": "float32", "fp32": "float32", "split32": "bfloat16", "split24": "bfloat16"}
     for name, of in (*dtypes.items(), (None, "bfloat16")):
         message = f"master={name!r} is for weights of torch.{of}, not torch.float16; use 'auto'"
@@ -81,7 +81,7 @@ def test_a_weight_that_was_written_goes_on_from_there(write):
         assert values is None or torch.allclose(p.detach(), new - 1e-4, rtol=2.0**-7)
 
 
-each_master = pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
+each_master = pytest.mark.parametrize("master", FP8_MASTERS, ids=str)
 each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
 SHAPE = (130, 300)
 
@@ -104,13 +104,13 @@ def step(optimizer, gradient: Tensor) -> None:
 
 def test_names():
     weight = parameter()
-    names = {f'"{name}"' for name in (*OF_PLAIN_WEIGHTS, *OF_FP8_WEIGHTS) if name}
+    names = {f'"{name}"' for name in (*PLAIN_MASTERS, *FP8_MASTERS) if name}
     described = str(AdamW.__doc__).partition("master:")[2].partition("clip_update:")[0]
     assert {name for name in names if name not in described} == set()
-    for page, names in (("optimizer", OF_PLAIN_WEIGHTS), ("weights", OF_FP8_WEIGHTS)):
+    for page, names in (("optimizer", PLAIN_MASTERS), ("weights", FP8_MASTERS)):
         text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text(encoding="utf-8")
         assert [name for name in names if f"| `{name!r}`".replace("'", '"') not in text] == []
-    assert MasterForm.of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
+    assert MasterForm.of(weight, "auto") is FP8_MASTERS["split16"]
     for name in ("split32", "split8"):
         with pytest.raises(ValueError, match=f"master='{name}': weights stored in FP8 take 'split16', 'split24'"):
             AdamW([weight], master=name)
@@ -252,7 +252,7 @@ def begun(layer, master):
 
 
 @pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-@pytest.mark.parametrize("master", [master for master in OF_FP8_WEIGHTS if master is not None])
+@pytest.mark.parametrize("master", [master for master in FP8_MASTERS if master is not None])
 def test_it_begins_as_the_weight_before_its_cast(master, recipe):
     layer, values = stored_layer(recipe)
     codes = plain(layer.weight)
@@ -304,9 +304,9 @@ def test_without_data_no_codes_are_read(master, monkeypatch):
     weight, meta = (
         blank(torch.empty(256, 130, dtype=torch.bfloat16), PerTensor(), device) for device in (None, "meta")
     )
-    expected = OF_FP8_WEIGHTS[master].new_state(weight)
+    expected = FP8_MASTERS[master].new_state(weight)
     monkeypatch.setattr(masters, "values_with", None)
-    state = OF_FP8_WEIGHTS[master].new_state(meta)
+    state = FP8_MASTERS[master].new_state(meta)
     assert all(tensor.is_meta for tensor in state.values())
     assert {name: (x.shape, x.dtype) for name, x in state.items()} == {
         name: (x.shape, x.dtype) for name, x in expected.items()

@@ -74,15 +74,15 @@ def test_a_new_state_reads_zeros():
         state = moment.new_state("m", shape, cpu)
         stored = moment.for_kernel("m", state)
         assert stored.data.shape == shape and (stored.data == 0).all()
-        assert (stored.fmt, stored.root, stored.stochastic) == (
+        assert (stored.fmt, stored.root, stored.rounding) == (
             moment.format if stored.fmt else None,
             moment.root,
-            False,
+            "nearest",
         )
         assert (stored.amax is not None) == (moment.scale == "previous")
         scales = {"bf16": None, "fp32": None}.get(str(moment.format), (1, 1) if stored.amax is not None else (3, 3))
         assert (None if stored.scale_inv is None else tuple(stored.scale_inv.shape)) == scales
-    assert Moment("bf16", rounding="stochastic").for_kernel("m", {"m": torch.zeros(2)}).stochastic
+    assert Moment("bf16", rounding="stochastic").for_kernel("m", {"m": torch.zeros(2)}).rounding == "stochastic"
 
 
 def test_codes_are_read_by_their_blocks():

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import octavo
 from octavo import recipes
 from octavo.optim import SGD, Adam, AdamW, Muon
-from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.masters import FP8_MASTERS
 from octavo.optim.moment import NAMED_MOMENTS
 from octavo.weights.stored import StoredWeight
 from tests.support.trained import MOMENTS, moments_of, parameter, train
@@ -63,7 +63,7 @@ def test_other_moments_are_converted_and_masters_kept(first, second):
         assert float((a - b).norm() / b.norm()) < 0.06
 
 
-WEIGHTS = [("fp8", master) for master in OF_FP8_WEIGHTS] + [(None, master) for master in ("auto", "split24", None)]
+WEIGHTS = [("fp8", master) for master in FP8_MASTERS] + [(None, master) for master in ("auto", "split24", None)]
 CLASSES = {AdamW: WEIGHTS, Adam: WEIGHTS[:2], Muon: WEIGHTS, SGD: WEIGHTS[-3:]}
 
 

@@ -16,7 +16,7 @@ from octavo.kernels import devices
 from octavo.kernels.reference import optimizer_step as steps
 from octavo.optim import AdamW, Moment
 from octavo.optim.conversion import change
-from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.masters import FP8_MASTERS
 from octavo.optim.state import Settings, as_fp32, converted
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
@@ -82,7 +82,7 @@ def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: A
 
 @pytest.mark.covering(1)
 @each_granularity
-@pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
+@pytest.mark.parametrize("master", FP8_MASTERS, ids=str)
 @pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8"), (ONE, None)], ids=str)
 def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: Any, gradients: str | None) -> None:
     """Experts are trained as matrices by themselves, here with equal random bits: these go by a weight's number."""

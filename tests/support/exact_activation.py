@@ -14,7 +14,8 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
 }
-EXACT = {"", "relu", "squared_relu", "reglu"}  # no rounding but a product's: every implementation has the same bits
+# no rounding but a product's: every implementation has the same bits
+EXACT = {"", "relu", "squared_relu", "reglu"}
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
-from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS
+from octavo.optim.masters import FP8_MASTERS, PLAIN_MASTERS
 
 # significant bits of the values that a kind of MASTER_KINDS holds
 BITS = {"weight": 24, "split32": 24, "split24": 16, "stochastic": 8, "fp8_split16": 12, "fp8_split24": 20}
 BITS |= {"fp8_fp16": 11, "fp8_fp32": 24, "fp8_stochastic": 4}
-RESTS = {form.kind: form.low_bits_dtype for form in OF_FP8_WEIGHTS.values()}
-PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in OF_PLAIN_WEIGHTS.values()}
+RESTS = {form.kind: form.low_bits_dtype for form in FP8_MASTERS.values()}
+PLAIN_RESTS = {form.kind: form.low_bits_dtype for form in PLAIN_MASTERS.values()}
 
 
 def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
@@ -75,7 +75,8 @@ def codes_of(
     """Return a moment of 0, with a scale a block, or one, by the previous amax too."""
     scales = (1, 1) if per_tensor else (shape[0], blocks_in_row(shape[1]))
     amax = None if previous is None else torch.full((1, 1), previous)
-    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, stochastic)
+    rounding = "stochastic" if stochastic else "nearest"
+    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, rounding)
 
 
 def values_of(shape: tuple[int, int]) -> Tensor:

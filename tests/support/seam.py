@@ -4,7 +4,7 @@
 
 A name is public if docs/reference lists it. Every other name that a file of UPPER imports from a module below UPPER,
 also inside of a function, or reads as an attribute of such a module, has to stand in SEAM, by the module that defines
-it: of the bottom modules, too, such as errors, private and numerics, and ops that octavo.kernels has in ``__all__``.
+it: of the bottom modules, too, such as errors, private and numerics, and ops of octavo.kernels.
 The lint prints a line for each name that SEAM lacks, for each of SEAM that nobody takes, and if SEAM has more than MOST
 names; it ends with 1 if there is any. MOST only ever falls.
 """

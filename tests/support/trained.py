@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.optim import E4M4, AdamW, Moment
-from octavo.optim.masters import OF_PLAIN_WEIGHTS, MasterForm
+from octavo.optim.masters import PLAIN_MASTERS, MasterForm
 from octavo.optim.state import as_fp32, matrix_of
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
 
-MASTERS = [name for name in OF_PLAIN_WEIGHTS if name != "fp32"]  # of bf16 weights
+MASTERS = [name for name in PLAIN_MASTERS if name != "fp32"]  # of bf16 weights
 ONE_SCALE = (
     Moment(E4M3, granularity=PerTensor(), rounding="stochastic"),
     Moment(E4M4, root=True, granularity=PerTensor(), rounding="stochastic", scale="previous"),

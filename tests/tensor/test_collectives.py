@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.tensor.collectives import all_gather, home_of, pack, unpack
+from octavo.tensor.collectives import all_gather, pack_message, sending_device, unpack_message
 
 
 def gathered(mesh, waits):
@@ -23,7 +23,7 @@ def test_tensors_are_sent_from_where_the_backend_sends(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
     for backend, device in (("cpu:gloo,cuda:nccl", torch.device("cpu")), ("cuda:nccl", gpu)):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
-        assert home_of(None) == device
+        assert sending_device(None) == device
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -31,7 +31,7 @@ def test_tensors_are_sent_from_where_the_backend_sends(monkeypatch):
 def test_a_message_holds_a_pair(power_of_two, rows):
     codes = torch.randint(256, (rows, 7), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale_inv = torch.exp2(torch.randint(-126, 127, (2, rows)).float().t()) * (1 if power_of_two else 1.25)
-    message = pack(codes, scale_inv, power_of_two)
+    message = pack_message(codes, scale_inv, power_of_two)
     assert message.shape == (rows, 7 + (2 if power_of_two else 8))
-    unpacked, scales = unpack(message, 7, torch.float8_e4m3fn, power_of_two)
+    unpacked, scales = unpack_message(message, 7, torch.float8_e4m3fn, power_of_two)
     assert torch.equal(unpacked.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(scales, scale_inv)

@@ -156,6 +156,16 @@ def test_zeros_can_be_added_to_and_nothing_else() -> None:
     assert torch.equal(param.grad.zero_().add_(other).dequantize(), other.dequantize())
 
 
+@pytest.mark.parametrize("alpha", [0.5, -2.0])
+def test_a_factor_of_what_is_added_goes_to_the_scales(alpha: float) -> None:
+    values, grad = values_of(3, 300), StoredGradient.cast(values_of(3, 300))
+    for addend in (values, StoredGradient.cast(values)):
+        grad.zero_().add_(addend, alpha=alpha)
+        assert torch.equal(grad.dequantize(), StoredGradient.cast(values).dequantize() * alpha)
+    with pytest.raises(UnsupportedOpError, match="rounded a second time"):
+        grad.add_(values, alpha=alpha)
+
+
 @pytest.mark.parametrize(
     ("use", "remedy"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 import octavo
 from octavo import recipes
-from octavo.optim.masters import OF_FP8_WEIGHTS, OF_PLAIN_WEIGHTS
+from octavo.optim.masters import FP8_MASTERS, PLAIN_MASTERS
 from octavo.train import (
     GPT,
     RECIPES,
@@ -126,7 +126,7 @@ def test_what_needs_a_folder_says_so():
 
 def test_each_recipe_and_each_master_exists():
     assert all(callable(getattr(recipes, name)) for name in RECIPES if name not in UNCONVERTED)
-    masters = {str(name).lower() for name in (*OF_PLAIN_WEIGHTS, *OF_FP8_WEIGHTS)}
+    masters = {str(name).lower() for name in (*PLAIN_MASTERS, *FP8_MASTERS)}
     assert {*get_args(get_type_hints(StateConfig)["master"])} == masters | {"auto"}
 
 

@@ -1,6 +1,4 @@
 import copy
-import dataclasses
-import functools
 import pickle
 import re
 
@@ -14,15 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import E4M3, Cast, PerBlock, PerRow, PerTensor, recipes
-from octavo.autograd.casts import CastRequest, cast_role
+from octavo import recipes
 from octavo.autograd.rows import Rows
 from octavo.distributed import expert_parallel
-from octavo.scaling.recipe import WEIGHT
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
-from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, forget_failed_pass, gather_alone, rows_on_each_rank
-from octavo.weights.gathered import ShardCast
+from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, forget_failed_pass, gather_alone
+from octavo.weights.shard_cast import ShardCast, ShardCodes
 from octavo.weights.stored import local_stored
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
 from tests.support.expert_models import built as built_experts
@@ -95,13 +91,14 @@ def test_a_weight_that_stays_gathered_after_an_evaluation_begins_a_training_with
 def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_readers_stream(monkeypatch):
     notes = notes_of_streams(monkeypatch)
     group = gather.GatherGroup()
-    group.wait()
+    group.wait_for_casts()
     assert notes == []
-    group._cast = Stream("the last casts", notes)
-    group.wait()
-    after = gather._reading(lambda outputs: notes.append("read"), [tensor_on_gpu("scales", notes)], None, None)
+    group._last_casts = Stream("the last casts", notes)
+    group.wait_for_casts()
+    unshard = gather.Unshard(None, octavo.nn.Linear(1, 1), None, None, None, None)
+    hook = unshard.second_hook(lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
     with pytest.raises(AttributeError):  # nothing was read
-        after((), torch.float32, None)
+        hook((), torch.float32, None)
     assert notes == [
         "the current stream waits for the last casts",
         "scales outlives the current stream",
@@ -123,24 +120,6 @@ def test_a_torch_that_can_not_forget_a_failed_pass_says_so(mesh, monkeypatch):
     assert forget_failed_pass(linear)
     monkeypatch.delattr(FSDPModule, "reset_iter_state")
     assert not forget_failed_pass(linear)
-
-
-@pytest.mark.parametrize(
-    ("granularity", "shape", "together"),
-    [
-        (PerTensor(), (3, 96), True),
-        (PerBlock(128, 128), (512, 96), True),
-        (PerBlock(128, 128), (500, 96), False),  # a block would lie on two ranks
-        (PerBlock(1, 128), (512, 96), False),  # it serves both layouts, but a launch with others has square blocks
-        (PerRow(), (512, 96), False),
-        (PerBlock(32, 32), (8, 48, 96), True),
-        (PerBlock(32, 32), (6, 64, 96), False),  # experts, of which ranks have different numbers
-    ],
-)
-def test_which_shards_are_cast_with_other_weights(granularity, shape, together):
-    transposed = granularity if granularity == PerRow() else granularity.transposed()
-    recipe = octavo.Recipe(*[(Cast(E4M3, PerRow()), Cast(E4M3, of_weight)) for of_weight in (granularity, transposed)])
-    assert gather._cast_in_one_launch(recipe.weight_casts.block, torch.Size(shape), 4) is together
 
 
 def test_summary_says_how(mesh):
@@ -194,7 +173,7 @@ def test_products_read_a_ranks_stored_experts_themselves(kind, mesh):
     net = built_experts(kind, "dynamic", 8, storage="fp8")
     expert_parallel(net, mesh, exact=True)
     for part in (net.experts.gate_up, net.experts.down):
-        stored, tensors = local_stored(part.weight_parameter), part.operands()
+        stored, tensors = local_stored(part.weight_parameter), part.layer_tensors()
         ends = torch.tensor([4, 8], dtype=torch.int32)
         operands = part.layer_of(torch.randn(8, tensors[0].shape[-1]), tensors, True, Rows(ends)).weight
         assert all(pair[0].data_ptr() == stored.qdata.data_ptr() for pair in (operands.as_is, operands.transposed))
@@ -204,9 +183,10 @@ def test_products_read_a_ranks_stored_experts_themselves(kind, mesh):
 def gathered(codes):
     """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
-    shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
-    read = functools.partial(shard_cast.read, shared_scales=[torch.ones(1, 1)], pads=module.recipe.pads)
-    weight, inner = gather._reading(read, [], module.recipe, codes.shape)((codes,), torch.float32, None)
+    shard_cast, known = ShardCast(module.recipe.weight_casts, codes.shape, 2, 0), ShardCodes((), (torch.ones(1, 1),))
+    unshard = gather.Unshard(None, module, None, None, codes.shape, None)
+    hook = unshard.second_hook(lambda received: shard_cast.read(received, known, module.recipe.pads))
+    weight, inner = hook((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 
 
@@ -312,59 +292,3 @@ def two_in_flight(mesh):
 
 def test_backward_reads_a_scale_with_its_codes(pool):
     assert max(pool.run(two_in_flight, (2,))) < 0.1
-
-
-# --- what ranks cast of their rows and send is together what the whole weight is cast into, bit for bit
-
-WIDE = Cast(E4M3, PerBlock(1, 128))  # of a weight's columns: 128 rows of one column
-SENT_BY = {
-    "rowwise": recipes.rowwise(),
-    "rowwise, powers of two": recipes.rowwise(power_of_two=True),
-    "one scale transposed": dataclasses.replace(recipes.rowwise_with_gw_hp(), name=""),
-    "blockwise": recipes.blockwise(),
-    "mx": recipes.mx(),
-    "rows, and blocks of columns": octavo.Recipe(
-        (Cast(E4M3, PerRow()),) * 2, (Cast(E4M3, PerRow()), WIDE), name="rows, and blocks of columns"
-    ),
-}
-
-
-def gathered_from(whole, recipe, ranks):
-    """Return (the pairs that products read, bytes sent an element) where so many ranks have a weight's rows."""
-    part, casts = rows_on_each_rank(len(whole), ranks), recipe.weight_casts
-    shards = [whole[rank * part : (rank + 1) * part].clone() for rank in range(ranks)]
-    shard_casts = [ShardCast(casts, whole.shape, ranks, rank) for rank in range(ranks)]
-    amax = torch.stack([one.amax(shard) for one, shard in zip(shard_casts, shards, strict=True)]).amax(0)
-    sent, known = zip(*[one.cast(shard, amax) for one, shard in zip(shard_casts, shards, strict=True)], strict=True)
-    assert len({tuple(tensor.shape for tensor in scales) for scales in sent}) == 1  # FSDP2 gathers equally many rows
-    received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-    read = [one.read(received, scales, recipe.pads) for one, scales in zip(shard_casts, known, strict=True)]
-    for other in read[1:]:
-        for pair, expected in zip(other[:2], read[0][:2], strict=True):
-            assert all(map(same, pair, expected))
-    return read[0], (sum(tensor.numel() for tensor in received) + 4 * len(amax)) / (ranks * part * whole.shape[1])
-
-
-def same(actual, expected):
-    if actual.itemsize == 1:
-        actual, expected = actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    return torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", SENT_BY)
-@pytest.mark.parametrize(
-    ("rows", "columns", "ranks"),
-    [(512, 256, 4), (512, 64, 16), (500, 96, 4), (130, 33, 2), (97, 49, 8), (3, 40, 4), (1, 1, 2), (260, 130, 3)],
-)
-def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
-    whole = torch.randn(rows, columns, dtype=dtype) * torch.exp2(4 * torch.randn(rows, columns, dtype=dtype))
-    whole[: rows // 3, : columns // 2] = 0  # blocks of zeros, and ranks that know nothing of their columns
-    whole[rows // 2, columns // 2] = float("nan")
-    if rows > 100:
-        whole[5, 3], whole[rows - 1, 0] = float("inf"), -float("inf")
-    operands, _ = gathered_from(whole, SENT_BY[recipe], ranks)
-    expected = cast_role(whole, CastRequest(SENT_BY[recipe], WEIGHT, True, True), None)
-    for pair, other in zip(operands[:2], expected[:2], strict=True):
-        assert all(map(same, pair, other))
-        assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape

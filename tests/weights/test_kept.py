@@ -8,7 +8,7 @@ import octavo
 from octavo import recipes, step_count
 from octavo.nn import Experts
 from octavo.step_count import _OptimizerSteps
-from octavo.weights import kept
+from octavo.weights import writes
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 
 KEPT = {
@@ -113,7 +113,7 @@ def test_what_ends_it(change):
 def test_a_step_of_any_optimizer_ends_it_though_nothing_else_counts_steps(monkeypatch):
     """It may write weights that it does not own, which no version shows."""
     steps, handles = _OptimizerSteps(), []
-    monkeypatch.setattr(kept, "OPTIMIZER_STEPS", steps)
+    monkeypatch.setattr(writes, "OPTIMIZER_STEPS", steps)
     for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
         register = getattr(step_count, name)
         monkeypatch.setattr(step_count, name, lambda hook, register=register: handles.append(register(hook)))

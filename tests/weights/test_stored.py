@@ -17,23 +17,23 @@ from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quanti
 from octavo.numerics import scale_inv_dtype
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.stored import (
-    GRANULARITIES,
-    OF_FROZEN,
+    FROZEN_ONLY,
+    STORABLE,
     StoredWeight,
     add_adapter,
     local_stored,
     put_into,
     store,
-    why_cut,
+    why_cut_blocks,
 )
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300
 
-each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES + OF_FROZEN, ids=str)
+each_granularity = pytest.mark.parametrize("granularity", STORABLE + FROZEN_ONLY, ids=str)
 
 
-def stored(granularity=GRANULARITIES[0], dtype=torch.bfloat16, shape=(N, K)):
+def stored(granularity=STORABLE[0], dtype=torch.bfloat16, shape=(N, K)):
     return StoredWeight.cast(torch.randn(shape, dtype=dtype), granularity)
 
 
@@ -69,7 +69,7 @@ def test_the_facade(shape, dtype, granularity):
     assert weight.scale_inv.dtype == scale_inv_dtype(granularity.tile, power_of_two=True)
     assert weight.scale_inv.shape == granularity.scale_shape(shape)
     assert (torch.log2(weight.scale_inv.float()) % 1 == 0).all()
-    one = weight.scale_inv.numel() == 1 and granularity in GRANULARITIES
+    one = weight.scale_inv.numel() == 1 and granularity in STORABLE
     assert weight.granularity == (PerTensor() if one else granularity)
     pair = quantize(x, E4M3, granularity, power_of_two=True)
     assert isinstance(weight.pair(), ScaledTensor) and weight.pair().qdata.data_ptr() == weight.qdata.data_ptr()
@@ -176,7 +176,7 @@ def test_a_copy_of_the_values_that_it_has_changes_no_scale():
 
 
 @each_granularity
-@pytest.mark.parametrize("source", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("source", STORABLE, ids=str)
 def test_copy_from_a_stored_weight(source, granularity):
     weight, other = stored(granularity), stored(source)
     weight.copy_(other)
@@ -242,9 +242,11 @@ def test_replicas_do_not_cut_blocks(placements):
     """Of a mesh of 2 x 2 ranks only one dimension divides the rows."""
     mesh = SimpleNamespace(size=lambda at: 2)
     sharded = SimpleNamespace(ndim=2, shape=torch.Size((256, 128)), placements=placements, device_mesh=mesh)
-    assert why_cut(sharded, PerBlock(128, 128)) is None
+    assert why_cut_blocks(sharded, PerBlock(128, 128)) is None
     sharded.placements = [Shard(0), Shard(0)]
-    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut(sharded, PerBlock(128, 128))
+    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut_blocks(
+        sharded, PerBlock(128, 128)
+    )
 
 
 def test_a_part_that_is_one_block_stays_of_blocks():
@@ -439,7 +441,7 @@ def test_ranks_that_began_with_other_values_agree_on_a_scale(pool, way):
 MERGED = pytest.mark.filterwarnings("ignore:an adapter is merged:UserWarning")
 
 
-def frozen(granularity=GRANULARITIES[0], dtype=torch.float32, shape=(384, 256), **options) -> nn.Parameter:
+def frozen(granularity=STORABLE[0], dtype=torch.float32, shape=(384, 256), **options) -> nn.Parameter:
     weight = torch.randn(shape).to(dtype) * torch.linspace(0.5, 2, shape[0])[:, None].to(dtype)
     return nn.Parameter(StoredWeight.cast(weight, granularity, **options), requires_grad=False)
 
@@ -641,7 +643,7 @@ def test_steps_of_trunc_normal_are_refused_with_the_remedy():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="takes steps that test_steps_of_trunc_normal_ shows refused")
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("granularity", STORABLE, ids=str)
 def test_truncated_normals_of_torch_are_the_plain_weights_then_cast(granularity):
     weight, plain = parameter(granularity=granularity), torch.empty(N, K, dtype=torch.bfloat16)
     for tensor in (weight, plain):

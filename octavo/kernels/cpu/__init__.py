@@ -7,12 +7,11 @@ reference's, which is as fast as can be.
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
 from octavo.kernels import reference
-from octavo.kernels.arguments import LossRows, NormGradient, NormSource, unpacking
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.cpu.cast import amax, write
 from octavo.kernels.cpu.codes import dequantize, measured, row_slices
 from octavo.kernels.cpu.matmul import matmul
@@ -22,25 +21,15 @@ from octavo.kernels.reference.matmul import grouped_matmul
 from octavo.kernels.reference.norm import norm, norm_backward
 
 
-def _cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
-    return cross_entropy(rows, row_slices(rows.logits.shape, 1, rows.logits.device))
+def _in_slices(kernel: Callable[..., Any], rows: str) -> Callable[..., Any]:
+    """Return a kernel that works through slices of rows, which fit a cache; ``rows``: its first argument's field."""
+    tensor_of = attrgetter(rows)
 
+    def call(first: Any, *others: Any) -> Any:
+        x = tensor_of(first)
+        return kernel(first, *others, row_slices(x.shape, 1, x.device))
 
-def _cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
-    return cross_entropy_backward(rows, lse, grad, row_slices(rows.logits.shape, 1, rows.logits.device))
-
-
-def _cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
-    slices = row_slices(rows.logits.shape, 1, rows.logits.device)
-    cross_entropy_codes(rows, lse, codes, transposed, first, slices)
-
-
-def _norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return norm(source, residual, row_slices(source.shape, 1, source.x.device))
-
-
-def _norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
-    return norm_backward(gradient, row_slices(gradient.x.shape, 1, gradient.x.device))
+    return call
 
 
 KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
@@ -49,14 +38,14 @@ KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
         "cast": partial(reference.cast, write=write),
         "cast_and_commit": partial(reference.cast_and_commit, write=write),
         "cast_statistics": partial(cast_statistics, count=partial(count, measured=measured)),
-        "cross_entropy": _cross_entropy,
-        "cross_entropy_backward": _cross_entropy_backward,
-        "cross_entropy_codes": _cross_entropy_codes,
+        "cross_entropy": _in_slices(cross_entropy, "logits"),
+        "cross_entropy_backward": _in_slices(cross_entropy_backward, "logits"),
+        "cross_entropy_codes": _in_slices(cross_entropy_codes, "logits"),
         "dequantize": dequantize,
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,
         "multi_tensor_cast": partial(reference.multi_tensor_cast, write=write),
-        "norm": _norm,
-        "norm_backward": _norm_backward,
+        "norm": _in_slices(norm, "x"),
+        "norm_backward": _in_slices(norm_backward, "x"),
     }
 )

@@ -111,20 +111,20 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
     scaling = target.scaling
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
-        of_target = described(target, shape, by_columns)
-        return _ByCpp(of_target, partial(functions.octavo_cast, of_target), height == ALL, max(height, 1))
+        target_bytes = described(target, shape, by_columns)
+        return _ByCpp(target_bytes, partial(functions.octavo_cast, target_bytes), height == ALL, max(height, 1))
     packed_functions = compiled_packed(target.amax)
     assert packed_functions is not None
-    of_packed = described_packed(target, shape, by_columns)
-    of_all = described(target._replace(scaling=scaling._replace(tile=(ALL, ALL))), shape, by_columns)
+    packed_bytes = described_packed(target, shape, by_columns)
+    amax_bytes = described(target._replace(scaling=scaling._replace(tile=(ALL, ALL))), shape, by_columns)
 
     def cast(*matrix_and_faulty: int) -> None:
         *matrix, faulty = matrix_and_faulty
         if faulty < 0:
-            functions.octavo_amax(of_all, *matrix)
-        packed_functions.octavo_cast_packed(of_packed, *matrix)
+            functions.octavo_amax(amax_bytes, *matrix)
+        packed_functions.octavo_cast_packed(packed_bytes, *matrix)
 
-    return _ByCpp(of_all, cast, True, NV[1])
+    return _ByCpp(amax_bytes, cast, True, NV[1])
 
 
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
@@ -199,8 +199,8 @@ def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> T
 def _produced(source: CastSource, rows: slice) -> Tensor:
     """Return some rows of the matrix that is cast; of a preactivation in codes they are whole tiles of its scales."""
     unit = source.h_tile[0]
-    of_scale = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
-    return reference_produced(*source.part(rows, of_scale), decode, _gated)
+    scale_rows = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
+    return reference_produced(*source.part(rows, scale_rows), decode, _gated)
 
 
 def _produced_with_value(
@@ -233,7 +233,7 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         if y is not None:
             y.copy_(gated(h, None, function))
         return gated(h, dy, function)
-    h, of_slopes = _with_dense_rows(h), 0
+    h, slopes_address = _with_dense_rows(h), 0
     gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()
@@ -241,14 +241,15 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         values = value(gate, function)
     else:
         values, slopes = value_and_slope(gate, function)
-        of_slopes = slopes.data_ptr()
-    out, of_dy = values, (0, 0, 0)
+        slopes_address = slopes.data_ptr()
+    out, dy_fields = values, (0, 0, 0)
     if dy is not None:
         dy = _with_dense_rows(dy)
-        out, of_dy = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
-    addresses = out.data_ptr(), values.data_ptr(), of_slopes, function == "silu", h.data_ptr()
-    of_y = 0 if y is None else y.data_ptr()
-    functions.octavo_gated(*addresses, h.stride(0), KINDS[h.dtype], *of_dy, of_y, *values.shape, threads_for(h.numel()))
+        out, dy_fields = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
+    h_fields = h.data_ptr(), h.stride(0), KINDS[h.dtype]
+    addresses = out.data_ptr(), values.data_ptr(), slopes_address, function == "silu"
+    y_address = 0 if y is None else y.data_ptr()
+    functions.octavo_gated(*addresses, *h_fields, *dy_fields, y_address, *values.shape, threads_for(h.numel()))
     return out
 
 
@@ -274,7 +275,7 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
     amaxes, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
-    scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), amaxes if x.ndim == 2 else amaxes.view(1, 1)
+    scaling, grid = Scaling(none.dtype, (tile[0], tile[1]), False, 0), amaxes if x.ndim == 2 else amaxes.view(1, 1)
     x_RC = x.reshape(as_matrix_shape(x.shape))
-    write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
+    write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(grid), grid)])
     return amaxes

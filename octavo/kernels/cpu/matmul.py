@@ -147,8 +147,8 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
 def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
     """Return some columns of an operand, which are whole tiles."""
     q, scale_inv, tile = pair
-    of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
-    return OperandPair(q.t()[chunk].t(), of_chunk, tile)
+    chunk_scale_inv = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
+    return OperandPair(q.t()[chunk].t(), chunk_scale_inv, tile)
 
 
 def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:

@@ -75,7 +75,7 @@ template <int width> INLINE void add_and_subtract(Panel<float> &v) {
         }
 }
 
-// Multiply each lane by reference/nvfp4.py's ``hadamard``, in the order of its ``rotated``.
+// Multiply each lane by the matrix of reference/nvfp4.py's ``rotated``, in its order.
 INLINE void rotate(Panel<float> &v, int64_t signs) {
     for (int i = 0; i < BLOCK; i++) {
         int32_t sign = int32_t(uint32_t(signs >> i & 1) << 31);

@@ -116,7 +116,8 @@ def _moment(moment: MomentTensors) -> ctypes.Structure:
     one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
     return _MomentFields(
         *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
-        *(one_scale, moment.root, moment.stochastic, moment.hybrid, _format(moment.fmt or E4M3)),
+        *(one_scale, moment.root, moment.rounding == "stochastic", moment.rounding == "hybrid"),
+        _format(moment.fmt or E4M3),
     )
 
 

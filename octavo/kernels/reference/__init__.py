@@ -14,18 +14,7 @@ from octavo.kernels.reference.matmul import grouped_matmul, matmul
 from octavo.kernels.reference.norm import norm, norm_backward
 from octavo.kernels.reference.rotary import rotary
 
-_KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [
-    cross_entropy,
-    cross_entropy_backward,
-    cross_entropy_codes,
-    grouped_matmul,
-    matmul,
-    multi_tensor_cast,
-    norm,
-    norm_backward,
-    note_faults,
-    rotary,
-    scales_of_pass,
-]
+_KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, cross_entropy]
+_KERNELS += [cross_entropy_backward, cross_entropy_codes, delayed_update, dequantize, grouped_matmul, matmul]
+_KERNELS += [multi_tensor_cast, norm, norm_backward, note_faults, rotary, scales_of_pass]
 KERNELS = unpacking({kernel.__name__: kernel for kernel in _KERNELS})

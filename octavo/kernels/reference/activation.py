@@ -25,8 +25,8 @@ def gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
     if dy is None:
         return value(gate, function).mul_(up)
     dy = dy.to(torch.float32)
-    of_gate, slopes = value_and_slope(gate, function)
-    return torch.cat((slopes.mul_(up * dy), of_gate.mul_(dy)), 1)
+    activated, slopes = value_and_slope(gate, function)
+    return torch.cat((slopes.mul_(up * dy), activated.mul_(dy)), 1)
 
 
 def produced(

@@ -163,12 +163,12 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
     scale_inv.fill_(1.0)
     amax.zero_()
     inputs = places(ends, source.h_tile[0])
-    for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
+    for place, input_place in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
             continue  # the fills above wrote its scale, 1, and its amax, 0
         outputs = codes[place.rows, :cols], transposed[:, place.columns]
         scales = scale_inv[place.scale_rows], amax[place.scale_rows]
-        write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], (), None)
+        write(source.part(input_place.rows, input_place.scale_rows), [CastTarget(scaling, *outputs, *scales)], (), None)
 
 
 def cast_and_commit(

@@ -30,7 +30,7 @@ from torch import Tensor
 from octavo.formats import E2M1, format_of
 from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.groups import check_offsets, places
-from octavo.kernels.layouts import unpack
+from octavo.kernels.layouts import unpack_pairs
 from octavo.kernels.reference.codes import decode
 
 
@@ -52,7 +52,7 @@ def measured(
     amax = torch.stack(torch.aminmax(numbers)).abs().max()
     if is_packed:
         error = error.masked_fill(read.isnan(), 0.0)
-        magnitudes = (unpack(codes)[:, : x.shape[1]] & 7).masked_fill_(read == 0, 0)
+        magnitudes = (unpack_pairs(codes)[:, : x.shape[1]] & 7).masked_fill_(read == 0, 0)
     else:
         magnitudes = codes.view(torch.uint8) & 0x7F
     zeros = exponents[0] and x.numel() - x.count_nonzero()

@@ -57,23 +57,23 @@ def grouped_matmul(
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)
     if operands.has_ragged_rows:
         for group, place in enumerate(places(check_offsets(offsets, a.codes.shape[0]), a.tile[0])):
-            a_of_group = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
-            b_of_group = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
-            if a_of_group.codes.shape[0] > 0:
-                arguments = ProductArguments(a_of_group, b_of_group, None if bias is None else bias[group])
+            group_a = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
+            group_b = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
+            if group_a.codes.shape[0] > 0:
+                arguments = ProductArguments(group_a, group_b, None if bias is None else bias[group])
                 out[place.rows] = matmul(arguments, out_dtype, fast_accum)
         return out
     ends = check_offsets(offsets, a.codes.shape[1])
-    of_operands = (
+    operands_by_group = (
         [_terms(pair, place.columns, place.scale_rows) for place in places(ends, pair.tile[1], pad)] for pair in (a, b)
     )
-    for group, (a_of_group, b_of_group) in enumerate(zip(*of_operands, strict=True)):
-        if a_of_group.codes.shape[1] > 0:
-            out[group] = matmul(ProductArguments(a_of_group, b_of_group, None), out_dtype, fast_accum)
+    for group, (group_a, group_b) in enumerate(zip(*operands_by_group, strict=True)):
+        if group_a.codes.shape[1] > 0:
+            out[group] = matmul(ProductArguments(group_a, group_b, None), out_dtype, fast_accum)
     return out
 
 
-def _terms(pair: OperandPair, columns: slice, of_scale: slice) -> OperandPair:
+def _terms(pair: OperandPair, columns: slice, scale_columns: slice) -> OperandPair:
     """Return an operand's columns that one group sums over.
 
     Raises:
@@ -84,4 +84,4 @@ def _terms(pair: OperandPair, columns: slice, of_scale: slice) -> OperandPair:
         raise ValueError(
             f"a group's columns end at {columns.stop}, an operand's at {codes.shape[1]}: give pad as to the cast"
         )
-    return OperandPair(codes[:, columns], scale_inv[:, of_scale], tile)
+    return OperandPair(codes[:, columns], scale_inv[:, scale_columns], tile)

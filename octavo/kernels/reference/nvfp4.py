@@ -10,7 +10,6 @@ the largest code saturates; so does all of a block whose scale has, where a dela
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,11 +19,11 @@ from torch.nn import functional as F
 from octavo.formats import E2M1
 from octavo.granularity import NV, Tile
 from octavo.kernels.arguments import CastTarget, Scaling
-from octavo.kernels.layouts import as_tiles, multiply_tiles_, pack, unpack
+from octavo.kernels.layouts import as_tiles, multiply_tiles_, pack_pairs, unpack_pairs
 from octavo.kernels.step_numbers import mixed_
 from octavo.numerics import nvfp4_scale, nvfp4_scale_inv, scale_from_amax
 
-BLOCK = NV[1]
+NV_BLOCK = NV[1]
 _RANDOM_BITS = 8
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -47,7 +46,7 @@ def write_packed(values: Tensor, target: CastTarget) -> None:
     first, second = (transposed, codes) if by_columns else (codes, transposed)
     for out, raw in ((first, four_bits), (second, four_bits.t())):
         if out.numel():
-            out.view(torch.uint8).copy_(pack(F.pad(raw, (0, 2 * out.shape[1] - raw.shape[1]))))
+            out.view(torch.uint8).copy_(pack_pairs(F.pad(raw, (0, 2 * out.shape[1] - raw.shape[1]))))
 
 
 def _finite_amax(values: Tensor) -> Tensor:
@@ -99,39 +98,25 @@ def encode_packed(laid: Tensor, scale: Tensor, tile: Sequence[int], bits: Tensor
 
 def values_of_packed(qdata: Tensor) -> Tensor:
     """Return the numbers that E2M1's packed codes [..., C / 2] stand for, float32 [..., C]."""
-    codes = unpack(qdata)
+    codes = unpack_pairs(qdata)
     magnitudes = torch.tensor(_VALUES, dtype=torch.float32, device=qdata.device)[(codes & 7).to(torch.int32)]
     return torch.where(codes >= 8, -magnitudes, magnitudes)
 
 
-@functools.cache
-def hadamard(signs: int) -> Tensor:
-    """Return the matrix [16, 16], float32, by which blocks of 16 are multiplied; row i is negated where bit i is set.
-
-    Example:
-        >>> matrix = hadamard(0b101)
-        >>> bool((matrix @ matrix.t() == torch.eye(16)).all())
-        True
-    """
-    matrix = torch.ones((1, 1), dtype=torch.float32, device="cpu")
-    while len(matrix) < BLOCK:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return _row_signs(signs, matrix.device)[:, None] * matrix * 0.25
-
-
 def _row_signs(signs: int, device: torch.device) -> Tensor:
-    numbers = [-1.0 if signs >> row & 1 else 1.0 for row in range(BLOCK)]
+    numbers = [-1.0 if signs >> row & 1 else 1.0 for row in range(NV_BLOCK)]
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def rotated(laid: Tensor, signs: int) -> Tensor:
-    """Return [R, C'] of [R, C], float32: each 16 elements of a row times ``hadamard``, rounded to bfloat16.
+    """Return [R, C'] of [R, C], float32: each 16 elements of a row times Hadamard's matrix / 4, rounded to bfloat16.
 
-    Rows are padded with zeros to a multiple of 16, and what lies there is not zero afterwards.
+    The matrix's row i is negated where bit i of ``signs`` is set. Rows are padded with zeros to a multiple of 16; what
+    lies there is not zero afterwards.
     """
     if laid.numel() == 0:
         return laid
-    blocks = F.pad(laid, (0, -laid.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks = F.pad(laid, (0, -laid.shape[1] % NV_BLOCK)).unflatten(1, (-1, NV_BLOCK))
     # by sums of pairs, in this order, so that every implementation rounds alike
     turned = blocks * _row_signs(signs, laid.device)
     for width in (1, 2, 4, 8):
@@ -149,14 +134,15 @@ def random_bits(laid: Tensor, seed: int, place: Sequence[int]) -> Tensor:
         place: the number of the first row, and of the first element of a row, in the whole matrix as it is laid.
     """
     rows, cols = laid.shape
-    padded = F.pad(laid, (0, -cols % BLOCK)) + 0.0  # -0 is 0: which of them a gradient has depends on who computes it
-    numbers = padded.contiguous().view(torch.int32).unflatten(1, (-1, BLOCK))
-    lanes = torch.arange(BLOCK, dtype=torch.int32, device=laid.device)
+    # -0 is 0: which of them a gradient has depends on who computes it
+    padded = F.pad(laid, (0, -cols % NV_BLOCK)) + 0.0
+    numbers = padded.contiguous().view(torch.int32).unflatten(1, (-1, NV_BLOCK))
+    lanes = torch.arange(NV_BLOCK, dtype=torch.int32, device=laid.device)
     content = mixed_(numbers + lanes * _ODD).sum(2, dtype=torch.int32)  # modulo 2^32
     row = torch.arange(rows, dtype=torch.int32, device=laid.device)[:, None] + place[0]
-    block = torch.arange(numbers.shape[1], dtype=torch.int32, device=laid.device) + place[1] // BLOCK
+    block = torch.arange(numbers.shape[1], dtype=torch.int32, device=laid.device) + place[1] // NV_BLOCK
     key = mixed_(mixed_(content ^ seed) + row * _ODD) ^ block
-    words = mixed_(key[:, :, None] + lanes[: BLOCK // 4] * _ODD)  # one for four elements, a byte for each
+    words = mixed_(key[:, :, None] + lanes[: NV_BLOCK // 4] * _ODD)  # one for four elements, a byte for each
     return torch.stack([words >> shift & 255 for shift in (0, 8, 16, 24)], 3).flatten(1)[:, :cols]
 
 

@@ -150,8 +150,8 @@ class MomentTensors(Scaled):
         scale_inv: of the codes, float32 [R, blocks], or [1, 1]; [E, 1] for E experts in FP8.
         amax: where the next scale comes from the previous amax: that amax, float32, shaped as scale_inv; else None.
         root: whether the codes are of the square root.
-        stochastic: whether writing rounds stochastically, or to nearest.
-        hybrid: whether writing rounds stochastically only where rounding to nearest would not change the stored value.
+        rounding: of writing: to "nearest", "stochastic", or "hybrid": stochastically only where rounding to nearest
+            would not change the stored value.
     """
 
     data: Tensor
@@ -159,8 +159,7 @@ class MomentTensors(Scaled):
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     root: bool = False
-    stochastic: bool = False
-    hybrid: bool = False
+    rounding: str = "nearest"
 
     def matrix(self, index: int, count: int) -> MomentTensors:
         """Return one of ``count`` experts' moment, whose matrices lie one below the other, over the same memory."""
@@ -173,7 +172,7 @@ class MomentTensors(Scaled):
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
-        return self.stochastic or self.hybrid
+        return self.rounding != "nearest"
 
     @property
     def needs_amax_first(self) -> bool:
@@ -203,7 +202,7 @@ class MomentTensors(Scaled):
         """
         stored = piece.of(self.data)
         bits = bits if self.is_random else None
-        replaced = stored if self.hybrid and bits is not None else None
+        replaced = stored if self.rounding == "hybrid" and bits is not None else None
         if self.fmt is None:
             if bits is not None:
                 wide = round_to_bf16(wide, bits, replaced)
@@ -246,11 +245,13 @@ class MasterKind(NamedTuple):
         name: an optimizer's ``master=`` that means it.
         low_bits: the dtype of what is kept besides the weight: an integer remainder or the whole master; None: nothing.
         is_random: whether writing rounds stochastically.
+        bf16_name: of FP8 weights' kinds, the ``master=`` that the name means of bf16 weights beside them, if another.
     """
 
     name: str | None
     low_bits: torch.dtype | None
     is_random: bool
+    bf16_name: str | None = None
 
 
 # of plain weights, and of codes ("fp8_"); saved states and the C++ hold indices of it: a new kind comes last
@@ -259,15 +260,15 @@ MASTER_KINDS = {
     "split32": MasterKind("split32", torch.int16, False),  # a bf16 weight and the rest of float32's bits add up to them
     "split24": MasterKind("split24", torch.int8, True),  # the upper 24 bits of these
     "stochastic": MasterKind(None, None, True),
-    "fp8_split16": MasterKind("split16", torch.int8, True),  # 4 exponent and 11 mantissa bits
+    "fp8_split16": MasterKind("split16", torch.int8, True, "split24"),  # 4 exponent and 11 mantissa bits
     "fp8_split24": MasterKind("split24", torch.int16, True),  # 19 mantissa bits
-    "fp8_fp16": MasterKind("fp16_scaled", torch.float16, True),  # FLOAT16_FACTOR times the scaled weight
-    "fp8_fp32": MasterKind("fp32", torch.float32, False),
+    "fp8_fp16": MasterKind("fp16_scaled", torch.float16, True, "split32"),  # FLOAT16_FACTOR times the scaled weight
+    "fp8_fp32": MasterKind("fp32", torch.float32, False, "split32"),
     "fp8_stochastic": MasterKind(None, None, True),  # the code alone
 }
 
 
-@dataclass
+@dataclass(eq=False)  # launches are kept for the object
 class MasterWeight(Scaled):
     """A weight [R, C] and the rest of its master.
 
@@ -327,7 +328,7 @@ class MasterWeight(Scaled):
         piece.of(self.low_bits).copy_(remainder >> dropped if dropped else remainder)
 
 
-@dataclass
+@dataclass(eq=False)
 class Fp8Weight(Scaled):
     """A weight in codes [R, C] and the rest of its master.
 

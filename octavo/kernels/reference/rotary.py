@@ -27,11 +27,11 @@ def rotary(heads: RotaryHeads) -> Tensor:
 def turned(heads: RotaryHeads) -> tuple[Tensor, Tensor, Tensor]:
     """Return q and k turned by their angles, float32, and v as it is: [B, S, heads, D] each."""
     q, k, v, cos, sin, inverse = heads
-    q, k = (_turned(x.float(), _of_heads(cos, x), _of_heads(sin, x), inverse) for x in (q, k))
+    q, k = (_turned(x.float(), _for_heads(cos, x), _for_heads(sin, x), inverse) for x in (q, k))
     return q, k, v
 
 
-def _of_heads(angles: Tensor, x: Tensor) -> Tensor:
+def _for_heads(angles: Tensor, x: Tensor) -> Tensor:
     wide = angles.float().unsqueeze(2)
     return wide if wide.shape[3] == x.shape[3] else wide.repeat(1, 1, 1, 2)
 

@@ -25,20 +25,9 @@ from octavo.kernels.triton.rotary import rotary
 
 __all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
-_KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [
-    cross_entropy,
-    cross_entropy_backward,
-    cross_entropy_codes,
-    grouped_matmul,
-    matmul,
-    multi_tensor_cast,
-    norm,
-    norm_backward,
-    note_faults,
-    rotary,
-    scales_of_pass,
-]
+_KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, cross_entropy]
+_KERNELS += [cross_entropy_backward, cross_entropy_codes, delayed_update, dequantize, grouped_matmul, matmul]
+_KERNELS += [multi_tensor_cast, norm, norm_backward, note_faults, rotary, scales_of_pass]
 _APART = "multi_tensor_cast", "scales_of_pass"  # not replayed: lists of tensors; no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),

@@ -1,5 +1,7 @@
 """The casts, norms, products and AdamW steps that are timed: how each is called, and whether its results are right.
 
+``octavo tune`` times those of _TUNED_BY, by which it chooses configurations; tests and benchmarks take all.
+
 A case makes its arguments for a shape: [R, C] of the tensor that is cast, (M, N, K) of a product [M, K] . [N, K]^T.
 They go to the Triton kernel and to the reference. The bytes of a case are the least that it must move: its inputs once
 (twice if the scale first needs an amax of the whole tensor) and each of its outputs once. All numbers come from a seed.
@@ -42,7 +44,7 @@ UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5
 GATED = {"swiglu"}
-OF_COMMIT = ("transpose", "pad", "column_sum", "activation", "preactivation", "h_scale_inv", "h_tile")
+_COMMIT_NAMES = ("transpose", "pad", "column_sum", "activation", "preactivation", "h_scale_inv", "h_tile")
 NORMS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
@@ -160,7 +162,7 @@ def _cast(
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
         named_arguments = named | dict(zip(names, others, strict=False))
         if make is _commit:  # its first arguments go by position
-            by_position = [named_arguments.pop(name) for name in OF_COMMIT if name in named_arguments]
+            by_position = [named_arguments.pop(name) for name in _COMMIT_NAMES if name in named_arguments]
             return x, *make(), *by_position, Named(named_arguments)
         return x, *make(), Named(named_arguments)
 
@@ -341,7 +343,7 @@ def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) 
         if dtype == "fp32":
             return MomentTensors(torch.zeros(shape, dtype=torch.float32))
         scales = torch.ones(shape[0], blocks_in_row(shape[1]), dtype=torch.float32)
-        return MomentTensors(torch.zeros(shape, dtype=torch.uint8), scale_inv=scales, stochastic=True, **form)
+        return MomentTensors(torch.zeros(shape, dtype=torch.uint8), scale_inv=scales, rounding="stochastic", **form)
 
     moments = moment(fmt=formats.E4M3), moment(fmt=formats.E4M4, root=True)
     step = torch.zeros((), dtype=torch.float32)
@@ -445,7 +447,8 @@ PRODUCTS = {
     if maker == "Triton" or _torch_has(name)
 }
 
-_NAMES = {
+# by kind of configs.json, the first decides which configurations are timed again
+_TUNED_BY = {
     "cast_transpose": ("cast+transpose delayed", "cast+transpose+sum+commit"),
     "cast": ("cast delayed",),
     "amax": ("amax",),
@@ -480,9 +483,8 @@ DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
 DEFINITIONS["step"] = stepping(reference_step, keeps_plans=False)
 CASES = {**PLAIN, **FUSED}
 ALL_CASES = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
-# by kind of configs.json: its cases, of which the first decides which configurations are timed again; last torch's
-# products, which are compared with the products' new rows, if torch has any here (2.11 has none on a CPU)
-CASES_OF_KIND = {kind: {name: ALL_CASES[name] for name in names} for kind, names in _NAMES.items() if names}
+# last torch's products, which are compared with the products' new rows, if torch has any here (2.11 has none on a CPU)
+CASES_OF_KIND = {kind: {name: ALL_CASES[name] for name in names} for kind, names in _TUNED_BY.items() if names}
 
 
 def _synchronize() -> None:

@@ -22,7 +22,8 @@ normalised.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,37 +78,31 @@ def cast(
     is_packed = first.is_packed or (second is not None and second.is_packed)  # no kernel casts to E2M1 yet
     if is_packed or (not isinstance(source, CastSource) and source.x.numel() == 0):
         return reference_cast(source, first, second, output)
-    results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output)
-    casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line
-    sums = besides[0] if output.column_sum else None
-    if not isinstance(source, NormSource):
-        inputs = cast_input(source)
+    results = codes, other, scale_inv, amax_or_scale, *more = new_cast(source, first, second, output)
+    sums = kept_scale = None
+    if isinstance(source, NormSource):
+        mean, rstd, y = more
+        inputs = norm_input(source, mean, rstd)
+        casts: Any = _NormCasts(inputs, float(source.eps), y if output.keep else None)
     else:
-        inputs = norm_input(source, *besides[:2])
-        of_norm = _NormToFind(inputs, float(source.eps), besides[2] if output.keep else None)
-        casts = of_norm.by_tile, of_norm.by_block, of_norm.by_line
+        inputs, casts = cast_input(source), _CASTS
+        sums, kept_scale = more[0] if output.column_sum else None, more[1] if output.keep else None
     if not (inputs.fits(first.tile) if second is None else inputs.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
     inputs.clear_padding(codes)
     if second is None:
         out = outputs_to(codes_to(codes, other), scale_inv, amax_or_scale)
-        if output.value is not None or (output.keep and not isinstance(source, NormSource)):
-            out = out._replace(scale=besides[1] if output.keep else None)
-            cast_by_tensor(inputs, first, out, sums, value=_value_to(output, besides[-1]))
+        if output.value is not None or kept_scale is not None:
+            out = out._replace(scale=kept_scale)
+            cast_by_tensor(inputs, first, out, sums, value=_value_to(output, more[-1]))
         else:
-            casts[0](inputs, first, out, sums)
+            casts.by_tile(inputs, first, out, sums)
     else:
         if not output.transpose:
             inputs.clear_padding(other)
-        both = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
-        _two_scalings(
-            inputs,
-            (first, second),
-            both,
-            (scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale),
-            sums,
-            *casts,
-        )
+        both_codes = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
+        both_scales = scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale
+        _two_scalings(inputs, (first, second), both_codes, both_scales, sums, casts)
     return results
 
 
@@ -132,7 +127,7 @@ def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
     if source.x.numel() == 0:
         return reference_norm(source, residual)
     results = y, mean, rstd, total = new_norm(source, residual)
-    _NormToFind(norm_input(source, mean, rstd, residual, total), float(source.eps), y).find_statistics(None)
+    _NormCasts(norm_input(source, mean, rstd, residual, total), float(source.eps), y).find_statistics(None)
     return results
 
 
@@ -188,6 +183,7 @@ def cast_by_tile(
         cast_by_block(inputs, sums, (scaling, out))
 
 
+_CASTS = SimpleNamespace(by_tile=cast_by_tile, by_block=cast_by_block, by_line=cast_by_line)
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
 
 
@@ -197,28 +193,26 @@ def _two_scalings(
     codes: tuple[Codes, Codes],
     scale_invs: tuple[Tensor, Tensor],
     sums: Tensor | None,
-    by_tile: Callable[..., None],
-    by_block: Callable[..., None],
-    by_line: Callable[..., None],
+    casts: Any,
 ) -> None:
-    """Cast blocks twice, or rows and columns, by one call; otherwise the first by ``by_tile``, then the second."""
+    """Cast blocks twice, or rows and columns, by one call; else one after the other. casts: _CASTS or _NormCasts."""
     first, second = scalings
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
     amaxes = (None if both_blocks else torch.empty_like(scale_inv, dtype=torch.float32) for scale_inv in scale_invs)
     out, other = map(outputs_to, codes, scale_invs, amaxes)
     if both_blocks:
-        by_block(inputs, sums, (first, out), (second, other))
+        casts.by_block(inputs, sums, (first, out), (second, other))
     elif {first.tile, second.tile} == set(LINES):
-        by_line(inputs, sums, (first, out), (second, other))
+        casts.by_line(inputs, sums, (first, out), (second, other))
     else:
         # only a scaling whose programs own whole columns can sum them
         in_second = second.tile == (ALL, 1)
-        by_tile(inputs, first, out, None if in_second else sums)
+        casts.by_tile(inputs, first, out, None if in_second else sums)
         cast_by_tile(inputs, second, other, sums if in_second else None)
 
 
-class _NormToFind(NamedTuple):
-    """A norm whose statistics the launch of its cast computes, or a launch before it."""
+class _NormCasts(NamedTuple):
+    """The casts of a norm, whose statistics the cast's launch computes, or a launch before it."""
 
     inputs: CastInput
     eps: float
@@ -266,8 +260,8 @@ class _NormToFind(NamedTuple):
     def find_statistics(self, amax: Tensor | None) -> None:
         """Write the statistics, y, and into ``amax`` [1, 1], if there is one, the amax of the norm's result."""
         work = None if amax is None else workspace(self.inputs.x, 2)
-        arguments = Outputs(codes_to(None), None, amax, 0, 0), None, work
-        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))
+        arguments = Outputs(codes_to(None), scale_inv=None, amax=amax, stride_r=0, stride_c=0), None, work
+        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))  # role and e5m2, of codes
 
     def launch(
         self,

@@ -92,8 +92,8 @@ class CastInput(NamedTuple):
         ``and_value``: whether the activation whose gradient is cast is cast too.
         """
         by_kind = f"{kernel}_{self.kind}" if self.kind else kernel
-        of_codes = isinstance(self.h, Input) and self.h.scale_inv is not None
-        variant = f"{by_kind}_and_value" if and_value else f"{by_kind}_of_codes" if of_codes else by_kind
+        h_is_codes = isinstance(self.h, Input) and self.h.scale_inv is not None
+        variant = f"{by_kind}_and_value" if and_value else f"{by_kind}_of_codes" if h_is_codes else by_kind
         name = next((name for name in (variant, by_kind) if name in TABLE), kernel)
         return config(name, (self.rows * self.cols).bit_length())
 

@@ -83,7 +83,7 @@ def cast_strip(
     SUMS: tl.constexpr,
     tiling: tl.constexpr,
     value=None,  # (a scale, Codes) of the activation whose gradient is cast
-    of_value: tl.constexpr = None,  # its Function
+    y_function: tl.constexpr = None,  # its Function
 ):
     """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
@@ -97,9 +97,9 @@ def cast_strip(
             sums += tile
             if tiling.halves:
                 second_sums += second
-        if of_value is not None:
-            y, _ = produce(x, h, rows, cols, of_value, tiling.even)  # before any store, so h is loaded once
-            store_codes(encode(y, tl.load(value[0]), of_value.e5m2), value[1], rows, cols, x, tiling.even)
+        if y_function is not None:
+            y, _ = produce(x, h, rows, cols, y_function, tiling.even)  # before any store, so h is loaded once
+            store_codes(encode(y, tl.load(value[0]), y_function.e5m2), value[1], rows, cols, x, tiling.even)
         store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
@@ -153,14 +153,14 @@ def cast_tensor_kernel(
     delayed,  # with a ROLE, a State; without an update only its scale is read
     rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
-    value,  # with of_value, (a scale, Codes) of the activation whose gradient is cast
+    value,  # with y_function, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
     groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
-    of_value: tl.constexpr,  # Function of that activation, or None
+    y_function: tl.constexpr,  # Function of that activation, or None
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
@@ -179,7 +179,7 @@ def cast_tensor_kernel(
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     amax, parts, second_parts = cast_strip(
-        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, of_value
+        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, y_function
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -236,8 +236,8 @@ def cast_by_tensor(
         workspace(inputs.x, 2 + strips),
         groups,
     )
-    of_value = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
-    constants = role, rounding_of(scaling), update, of_value, tiling
+    y_function = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
+    constants = role, rounding_of(scaling), update, y_function, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 

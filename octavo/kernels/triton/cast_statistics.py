@@ -200,8 +200,8 @@ def cast_statistics(
     # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
     counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
     groups, grouping = on_device(offsets, tile_r=tile[0])
-    of_groups = *arguments, groups, sums, extremes, counting, grouping
-    launch(group_statistics_kernel, (rows // height + groups.count + 1) * strips, of_groups, num_warps=4)
+    group_arguments = *arguments, groups, sums, extremes, counting, grouping
+    launch(group_statistics_kernel, (rows // height + groups.count + 1) * strips, group_arguments, num_warps=4)
 
 
 _BLOCK = 256

@@ -135,6 +135,8 @@ def delayed_update(
 
 
 class _KnownScale:
+    """What the host knows of a delayed_scale: which elements are other than 0, and a copy on its way to the host."""
+
     def __init__(self, delayed_scale: Tensor) -> None:
         key = id(delayed_scale)
         self.owner = weakref.ref(delayed_scale, lambda _: _entries.pop(key, None))
@@ -145,6 +147,8 @@ class _KnownScale:
         self.arrived: torch.cuda.Event | None = None
 
 
+# by id, as tensors compare element by element; an entry goes with its tensor, and _current leaves it out once anyone
+# but ``committed`` has written that
 _entries: dict[int, _KnownScale] = {}
 
 

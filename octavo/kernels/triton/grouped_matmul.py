@@ -26,8 +26,8 @@ from octavo.kernels.triton.library_matmul import is_right_in_groups, library_gro
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
+    in_one_dtype,
     is_scaled,
-    of_one_dtype,
     operand_of,
     place_of_program,
     product_config,
@@ -140,7 +140,7 @@ def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fas
     """Return the Triton kernels' product, for tiles whose columns are a multiple of 32, or all."""
     out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
     if out.numel() > 0:
-        a, b = of_one_dtype(operands.a, operands.b)
+        a, b = in_one_dtype(operands.a, operands.b)
         operands = operands._replace(a=a, b=b)
         (_rows_in_groups if operands.has_ragged_rows else _terms_in_groups)(operands, out, fast_accum)
     return out

@@ -152,7 +152,9 @@ def multiprocessors(device_index: int) -> int:
 
 
 WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and columns too, and counters
-_work: dict[tuple[int, int, bool], Tensor] = {}  # by device, stream, and whether a CUDA graph is captured on it
+# workspaces in use, by device, stream, and whether a CUDA graph is captured on it, and those for later, by device; none
+# is ever freed, as launches under way and CUDA graphs use them
+_work: dict[tuple[int, int, bool], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
 
 

@@ -391,7 +391,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
     *pairs, bias = operands.plain()
-    a, b = of_one_dtype(*pairs)
+    a, b = in_one_dtype(*pairs)
     (M, N), K = operands.shape, a.codes.shape[1]
     out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:
@@ -456,7 +456,7 @@ def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, 
     return ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, *parts, dots, scaled)
 
 
-def of_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:
+def in_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:
     """Return a product's operands, whose scales a program reads in one load: in float32 where one's are E8M0."""
     if a.scale_inv.dtype != b.scale_inv.dtype:
         a, b = (pair._replace(scale_inv=pair.scale_inv.to(torch.float32)) for pair in (a, b))

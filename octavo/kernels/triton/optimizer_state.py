@@ -1,7 +1,7 @@
 """reference/optimizer_state.py in Triton: tiles of masters and moments, found through a table, read and written.
 
-A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 35]: the columns
-below; 0 for the address of a missing tensor. A tensor's step is compiled for a TensorClass, OF.
+A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, WIDTH], has a
+TableRow for each tensor. A tensor's step is compiled for a TensorClass, TENSOR.
 """
 
 from __future__ import annotations
@@ -24,29 +24,63 @@ from octavo.kernels.triton.moment_codes import (
     round_to_bf16_hybrid,
     round_to_half,
 )
-from octavo.kernels.triton.step_numbers import upper_bits
+from octavo.kernels.triton.step_numbers import KEPT, upper_bits
 from octavo.kernels.triton.table import to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
 BLOCK: tl.constexpr = tl.constexpr(granularity.BLOCK)
-WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
-FIRST: tl.constexpr = tl.constexpr(1)  # a moment's data, scale_inv, amax
-SECOND: tl.constexpr = tl.constexpr(4)
-REST: tl.constexpr = tl.constexpr(7)  # MasterWeight's low_bits, and the master's scale_inv, amax
-STEP_COUNT: tl.constexpr = tl.constexpr(10)
-LR: tl.constexpr = tl.constexpr(11)
-GROUP: tl.constexpr = tl.constexpr(12)
-CLASS: tl.constexpr = tl.constexpr(13)
-ROWS: tl.constexpr = tl.constexpr(14)
-COLS: tl.constexpr = tl.constexpr(15)
-START: tl.constexpr = tl.constexpr(16)  # the index of the first element
-KEY: tl.constexpr = tl.constexpr(17)  # key_of the update's
-FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
-MEASURED: tl.constexpr = tl.constexpr(19)  # whether the update counts for the resolution
-GAP: tl.constexpr = tl.constexpr(20)  # how many of the whole tensor's columns other ranks have
-KEPT_CORRECTIONS: tl.constexpr = tl.constexpr(21)  # two entries of step_numbers.py
-WIDTH: tl.constexpr = tl.constexpr(35)
 
+
+class TableRow(NamedTuple):
+    """A tensor's row of the table; two entries of step_numbers.py follow. Addresses are 0 where there is no tensor.
+
+    Attributes:
+        first, second: of moments' data.
+        low_bits, master_scale_inv, master_amax: of the master's.
+        lr: of a learning rate that the kernel reads; 0: the group's row has it.
+        tensor_class: the number of the TensorClass among those of the launch's StepClass.
+        start: the index of the first element in the whole tensor.
+        key: key_of the update's.
+        first_program: the number of the tensor's first program.
+        measured: whether the update counts for the resolution.
+        gap: how many of the whole tensor's columns other ranks have.
+    """
+
+    weight: int = 0
+    first: int = 0
+    first_scale_inv: int = 0
+    first_amax: int = 0
+    second: int = 0
+    second_scale_inv: int = 0
+    second_amax: int = 0
+    low_bits: int = 0
+    master_scale_inv: int = 0
+    master_amax: int = 0
+    step: int = 0
+    lr: int = 0
+    group: int = 0
+    tensor_class: int = 0
+    rows: int = 0
+    cols: int = 0
+    start: int = 0
+    key: int = 0
+    first_program: int = 0
+    measured: int = 0
+    gap: int = 0
+
+
+def _columns(names: str) -> list[Any]:
+    """Return the numbers of columns, as kernels take them."""
+    return [tl.constexpr(TableRow._fields.index(name)) for name in names.split()]
+
+
+WEIGHT, FIRST, SECOND = _columns("weight first second")
+LOW_BITS, MASTER_SCALE_INV, MASTER_AMAX = _columns("low_bits master_scale_inv master_amax")
+SCALE_INV, AMAX = tl.constexpr(1), tl.constexpr(2)  # columns after FIRST, SECOND and LOW_BITS, which are 3 apart
+STEP_COUNT, LR, GROUP, CLASS = _columns("step lr group tensor_class")
+ROWS, COLS, START, KEY, FIRST_PROGRAM, MEASURED, GAP = _columns("rows cols start key first_program measured gap")
+KEPT_CORRECTIONS = tl.constexpr(len(TableRow._fields))
+WIDTH = tl.constexpr(len(TableRow._fields) + 2 * KEPT.value)
 
 DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
@@ -54,12 +88,12 @@ DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
 @dataclass(frozen=True)
 class MomentClass:
-    """The properties of a moment that a kernel is compiled for.
+    """The properties of a moment that a kernel is compiled for; Triton's cache tells kernels apart by these alone.
 
     Attributes:
         dtype: Triton's dtype of the stored moment; None: there is no such moment.
         fmt: octavo's Format of codes; None for floats.
-        root, stochastic, hybrid: as MomentTensors's.
+        root, rounding: as MomentTensors's.
         scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
             before; "found": the tensor's amax, found by a launch before.
     """
@@ -67,15 +101,14 @@ class MomentClass:
     dtype: Any = None
     fmt: Any = None
     root: bool = False
-    stochastic: bool = False
-    hybrid: bool = False
+    rounding: str = "nearest"
     scale: str = "block"
 
     @classmethod
     def of(cls, moment: MomentTensors) -> MomentClass:
         """Return a moment's class."""
         scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
-        return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, moment.hybrid, scale)
+        return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.rounding, scale)
 
     @property
     def has_one_scale(self) -> bool:
@@ -90,20 +123,20 @@ class MasterClass:
     Attributes:
         kind: the reference's.
         weight: Triton's dtype of the weight; uint8: codes of E4M3.
-        rest_dtype: Triton's dtype of the master's low_bits; None without them.
+        low_bits: Triton's dtype of the master's low_bits; None without them.
         is_random: the reference's.
     """
 
     kind: str
     weight: Any
-    rest_dtype: Any
+    low_bits: Any
     is_random: bool
 
     @classmethod
     def of(cls, master: Master) -> MasterClass:
         """Return a master's class."""
-        rest_dtype = None if master.low_bits is None else DTYPES[master.low_bits.dtype]
-        return cls(master.kind, DTYPES[master.weight.dtype], rest_dtype, master.is_random)
+        low_bits = None if master.low_bits is None else DTYPES[master.low_bits.dtype]
+        return cls(master.kind, DTYPES[master.weight.dtype], low_bits, master.is_random)
 
     @property
     def fmt(self) -> Any:
@@ -152,7 +185,7 @@ class TensorClass:
     @property
     def has_random_moment(self) -> bool:
         """Whether writing a moment takes random bits."""
-        return any(moment.stochastic or moment.hybrid for moment in (self.first, self.second))
+        return any(moment.rounding != "nearest" for moment in (self.first, self.second))
 
 
 class TilePlace(NamedTuple):
@@ -167,7 +200,7 @@ class TilePlace(NamedTuple):
 
 
 @triton.jit
-def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
+def place_in_rows(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
     """Return the place of a tensor's tile number ``tile``. EVEN: it is one row, or aligned rows of whole blocks."""
     lanes = tl.arange(0, BLOCK)
     blocks = tl.arange(0, BLOCKS)
@@ -257,7 +290,7 @@ def read_moment(row, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl
     if MOMENT.fmt is None:
         value = stored.to(tl.float32)
     else:
-        scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False)
+        scale_inv_ptr = to_pointer(row[COLUMN + SCALE_INV], tl.float32, False)
         scale_inv = tl.load(scale_inv_ptr) if MOMENT.has_one_scale else block_scales(scale_inv_ptr, place)
         FMT: tl.constexpr = MOMENT.fmt
         value = decode_moment(stored, FMT, scale_inv)
@@ -283,9 +316,9 @@ def write_moment(
     data_ptr = to_pointer(row[COLUMN], MOMENT.dtype, EVEN)
     largest = 0.0
     if MOMENT.fmt is None:
-        if MOMENT.hybrid:
+        if MOMENT.rounding == "hybrid":
             stored = round_to_bf16_hybrid(wide, drawn, replaced)
-        elif MOMENT.stochastic:
+        elif MOMENT.rounding == "stochastic":
             stored = round_to_bf16(wide, drawn)
         else:
             stored = narrow(wide, data_ptr.dtype.element_ty)
@@ -303,13 +336,13 @@ def write_moment(
             else:  # a maximum of NaN and a number is the number
                 amax = tl.maximum(tl.max(tl.abs(wide), 1), 0.0)
             scales = scale_from_amax(amax, FMT.max, False)
-            scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False) + place.first
+            scale_inv_ptr = to_pointer(row[COLUMN + SCALE_INV], tl.float32, False) + place.first
             tl.store(scale_inv_ptr + place.blocks, scale_inv_from_scale(scales, False), mask=place.is_block)
             scaled = wide * scales[:, None]
-        if MOMENT.hybrid:
+        if MOMENT.rounding == "hybrid":
             codes = encode_hybrid(scaled, drawn, replaced, FMT, BOUNDED)
         else:
-            codes = encode_moment(scaled, drawn, FMT, MOMENT.stochastic, BOUNDED)
+            codes = encode_moment(scaled, drawn, FMT, MOMENT.rounding == "stochastic", BOUNDED)
         store_at(data_ptr, place, codes)
     return largest
 
@@ -332,11 +365,11 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def gradient_tile(gradient, place, n, w, OF: tl.constexpr, ASCENDS: tl.constexpr, COUPLED: tl.constexpr):
+def gradient_tile(gradient, place, n, w, TENSOR: tl.constexpr, ASCENDS: tl.constexpr, COUPLED: tl.constexpr):
     """Load the gradient in float32, divided; ASCENDS: negated where maximize; COUPLED: with weight decay added."""
-    stored = load_at(to_pointer(gradient.address, OF.gradient, OF.even), place)
-    if OF.gradient_fmt is not None:
-        FMT: tl.constexpr = OF.gradient_fmt
+    stored = load_at(to_pointer(gradient.address, TENSOR.gradient, TENSOR.even), place)
+    if TENSOR.gradient_fmt is not None:
+        FMT: tl.constexpr = TENSOR.gradient_fmt
         scale_inv_ptr = to_pointer(gradient.scale_inv, tl.float32, False)
         g = decode_moment(stored, FMT, block_scales(scale_inv_ptr, place))
     else:
@@ -355,17 +388,17 @@ def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.conste
     """Load the master's tile in float32."""
     FMT: tl.constexpr = MASTER.fmt
     if MASTER.kind == "fp8_fp32":
-        result = load_float(row, REST, place, MASTER.rest_dtype, EVEN)
+        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN)
     elif MASTER.kind == "fp8_fp16":
-        result = load_float(row, REST, place, MASTER.rest_dtype, EVEN) * (scale_inv * (1.0 / 128.0))
+        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN) * (scale_inv * (1.0 / 128.0))
     else:
-        codes = load_at(to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN), place)
-        if MASTER.rest_dtype is None:
+        codes = load_at(to_pointer(row[WEIGHT], tl.uint8, EVEN), place)
+        if MASTER.low_bits is None:
             result = decode_moment(codes, FMT) * scale_inv
         else:
-            BITS: tl.constexpr = MASTER.rest_dtype.primitive_bitwidth
+            BITS: tl.constexpr = MASTER.low_bits.primitive_bitwidth
             wide = codes.to(tl.int32)
-            remainder = load_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place).to(tl.int32)
+            remainder = load_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place).to(tl.int32)
             magnitude = ((wide & 0x7F) << BITS) + remainder
             value = (magnitude << (20 - BITS)).to(tl.float32, bitcast=True) * 2.0**120
             value = (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -383,24 +416,24 @@ def largest_inside(x, place):
 def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile and the codes; return the largest absolute value that the master holds."""
     FMT: tl.constexpr = MASTER.fmt
-    weight_ptr = to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN)
+    weight_ptr = to_pointer(row[WEIGHT], tl.uint8, EVEN)
     y = w * scale
-    if MASTER.rest_dtype is None:
+    if MASTER.low_bits is None:
         codes = encode_moment(y, drawn, FMT, True)
         store_at(weight_ptr, place, codes)
         largest = largest_inside(finite_abs(decode_moment(codes, FMT)), place)
-    elif MASTER.rest_dtype.is_floating():
-        rest_ptr = to_pointer(row[REST], MASTER.rest_dtype, EVEN)
+    elif MASTER.low_bits.is_floating():
+        low_bits_ptr = to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN)
         store_at(weight_ptr, place, encode_moment(y, drawn, FMT, False))
         if MASTER.kind == "fp8_fp16":
             half = round_to_half(y * 128.0, drawn)
-            store_at(rest_ptr, place, half)
+            store_at(low_bits_ptr, place, half)
             largest = largest_inside(finite_abs(half.to(tl.float32)), place) * (1.0 / 128.0)
         else:
-            store_at(rest_ptr, place, w)
+            store_at(low_bits_ptr, place, w)
             largest = largest_inside(finite_abs(w), place) * scale
     else:
-        BITS: tl.constexpr = MASTER.rest_dtype.primitive_bitwidth
+        BITS: tl.constexpr = MASTER.low_bits.primitive_bitwidth
         DROPPED: tl.constexpr = 20 - BITS
         LARGEST: tl.constexpr = 0x7E << BITS
         is_finite = tl.abs(y) < float("inf")
@@ -408,7 +441,7 @@ def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl
         magnitude = tl.where(is_finite, tl.where(magnitude > LARGEST, LARGEST, magnitude), 0)
         codes = (magnitude + (1 << (BITS - 1))) >> BITS
         remainder = magnitude - (codes << BITS)
-        store_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place, remainder.to(MASTER.rest_dtype))
+        store_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place, remainder.to(MASTER.low_bits))
         codes = tl.where(is_finite, codes | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
         store_at(weight_ptr, place, codes.to(tl.uint8))
         largest = (largest_inside(magnitude, place) << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
@@ -420,12 +453,12 @@ def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr)
     """Load the master's tile in float32."""
     if MASTER.fmt is not None:
         result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
-    elif MASTER.rest_dtype is None:
-        result = load_float(row, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
+    elif MASTER.low_bits is None:
+        result = load_float(row, WEIGHT, place, MASTER.weight, EVEN)
     else:  # the bits themselves: conversion to float32 may change a NaN's, and adding to them may then give a number's
-        bits = load_at(to_pointer(row[WEIGHT_COLUMN], tl.int16, EVEN), place).to(tl.int32) << 16
-        remainder = load_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place).to(tl.int32)
-        bits += remainder << (16 - MASTER.rest_dtype.primitive_bitwidth)
+        bits = load_at(to_pointer(row[WEIGHT], tl.int16, EVEN), place).to(tl.int32) << 16
+        remainder = load_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place).to(tl.int32)
+        bits += remainder << (16 - MASTER.low_bits.primitive_bitwidth)
         result = bits.to(tl.float32, bitcast=True)
     return result
 
@@ -433,7 +466,7 @@ def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr)
 @triton.jit
 def write_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile, and the weight's; return the largest absolute value of a master with scales, else 0."""
-    weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
+    weight_ptr = to_pointer(row[WEIGHT], MASTER.weight, EVEN)
     largest = 0.0
     if MASTER.fmt is not None:
         largest = write_fp8_master(row, place, w, drawn, scale, MASTER, EVEN)
@@ -442,11 +475,11 @@ def write_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.con
     elif MASTER.kind == "stochastic":
         store_at(weight_ptr, place, round_to_bf16(w, drawn))
     else:
-        SPARE: tl.constexpr = 16 - MASTER.rest_dtype.primitive_bitwidth  # bits that the remainder has no room for
+        SPARE: tl.constexpr = 16 - MASTER.low_bits.primitive_bitwidth  # bits that the remainder has no room for
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN that rounding can't make a number
         if MASTER.is_random:
             bits = (bits + upper_bits(drawn, 8)) & -256
         store_at(weight_ptr, place, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
         remainder = bits.to(tl.int16)  # the bits above are the weight's
-        store_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place, (remainder >> SPARE).to(MASTER.rest_dtype))
+        store_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place, (remainder >> SPARE).to(MASTER.low_bits))
     return largest

@@ -18,12 +18,21 @@ from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace
-from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
+from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import TensorCount
 
 _MOST_PLANS = 64
-_RuleFlags = tuple[bool, bool, bool, bool, bool]
+
+
+class _RuleFlags(NamedTuple):
+    """StepClass's fields that groups decide."""
+
+    is_adam: bool
+    decoupled: bool
+    clip: bool
+    small: bool
+    ascends: bool
 
 
 class _Launch(NamedTuple):
@@ -36,7 +45,7 @@ class _Launch(NamedTuple):
         tiles: of each program.
         steps: the classes that launches are compiled for.
         sent: the last values sent to the device: "gradients" and "groups", each (the values, the tensor).
-        captured: the ids of sent tensors that a CUDA graph reads.
+        captured: the sent tensors that a CUDA graph reads.
     """
 
     updates: Sequence[WeightUpdate]
@@ -45,7 +54,7 @@ class _Launch(NamedTuple):
     tiles: int
     steps: tuple[StepClass, ...]
     sent: dict[str, tuple[Any, Tensor]]
-    captured: set[int]
+    captured: set[Tensor]
 
 
 def optimizer_step(
@@ -58,10 +67,10 @@ def optimizer_step(
 ) -> None:
     """``reference.optimizer_step``; ``plans`` keeps launches for the next steps."""
     plans = {} if plans is None else plans
-    addresses = _of_matrices(updates, [update.gradient for update in updates])
+    addresses = _addresses_by_matrix(updates, [update.gradient for update in updates])
     rates = tuple(_address(group.lr) for group in groups)
     rule = _rule_of(groups)
-    weights = tuple((id(u.master), u.gradient.dtype, u.gradient.data_ptr() & 15 == 0) for u in updates)
+    weights = tuple((u.master, u.gradient.dtype, u.gradient.data_ptr() & 15 == 0) for u in updates)
     key = weights, rates, rule
     plan = plans.get(key)
     if plan is None:
@@ -77,12 +86,12 @@ def optimizer_step(
         return
     scales = [update.gradient_scale_inv for update in updates]
     if any(scale_inv is not None for scale_inv in scales):
-        addresses += _of_matrices(updates, scales)
+        addresses += _addresses_by_matrix(updates, scales)
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
     if is_capturing():  # the graph will read them as they are: none is freed or written again
         plans.setdefault("captured", []).append((plan.table, gradients, options))
-        plan.captured.update((id(gradients), id(options)))
+        plan.captured.update((gradients, options))
     _launch(plan.table, plan, gradients, options, skip, grad_scale, resolution)
 
 
@@ -102,7 +111,7 @@ def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Te
         return values_and_tensor[1]
     _check_capture("the gradients' addresses or the options changed")
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
-    if values_and_tensor is None or id(values_and_tensor[1]) in plan.captured:
+    if values_and_tensor is None or values_and_tensor[1] in plan.captured:
         tensor = tensor.to(plan.table.device)
     else:
         tensor = values_and_tensor[1].copy_(tensor, non_blocking=True)
@@ -115,7 +124,7 @@ def _check_capture(change: str) -> None:
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {change}")
 
 
-def _of_matrices(updates: Sequence[WeightUpdate], tensors: Sequence[Tensor | None]) -> list[int]:
+def _addresses_by_matrix(updates: Sequence[WeightUpdate], tensors: Sequence[Tensor | None]) -> list[int]:
     """Return the address of a tensor of each update, for experts that of each one's part; 0 where there is none."""
     addresses: list[int] = []
     for update, tensor in zip(updates, tensors, strict=True):
@@ -131,16 +140,16 @@ def _address(lr: float | Tensor) -> int:
 
 
 def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
-    """Return StepClass's fields that groups decide."""
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return False, first.averages, False, False, ascends
+        return _RuleFlags(is_adam=False, decoupled=first.averages, clip=False, small=False, ascends=ascends)
     small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return True, first.decoupled, first.clip, small, ascends
+    return _RuleFlags(is_adam=True, decoupled=first.decoupled, clip=first.clip, small=small, ascends=ascends)
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
+    """Return a group's row, whose columns step_numbers.py names."""
     lr = 0.0 if _address(group.lr) else float(group.lr)
     if isinstance(group, AdamGroup):
         ratio = ratio_of(group.beta1, group.beta2)
@@ -159,20 +168,22 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _R
     numbers: dict[TensorClass, int] = {}
     matrices = [matrix for update in updates for matrix in update.matrices()]
     for update in matrices:
-        height, cols = _shape(update)
         length = update.bits.row_length or update.gradient.shape[1]
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
-        tensor_class = _class_of(update, height, cols, start + height * gap)
+        height, cols = _shape(update, gap)
+        tensor_class = _class_of(update, height, cols, start, gap)
         tiles = -(-height * blocks_in_row(cols) // chosen.block_r)
         if tensor_class.square:
             tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.tiles
-        kind, key = numbers.setdefault(tensor_class, len(numbers)), key_of(update.bits.key)
-        columns = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
-        rows.append([*_addresses(update), *columns, *[0] * 14])
+        kind = numbers.setdefault(tensor_class, len(numbers))
+        place = {"rows": height, "cols": cols, "start": start, "gap": gap, "first_program": programs}
+        options = {"lr": rates[update.group], "group": update.group, "key": key_of(update.bits.key)}
+        row = TableRow(**_addresses(update), **options, **place, tensor_class=kind, measured=update.measured)
+        rows.append([*row, *[0] * (WIDTH.value - len(row))])
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
+    steps = tuple(StepClass(tuple(numbers), *rule, blocks=chosen.block_r, find=find) for find in finds)
     updates_without_gradients = tuple(
         update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates
     )
@@ -184,33 +195,32 @@ def _is_square(update: WeightUpdate) -> bool:
     return isinstance(update.master, Fp8Weight) and update.master.has_blocks
 
 
-def _shape(update: WeightUpdate) -> tuple[int, int]:
-    """Return (rows, columns) as the kernel sees them: one row, where no block ends with a row."""
+def _shape(update: WeightUpdate, gap: int) -> tuple[int, int]:
+    """Return (rows, columns) as the kernel sees them: one row, where no block ends with a row; gap: TableRow's."""
     rows, cols = update.gradient.shape
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
-    is_apart = update.bits.row_length not in (0, cols)
     has_blocks = any(m.fmt is not None and not MomentClass.of(m).has_one_scale for m in update.moments)
-    return (rows, cols) if _is_square(update) or has_blocks or has_rows or is_apart else (1, rows * cols)
+    return (rows, cols) if _is_square(update) or has_blocks or has_rows or gap else (1, rows * cols)
 
 
-def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> TensorClass:
-    """Return an update's class. ``beyond``: how far indices in the whole tensor are beyond those of [rows, cols]."""
+def _class_of(update: WeightUpdate, rows: int, cols: int, start: int, gap: int) -> TensorClass:
+    """Return an update's class; arguments as TableRow's."""
     master, square = update.master, _is_square(update)
     tensors = [update.gradient, master.weight, master.low_bits, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
     first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
-    is_large, is_apart = beyond + rows * cols > 1 << 31, update.bits.row_length not in (0, update.gradient.shape[1])
-    kinds = DTYPES[update.gradient.dtype], MasterClass.of(master), first, second
-    return TensorClass(*kinds, is_even, square, is_large, is_apart)
+    is_large, gradient = start + rows * (cols + gap) > 1 << 31, DTYPES[update.gradient.dtype]
+    read = gradient, MasterClass.of(master), first, second
+    return TensorClass(*read, even=is_even, square=square, large=is_large, apart=gap != 0)
 
 
-def _addresses(update: WeightUpdate) -> list[int]:
-    """Return the table's first eleven columns."""
+def _addresses(update: WeightUpdate) -> dict[str, int]:
+    """Return a TableRow's addresses, of the tensors that there are."""
     master = update.master
-    tensors: list[Tensor | None] = [master.weight]
-    for moment in (*update.moments, None, None)[:2]:
-        tensors += [None] * 3 if moment is None else [moment.data, moment.scale_inv, moment.amax]
-    tensors += [master.low_bits, master.scale_inv, master.amax, update.step]
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    tensors = {"weight": master.weight, "low_bits": master.low_bits, "step": update.step}
+    tensors |= {"master_scale_inv": master.scale_inv, "master_amax": master.amax}
+    for name, moment in zip(("first", "second"), update.moments, strict=False):
+        tensors |= {name: moment.data, f"{name}_scale_inv": moment.scale_inv, f"{name}_amax": moment.amax}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}

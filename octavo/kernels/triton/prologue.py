@@ -172,10 +172,10 @@ def turned_back(x, h, rows, cols, function: tl.constexpr):
     SHIFT: tl.constexpr = function.shift
     inside = (rows < x.R)[:, None] & (cols < x.C)[None, :]
     turns = inside & (cols < h.v_first)[None, :]
-    of_q = x.ptr + cols
-    of_k = h.k + (cols - h.k_first)
-    of_v = h.v + (cols - h.v_first)
-    ptr = tl.where(cols < h.k_first, of_q, tl.where(cols < h.v_first, of_k, of_v))
+    q_ptr = x.ptr + cols
+    k_ptr = h.k + (cols - h.k_first)
+    v_ptr = h.v + (cols - h.v_first)
+    ptr = tl.where(cols < h.k_first, q_ptr, tl.where(cols < h.v_first, k_ptr, v_ptr))
     # by differences: LLVM makes a choice between arguments a choice between their addresses
     stride = x.stride_r + tl.where(cols < h.k_first, 0, h.added_stride_k)
     stride += tl.where(cols < h.v_first, 0, h.added_stride_v)
@@ -186,10 +186,10 @@ def turned_back(x, h, rows, cols, function: tl.constexpr):
     other = tl.load(places + tl.where(is_first, HALF, -HALF)[None, :], mask=turns, other=0.0).to(tl.float32)
     sequence, position = rows // h.positions, rows % h.positions  # of 32 bits: a division of 64 is a function's call
     angles = (sequence.to(tl.int64) * h.angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None]
-    of_cos = tl.where(is_first, at, at - HALF + SHIFT)[None, :]
-    of_sin = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
-    cos = tl.load(h.cos + angles + of_cos, mask=turns, other=0.0).to(tl.float32)
-    sin = tl.load(h.sin + angles + of_sin, mask=turns, other=0.0).to(tl.float32)
+    cos_offsets = tl.where(is_first, at, at - HALF + SHIFT)[None, :]
+    sin_offsets = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
+    cos = tl.load(h.cos + angles + cos_offsets, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.load(h.sin + angles + sin_offsets, mask=turns, other=0.0).to(tl.float32)
     turned = this.to(tl.float32) * cos + other * tl.where(is_first[None, :], sin, -sin)
     turned = narrow(turned, x.ptr.dtype.element_ty).to(tl.float32)
     return tl.where((cols < h.v_first)[None, :], turned, this.to(tl.float32))

@@ -37,9 +37,10 @@ _MOST_STEPS = 32
 _OPS = {"zeros", "new_zeros", "zero_", "add_", "copy_", "clone", "_to_copy", "constant_pad_nd"}
 _OPS |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 
-# {(an op, all that its call depends on): a function that does it again, NEW after the first call, None if none can}
+# {(an op, all that its call depends on): a function that does it again, CALLED_ONCE, or None if no function can}; it is
+# emptied when it is full, and by launch.py when other configurations are chosen
 REPLAYS: dict[tuple[Any, ...], Any] = {}
-NEW = "new"
+NOT_CALLED, CALLED_ONCE = "not called", "called once"
 
 
 class _Local(threading.local):
@@ -77,15 +78,13 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
     def call(*arguments: Any, **named: Any) -> Any:
         scale_is_known = exists is not None and exists(*arguments[:3])
         key = _key_of(kernel, scale_is_known, arguments, named)
-        replay = REPLAYS.get(key, key)
+        replay = REPLAYS.get(key, NOT_CALLED)
         is_watched = _local.recorder is not None or is_profiled()
-        if replay is not key and replay is not NEW and replay is not None and not is_watched:
+        if callable(replay) and not is_watched:
             return replay(*arguments, **named)
         if _any_is_negated(arguments, named):
             return resolved(arguments, named)
-        if replay is None or is_watched:
-            return kernel(*arguments, **named)
-        if replay is NEW:
+        if replay is CALLED_ONCE and not is_watched:
             recording = CallRecorder(scale_is_known)
             results = recording.record(kernel, arguments, named)
             if not recording.is_postponed:
@@ -94,9 +93,10 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
                     replay = functools.partial(unless_negated, replay)
                 REPLAYS[key] = replay
             return results
-        if len(REPLAYS) >= _MOST:
-            REPLAYS.clear()
-        REPLAYS[key] = NEW
+        if replay is NOT_CALLED and not is_watched:
+            if len(REPLAYS) >= _MOST:
+                REPLAYS.clear()
+            REPLAYS[key] = CALLED_ONCE
         return kernel(*arguments, **named)
 
     def resolved(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ class _Recorded:
     """A recorded step: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
 
     kind: str
-    does: Any
+    function: Any
     arguments: Sequence[Any]
     named: dict[str, Any]
     output: Any
@@ -212,7 +212,7 @@ class CallRecorder(TorchDispatchMode):
         if self.fails or len(self.steps) > _MOST_STEPS:
             return None
         try:
-            return _Text(arguments, named).function(_needed(self.steps, results), results)
+            return _ReplayText(arguments, named).function(_needed(self.steps, results), results)
         except _UnknownTensor:
             return None
 
@@ -269,12 +269,24 @@ def _empty_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
 _code = functools.lru_cache(maxsize=1024)(functools.partial(compile, filename="<octavo replay>", mode="exec"))
 
 
-class _Text:
-    """The text of a function that does steps again; numbers too are globals of it, so that it is compiled once."""
+class _ReplayText:
+    """The text of a function that does steps again; numbers too are globals of it, so that texts are compiled once.
+
+    That of ``dequantize`` allocates the result, launches a kernel and returns the result:
+
+        def replay(p0, p1, p2, p3):
+            t0 = c1(c2, c3, c4)
+            c5.run(c6, 1, 1, driver.active.get_current_stream(c7), c8, c9, None, None, None,
+                   c14(p0, c10, c11, c12, c13, ), c19(p1, c15, c16, c17, c18, ), t0, c20, c21, c22, c23)
+            return t0
+
+    Here c1 is private.empty_cuda, c2 to c4 are shape, strides and dtype, c5 is the compiled kernel, and c14 the class
+    Source, of a pointer, sizes and strides.
+    """
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         self.constants: dict[str, Any] = {"driver": driver}
-        self.names: dict[Any, str] = {}  # names of tensors, by identity and by the address where they begin
+        self.names: dict[Any, str] = {}  # of arguments and results of steps, by _identity and by _place
         self.count = itertools.count()
         parameters = [f"p{number}" for number in range(len(arguments))]
         self.parameters = ", ".join((*parameters, *named))
@@ -291,7 +303,7 @@ class _Text:
         self.constants[name] = value
         return name
 
-    def of(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
+    def expression(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
         """Return an expression for a value; ``identify``: what must be right of a tensor."""
         if isinstance(value, Tensor):
             name = self.names.get(identify(value))
@@ -299,7 +311,7 @@ class _Text:
                 raise _UnknownTensor
             return name
         if any(True for _ in _tensors(value)):
-            parts = "".join(f"{self.of(part, identify)}, " for part in value)
+            parts = "".join(f"{self.expression(part, identify)}, " for part in value)
             if isinstance(value, list):
                 return f"[{parts}]"
             return f"{self.constant(type(value))}({parts})" if hasattr(value, "_fields") else f"({parts})"
@@ -308,11 +320,11 @@ class _Text:
     def line(self, step: _Recorded) -> str:
         """Return the line of a step."""
         if step.kind == "launch":
-            _, programs, launch_arguments, *_ = step.arguments
+            _, programs, launch_arguments, *_ = step.arguments  # of launch.launch, which returns the compiled kernel
             compiled, index = step.output, next(_tensors(launch_arguments)).get_device()
             launch_constants = compiled, programs, index, compiled.function, compiled.packed_metadata
             kernel, count, device, function, metadata = map(self.constant, launch_constants)
-            places = ", ".join(self.of(argument, _place) for argument in launch_arguments)
+            places = ", ".join(self.expression(argument, _place) for argument in launch_arguments)
             stream = f"driver.active.get_current_stream({device})"
             return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"
         if step.kind == "empty":
@@ -321,15 +333,15 @@ class _Text:
             allocate, *kind = map(self.constant, (empty, tuple(x.shape), x.stride(), x.dtype))
             call = f"{allocate}({', '.join(kind)})"
         else:
-            arguments = [self.of(value) for value in step.arguments]
-            arguments += [f"{name}={self.of(value)}" for name, value in step.named.items()]
-            call = f"{self.constant(step.does)}({', '.join(arguments)})"
+            arguments = [self.expression(value) for value in step.arguments]
+            arguments += [f"{name}={self.expression(value)}" for name, value in step.named.items()]
+            call = f"{self.constant(step.function)}({', '.join(arguments)})"
         names = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.output)]
         return f"{', '.join(names)} = {call}" if names else call
 
     def function(self, steps: Sequence[_Recorded], results: Any) -> Callable[..., Any]:
         """Return the function, of the arguments, that returns the results."""
-        lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.of(results)}"]
+        lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.expression(results)}"]
         exec(_code("\n    ".join(lines)), self.constants)
         replay: Callable[..., Any] = self.constants["replay"]
         return replay

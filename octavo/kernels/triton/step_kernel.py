@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.optimizer_state import (
+    AMAX,
     CLASS,
     FIRST,
     FIRST_PROGRAM,
@@ -22,8 +23,10 @@ from octavo.kernels.triton.optimizer_state import (
     KEPT_CORRECTIONS,
     KEY,
     LR,
+    MASTER_AMAX,
+    MASTER_SCALE_INV,
     MEASURED,
-    REST,
+    SCALE_INV,
     SECOND,
     STEP_COUNT,
     WIDTH,
@@ -32,8 +35,8 @@ from octavo.kernels.triton.optimizer_state import (
     TensorClass,
     gradient_tile,
     in_whole,
+    place_in_rows,
     place_in_square,
-    place_of,
     read_master,
     read_moment,
     write_master,
@@ -170,7 +173,7 @@ def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
     """Return the new scale of a moment that has one; else 1."""
     scale = 1.0
     if MOMENT.scale == "previous":
-        amax = tl.load(to_pointer(row[COLUMN + 2], tl.float32, False))
+        amax = tl.load(to_pointer(row[COLUMN + AMAX], tl.float32, False))
         scale = scale_from_amax(amax, MOMENT.fmt.max, False)
     if MOMENT.scale == "found":
         scale = scale_from_amax(tl.load(found_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
@@ -178,20 +181,20 @@ def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
 
 
 @triton.jit
-def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
+def scales_of(row, n, found_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
     """Return a tensor's Scales: the master's new scale by its bound, for a master in squares that of one square."""
-    FIRST_MOMENT: tl.constexpr = OF.first
-    SECOND_MOMENT: tl.constexpr = OF.second
+    FIRST_MOMENT: tl.constexpr = TENSOR.first
+    SECOND_MOMENT: tl.constexpr = TENSOR.second
     master = 1.0
     master_inv = 1.0
-    if OF.master.fmt is not None:
-        LIMIT: tl.constexpr = OF.master.fmt.max
+    if TENSOR.master.fmt is not None:
+        LIMIT: tl.constexpr = TENSOR.master.fmt.max
         SLACK: tl.constexpr = 1 + 2.0**-20
-        amax = tl.load(to_pointer(row[REST + 2], tl.float32, False) + square)
+        amax = tl.load(to_pointer(row[MASTER_AMAX], tl.float32, False) + square)
         if DECOUPLED:
             amax = amax * tl.abs(n.decay_factor)
         master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
-        master_inv = tl.load(to_pointer(row[REST + 1], tl.float32, False) + square)
+        master_inv = tl.load(to_pointer(row[MASTER_SCALE_INV], tl.float32, False) + square)
     first = moment_scale(row, FIRST, found_ptr, FIRST_MOMENT)
     second = moment_scale(row, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
     return Scales(first, second, master, master_inv)
@@ -227,17 +230,17 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
         tl.store(step_ptr, tl.load(step_ptr, mask=is_first, other=0.0) + 1.0, mask=is_first)
         if ANY_ONE:
             for k in tl.static_range(3):
-                note_scales(row_ptr + FIRST + 1 + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
+                note_scales(row_ptr + FIRST + SCALE_INV + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
 
 
 @triton.jit
-def leave_scales(found_ptr, scales, OF: tl.constexpr, COUNT: tl.constexpr):
+def leave_scales(found_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
     """Leave a tensor's new scales, of those that have one, for ``finish``; until then programs read the old ones."""
-    if OF.first.has_one_scale:
+    if TENSOR.first.has_one_scale:
         tl.store(found_ptr + COUNT, scales.first.to(tl.int32, bitcast=True))
-    if OF.second.has_one_scale:
+    if TENSOR.second.has_one_scale:
         tl.store(found_ptr + 3 * COUNT, scales.second.to(tl.int32, bitcast=True))
-    if OF.master_has_one_scale:
+    if TENSOR.master_has_one_scale:
         tl.store(found_ptr + 5 * COUNT, scales.master.to(tl.int32, bitcast=True))
 
 
@@ -251,40 +254,40 @@ def found_amax(wide, MOMENT: tl.constexpr):
 
 
 @triton.jit
-def tile_bits(row, place, key, OF: tl.constexpr, IS_ADAM: tl.constexpr):
+def tile_bits(row, place, key, TENSOR: tl.constexpr, IS_ADAM: tl.constexpr):
     """Return 32 random bits for each element of the first moment, the second and the master; 0 where none are taken."""
-    start, offsets = in_whole(row, place, OF.apart)
+    start, offsets = in_whole(row, place, TENSOR.apart)
     bits1 = 0
     bits2 = 0
     bits_w = 0
     if IS_ADAM:
-        if OF.has_random_moment:
-            bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
+        if TENSOR.has_random_moment:
+            bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, TENSOR.large)
             bits2 = swapped(bits1)
-        if OF.master.is_random:
-            bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
-    elif OF.has_random_moment or OF.master.is_random:
-        bits1 = random_bits(key, start, offsets, OF.large)
+        if TENSOR.master.is_random:
+            bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, TENSOR.large)
+    elif TENSOR.has_random_moment or TENSOR.master.is_random:
+        bits1 = random_bits(key, start, offsets, TENSOR.large)
         bits_w = swapped(bits1)
     return bits1, bits2, bits_w
 
 
 @triton.jit
-def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
+def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
     """Do a tile's step: return (the amax found of the first moment, the second, the master), resolution_tile's sums."""
-    MASTER: tl.constexpr = OF.master
-    FIRST_MOMENT: tl.constexpr = OF.first
-    SECOND_MOMENT: tl.constexpr = OF.second
-    w = read_master(row, place, scales.master_inv, MASTER, OF.even)
-    g = gradient_tile(gradient, place, n, w, OF, STEP.ascends, not STEP.decoupled)
+    MASTER: tl.constexpr = TENSOR.master
+    FIRST_MOMENT: tl.constexpr = TENSOR.first
+    SECOND_MOMENT: tl.constexpr = TENSOR.second
+    w = read_master(row, place, scales.master_inv, MASTER, TENSOR.even)
+    g = gradient_tile(gradient, place, n, w, TENSOR, STEP.ascends, not STEP.decoupled)
     m = g
     v = g
     stored1 = 0
     stored2 = 0
     if FIRST_MOMENT.dtype is not None:
-        m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
+        m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, TENSOR.even)
     if STEP.is_adam:
-        v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
+        v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, TENSOR.even)
         m, v = adam_moments(m, v, g, n, STEP.small)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
@@ -309,26 +312,28 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        bits1, bits2, bits_w = tile_bits(row, place, key, OF, STEP.is_adam)
+        bits1, bits2, bits_w = tile_bits(row, place, key, TENSOR, STEP.is_adam)
         MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
-            found1 = write_moment(row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
+            found1 = write_moment(
+                row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, TENSOR.even, MAY_BE_INF
+            )
         if SECOND_MOMENT.dtype is not None:
             found2 = write_moment(
-                row, SECOND, place, v, bits2, stored2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF
+                row, SECOND, place, v, bits2, stored2, scales.second, SECOND_MOMENT, TENSOR.even, MAY_BE_INF
             )
-        found_w = write_master(row, place, w, bits_w, scales.master, MASTER, OF.even)
+        found_w = write_master(row, place, w, bits_w, scales.master, MASTER, TENSOR.even)
     return found1, found2, found_w, moved, grid
 
 
 @triton.jit
-def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, OF: tl.constexpr):
+def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, TENSOR: tl.constexpr):
     """Return the place of a program's tile number i of ``count``."""
-    if OF.square:
+    if TENSOR.square:
         tl.static_assert(BLOCKS <= 128)
-        place = place_in_square(row, program.to(tl.int64), i, BLOCKS, OF.even)
+        place = place_in_square(row, program.to(tl.int64), i, BLOCKS, TENSOR.even)
     else:
-        place = place_of(row, program * count + i, BLOCKS, OF.even, OF.large)
+        place = place_in_rows(row, program * count + i, BLOCKS, TENSOR.even, TENSOR.large)
     return place
 
 
@@ -343,7 +348,7 @@ def update_tensor(
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
     program,  # its number among the tensor's programs
     tiles,
-    OF: tl.constexpr,
+    TENSOR: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -355,42 +360,42 @@ def update_tensor(
     else:
         n = sgd_numbers(group_ptr, row[LR], number)
     divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
-    scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
+    scale_inv = tl.load(gradient_ptr + COUNT) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(gradient_ptr), scale_inv, divisor)
-    scales = scales_of(row, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
+    scales = scales_of(row, n, found_ptr, program if TENSOR.square else 0, TENSOR, STEP.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
     all_moved = 0.0
     all_grid = 0.0
     MEASURE: tl.constexpr = resolution_ptr is not None
-    BLOCKS: tl.constexpr = STEP.blocks if OF.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
-    count = 128 // BLOCKS if OF.square else tiles * (STEP.blocks // BLOCKS)
+    BLOCKS: tl.constexpr = STEP.blocks if TENSOR.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
+    count = 128 // BLOCKS if TENSOR.square else tiles * (STEP.blocks // BLOCKS)
     for i in range(count):
-        place = place_of_tile(row, program, count, i, BLOCKS, OF)
-        found1, found2, found_w, moved, grid = tile_step(row, gradient, place, n, scales, key, OF, STEP, MEASURE)
+        place = place_of_tile(row, program, count, i, BLOCKS, TENSOR)
+        found1, found2, found_w, moved, grid = tile_step(row, gradient, place, n, scales, key, TENSOR, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
     LOOKED: tl.constexpr = "found" if STEP.find else "previous"
-    if OF.first.scale == LOOKED:
+    if TENSOR.first.scale == LOOKED:
         raise_amax(found_ptr, largest1)
-    if OF.second.scale == LOOKED:
+    if TENSOR.second.scale == LOOKED:
         raise_amax(found_ptr + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
             if row[MEASURED] != 0:
                 add_resolution(resolution_ptr, all_moved, all_grid)
-        if OF.square:  # no other program reads the square's scale_inv and amax
-            scale_inv_ptr = to_pointer(row[REST + 1], tl.float32, False)
+        if TENSOR.square:  # no other program reads the square's scale_inv and amax
+            scale_inv_ptr = to_pointer(row[MASTER_SCALE_INV], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
-            tl.store(to_pointer(row[REST + 2], tl.float32, False) + program, largest_w)
-        elif OF.master.fmt is not None:
+            tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
+        elif TENSOR.master.fmt is not None:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
-            leave_scales(found_ptr, scales, OF, COUNT)
+            leave_scales(found_ptr, scales, TENSOR, COUNT)
             if STEP.is_adam:
                 keep_corrections(kept_ptr, group_ptr, number + 1)
 
@@ -423,7 +428,7 @@ def optimizer_step_kernel(
     gradient_ptr = gradients_ptr + tensor
     for i in tl.static_range(len(STEP.tensors)):
         if kind == i:
-            OF: tl.constexpr = STEP.tensors[i]
+            TENSOR: tl.constexpr = STEP.tensors[i]
             update_tensor(
                 row,
                 kept_ptr,
@@ -434,7 +439,7 @@ def optimizer_step_kernel(
                 found_ptr,
                 program,
                 tiles,
-                OF,
+                TENSOR,
                 COUNT,
                 STEP,
             )

@@ -4,7 +4,8 @@ The definitions are numerics.py and reference/codes.py; these are the same in Tr
 hardware's conversion. Triton's interpreter rounds float8 wrongly where the mantissa carries (124.5 -> 64), so there it
 is bit arithmetic.
 
-Legend: x is float32 unless its name says otherwise; [BR, BC] is a program's tile of rows and columns.
+Legend: x is float32 unless its name says otherwise; [BR, BC] is a program's tile of rows and columns. An annotation of
+a kernel's argument can only say whether Triton compiles for its value, so its class stands in a comment behind it.
 """
 
 from __future__ import annotations

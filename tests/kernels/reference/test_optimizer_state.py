@@ -152,7 +152,7 @@ def test_bf16_and_float32():
     near = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16))
     write(near, x)
     assert torch.equal(near.data.float().nan_to_num(7.0), x.bfloat16().float().nan_to_num(7.0))
-    random = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16), stochastic=True)
+    random = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16), rounding="stochastic")
     write(random, x)
     assert random.data[0, 0].isnan() and random.data[0, 1:3].tolist() == [math.inf, -math.inf]
     read_back, x = read(random)[1:], x[1:]

@@ -35,8 +35,8 @@ def recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[tu
 def only_launches(steps: list[Any]) -> bool:
     """Whether torch computed nothing."""
     computing = [step for step in steps if step.kind in ("op", "launch")]
-    return any(step.kind == "launch" or step.does.__name__ == "launch" for step in computing) and all(
-        callable(step.does) and not hasattr(step.does, "_schema") for step in computing
+    return any(step.kind == "launch" or step.function.__name__ == "launch" for step in computing) and all(
+        callable(step.function) and not hasattr(step.function, "_schema") for step in computing
     )
 
 

@@ -1,0 +1,225 @@
+"""Casts of one rank's shard of a weight that FSDP2 sends in FP8, and the operands that all ranks' codes make.
+
+A weight whose layouts one cast serves, per tensor or in blocks that each lie on one rank, is cast in one launch with
+others (``prepare``). Any other is cast alone (``cast``): its layouts are scaled differently (rows, 1 x 32), or its
+blocks reach over several ranks' rows.
+
+Ranks take the maximum of the amax of each block that they share (``amax``). Of such blocks of several rows each rank
+appends to its rows one row of these amaxes, so that its cast finds the scale of the whole block; the codes of the
+appended row are not sent. Other scales are sent beside the codes, unless ranks have different numbers of rows: FSDP2
+then takes tensors of the shard's shape alone, and ranks take the maximum for all scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo import kernels
+from octavo.autograd.cast_together import MatrixToCast
+from octavo.granularity import ALL, Tile, scale_shape
+from octavo.kernels.arguments import lie_by_columns
+from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.private import pytree
+from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
+from octavo.tensor.collectives import bytes_of, scales_from
+from octavo.tensor.pair import Operands, operands_of, transposed_pair
+from octavo.weights.fsdp2 import padded_rows, rows_of_rank, rows_on_each_rank
+
+
+class WeightScales(NamedTuple):
+    """The scales of a weight that is cast per tensor, [1], of experts [E]; the same on all ranks.
+
+    ``amax``: [1, 1], the weight's own, under Delayed.
+    """
+
+    scale: Tensor
+    scale_inv: Tensor
+    amax: Tensor | None
+
+
+class ShardCodes(NamedTuple):
+    """The tensors that a cast of a shard wrote.
+
+    Attributes:
+        sent: of each layout the codes, uint8, of as many rows on each rank, and their scales, unless ranks share these.
+        shared_scales: the scale_inv of each layout whose scales ranks share.
+        amax: [1, 1], of the whole weight, under Delayed.
+    """
+
+    sent: tuple[Tensor, ...]
+    shared_scales: tuple[Tensor, ...]
+    amax: Tensor | None = None
+
+    @property
+    def known(self) -> tuple[Tensor, ...]:
+        """All tensors that are not sent."""
+        return self.shared_scales if self.amax is None else (*self.shared_scales, self.amax)
+
+    def on(self, device: torch.device) -> ShardCodes:
+        """Return these tensors on a device, without a wait for their copies."""
+        if self.sent[0].device == device:
+            return self
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), self)
+
+
+class LayoutCast(NamedTuple):
+    """The cast of one layout; ``tile``: of the weight as it lies; ``grid``: shape of the scales that ranks share.
+
+    None: no block lies on several ranks, and the scales are sent.
+    """
+
+    cast: Cast
+    tile: Tile
+    grid: tuple[int, ...] | None
+
+
+class ShardCast:
+    """The casts of one rank's rows of a weight [N, K], or its experts of [E, N, K].
+
+    At most one of the two layouts has blocks of several rows.
+
+    Attributes:
+        shape: the whole weight's.
+        first_row: number of this rank's first row, or expert.
+        in_one_launch: whether it is cast with other weights.
+        needs_maximum: whether ranks share scales.
+    """
+
+    def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int) -> None:
+        assert casts.as_is is not None and casts.transposed is not None
+        self.shape, self.ranks, self.in_one_launch = shape, ranks, is_cast_in_one_launch(casts.block, shape, ranks)
+        self.first_row = rows_of_rank(shape[0], ranks, rank).start
+        tiles = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
+        self.layouts = [LayoutCast(cast, tile, self._grid(tile)) for cast, tile in tiles[: 1 if casts.once else 2]]
+        self.needs_maximum = any(layout.grid is not None for layout in self.layouts)
+
+    def _grid(self, tile: Tile) -> tuple[int, ...] | None:
+        """Return the shape of scales that ranks share, None where each rank's rows are whole blocks."""
+        is_even, rows = self.shape[0] % self.ranks == 0, self.shape[0] // self.ranks
+        if is_even and tile[0] != ALL and (len(self.shape) == 3 or rows % tile[0] == 0):
+            return None
+        return *self.shape[:-2], *scale_shape(self.shape[-2:], tile)
+
+    def amax(self, shard: Tensor) -> Tensor:
+        """Return this rank's amax of each block that several ranks share, one after the other; float32."""
+        amaxes = [self._amax_of(shard, tile, grid).view(-1) for _, tile, grid in self.layouts if grid is not None]
+        return amaxes[0] if len(amaxes) == 1 else torch.cat([shard.new_zeros(0, dtype=torch.float32), *amaxes])
+
+    def _amax_of(self, shard: Tensor, tile: Tile, grid: tuple[int, ...]) -> Tensor:
+        """Return the amax of each block of the whole weight in this rank's rows, 0 where it has none of a block."""
+        if not len(shard):
+            return shard.new_zeros(grid, dtype=torch.float32)
+        if shard.ndim == 3:  # per tensor
+            first_block, row_amaxes = self.first_row, kernels.amax(shard.flatten(0, 1), (1, ALL))
+            block_amaxes = row_amaxes.view(shard.shape[:2]).amax(1).view(-1, 1, 1)
+        else:
+            first_block, rows_above = (0, 0) if tile[0] == ALL else divmod(self.first_row, tile[0])
+            block_amaxes = kernels.amax(functional.pad(shard, (0, 0, rows_above, 0)) if rows_above else shard, tile)
+        if block_amaxes.shape == grid:
+            return block_amaxes
+        blocks = shard.new_zeros(grid, dtype=torch.float32)
+        blocks[first_block : first_block + len(block_amaxes)] = block_amaxes
+        return blocks
+
+    def prepare(
+        self, shard: Tensor, before: ShardCodes | None, scales: WeightScales | None
+    ) -> tuple[ShardCodes, list[MatrixToCast]]:
+        """Return (the codes that a launch with other weights writes, this shard's matrices for it).
+
+        ``before``: the last codes, whose memory is written again; ``scales``: per tensor; None for blocks.
+        """
+        sent = self._memory(shard, scales is None) if before is None else before.sent
+        xs = _matrices(shard) if shard.numel() else []
+        codes = _matrices(sent[0].view(self.layouts[0].cast.format.dtype)[: len(shard)])
+        if scales is None:
+            matrices = [MatrixToCast(*row) for row in zip(xs, codes, _matrices(sent[1]), strict=False)]
+            return ShardCodes(sent, ()), matrices
+        scale_inv = scales.scale_inv.view(-1, *[1] * (shard.ndim - 1))
+        here = slice(self.first_row, None) if shard.ndim == 3 else slice(None)
+        matrices = [
+            MatrixToCast(x, q, None, one) for x, q, one in zip(xs, codes, scales.scale[here].split(1), strict=False)
+        ]
+        return ShardCodes(sent, (scale_inv,), scales.amax), matrices
+
+    def _memory(self, shard: Tensor, has_blocks: bool) -> tuple[Tensor, ...]:
+        """Return memory for the codes, of as many rows on every rank, and for the scales of blocks."""
+        shape, cast = (rows_on_each_rank(self.shape[0], self.ranks), *self.shape[1:]), self.layouts[0].cast
+        codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
+        if not has_blocks:
+            return (codes,)
+        grid = *shape[:-2], *scale_shape(shape[-2:], cast.tile)
+        return codes, shard.new_ones(grid, dtype=cast.scale_inv_dtype)
+
+    def cast(self, shard: Tensor, amax: Tensor) -> ShardCodes:
+        """Cast the shard alone; ``amax``: the maximum over ranks of what the method ``amax`` returns."""
+        x, rows_above, sent, shared_scales = shard, 0, list[Tensor](), list[Tensor]()
+        for cast, tile, grid in self.layouts:
+            if grid is not None:
+                blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
+                scale = scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin)
+                shared_scales.append(scale_inv_from_scale(scale).to(cast.scale_inv_dtype))
+                if tile[0] != 1:
+                    x, rows_above = self._with_amax_rows(shard, blocks, tile)
+        (first, *_), *others = self.layouts
+        second = others[0].cast.as_second if others else {}
+        q, q2, scale_inv, scale_inv2, *_ = kernels.cast(x, None, WEIGHT, *first.arguments, **second)
+        rows = slice(rows_above, rows_above + len(shard))  # without those of amaxes
+        for (cast, _, grid), codes, scales in zip(self.layouts, (q, q2), (scale_inv, scale_inv2), strict=False):
+            sent.append(padded_rows(codes.view(torch.uint8)[rows], self.shape, self.ranks))
+            if grid is None:
+                sent.append(bytes_of(scales[rows], cast.power_of_two))
+        return ShardCodes(tuple(sent), tuple(shared_scales))
+
+    def _with_amax_rows(self, shard: Tensor, blocks: Tensor, tile: Tile) -> tuple[Tensor, int]:
+        """Return (the shard with rows of amaxes of the blocks that other ranks share, how many rows are above it)."""
+        columns, end = shard.shape[1], self.first_row + len(shard)
+        wide = blocks.to(shard.dtype).repeat_interleave(columns if tile[1] == ALL else tile[1], 1)[:, :columns]
+        if tile[0] == ALL:
+            return torch.cat([shard, wide]), 0
+        if not len(shard):
+            return shard, 0
+        first, rows_above = divmod(self.first_row, tile[0])
+        last, rows_below = divmod(end if end < self.shape[0] else 0, tile[0])
+        rows = wide[first : first + 1].expand(rows_above, columns), shard, wide[last : last + 1][:rows_below]
+        return torch.cat(rows) if rows_above or rows_below else shard, rows_above
+
+    def read(self, received: Sequence[Tensor], codes: ShardCodes, pads: bool) -> Operands:
+        """Return the operands of all ranks' ``sent`` tensors; ``codes``: this rank's, which has scales and amax."""
+        tensors, shared_scales, pairs = iter(received), iter(codes.shared_scales), list[tuple[Tensor, Tensor]]()
+        for cast, tile, grid in self.layouts:
+            q = next(tensors)[: self.shape[0]].view(cast.format.dtype)
+            scales = next(tensors if grid is None else shared_scales)
+            if scales.dtype == torch.uint8:
+                scales = scales_from(scales, cast.power_of_two, tile)
+            # with the strides that products want, see kernels/signatures.py
+            pairs.append((q, scales.t().contiguous().t() if lie_by_columns(tile) else scales))
+        if len(pairs) == 1:
+            return operands_of(*pairs[0], pads)._replace(amax=codes.amax)
+        (q, scale_inv), (q2, scale_inv2) = pairs
+        pad = contraction_multiple(q.device, pads)
+        return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, pads))
+
+
+def _matrices(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the matrices of experts [E, N, K], or a single one."""
+    return tensor.unbind() if tensor.ndim == 3 else [tensor]
+
+
+def is_square(block: Tile | None) -> bool:
+    """Whether a cast that serves both layouts of a weight has small blocks of as many rows as columns."""
+    return block is not None and block[0] == block[1] and is_small_block(block)
+
+
+def is_cast_in_one_launch(block: Tile | None, shape: torch.Size, ranks: int) -> bool:
+    """Whether shards are cast with other weights: by one cast, per tensor or in blocks that lie on one rank each."""
+    if block is None or block == (ALL, ALL):
+        return block is not None
+    whole_blocks = shape[0] % ranks == 0 and (len(shape) == 3 or shape[0] // ranks % block[0] == 0)
+    return whole_blocks and is_square(block)
