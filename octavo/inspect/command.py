@@ -251,7 +251,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     for path in filter(None, (options.json, record and not options.rules and record / WHAT_IF)):
         print(f"\n{write(path, json.dumps({'what_if': what_if.rows()}))}")
     if options.rules is not None:
-        print(f"\n{_beside(what_if)}")
+        print(f"\n{_rules_beside_own(what_if)}")
     if options.keep is not None or options.loss is not None:
         chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
         _print_map(what_if, chosen, check(subject.model, subject.loss, batches, chosen, select=select))
@@ -299,7 +299,8 @@ def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe
     return recipes_by_name | ({} if model_recipes is None else {OWN: model_recipes}) | {options.rules.name: rules}
 
 
-def _beside(what_if: WhatIf) -> str:
+def _rules_beside_own(what_if: WhatIf) -> str:
+    """Return a table of what a file's rules, the model's own and high precision cost and change."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({what_if.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **what_if.recipes}.items():
         whole = what_if.whole.get(name)
