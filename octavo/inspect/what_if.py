@@ -374,7 +374,7 @@ class _Passes:
     """Runs a model in high precision and with layers in FP8; has the results by layer and recipe.
 
     ``local``: the squared norms of the three products' errors and of the products.
-    ``first``: the change of this batch's loss, of first order in the output's errors.
+    ``first_order``: the change of this batch's loss, of first order in the output's errors.
     """
 
     def __init__(
@@ -390,14 +390,14 @@ class _Passes:
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
-        self.first: dict[Key, float] = {}
+        self.first_order: dict[Key, float] = {}
         self.changes: dict[tuple[str | None, str], list[Change]] = {}  # of each batch; None: of all layers together
         self.states: dict[Key, Any] = {}  # of delayed recipes, which go on from one batch to the next
-        self.run: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
+        self.run_alone: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
 
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
-        last_states, self.first = dict(self.states), {}
+        last_states, self.first_order = dict(self.states), {}
         hooks = [
             layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
             for name, layer in self.layers.items()
@@ -407,17 +407,17 @@ class _Passes:
             hook.remove()
         if not math.isfinite(exact[0]) or exact[0] == 0:
             raise WhatIfError(f"loss(model, batch) is {exact[0]} in high precision: nothing is relative to it")
-        if not self.run:
+        if not self.run_alone:
             self._choose(exact[1], max(most, 1))
-        for recipe, chosen in self.run.items():
+        for recipe, chosen in self.run_alone.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
                 states = {layer_name: last_states.get((layer_name, recipe)) for layer_name in names}
-                changed = self.gradient(batch, self.of(self.recipes[recipe], names), states)
-                first = sum(self.first.get((layer_name, recipe), 0.0) for layer_name in names)
-                self.changes.setdefault((name, recipe), []).append(_against(exact, changed, first))
+                changed = self.gradient(batch, self.recipes_for(self.recipes[recipe], names), states)
+                first = sum(self.first_order.get((layer_name, recipe), 0.0) for layer_name in names)
+                self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first))
 
-    def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
+    def recipes_for(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
         return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
@@ -429,7 +429,7 @@ class _Passes:
             self.gradient_share[name] = square / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
-            self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
+            self.run_alone[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
 
     def _noise(self, name: str, recipe: str) -> float:
         """Estimate the squared norm of the gradient's error over the gradient's; see the top of the file."""
@@ -448,7 +448,7 @@ class _Passes:
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
         for name, recipe in recipes.items():
-            self._put(name, recipe, states.get(name))
+            self._set_recipe(name, recipe, states.get(name))
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
@@ -458,10 +458,10 @@ class _Passes:
                 raise WhatIfError(f"loss(model, batch) gave {returned}: it must be a scalar with a gradient")
             gradients = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
-            self._put(name, high_precision())
+            self._set_recipe(name, high_precision())
         return float(value.detach()), gradients
 
-    def _put(self, name: str, recipe: Recipe, state: Any = None) -> None:
+    def _set_recipe(self, name: str, recipe: Recipe, state: Any = None) -> None:
         self.layers[name].recipe = recipe
         if state is not None:
             self.layers[name].fp8.state = state.clone()
@@ -480,11 +480,11 @@ class _Passes:
             first = next(gradient for gradient in gradients if gradient is not None)
             whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
             with autocast:
-                self._count(name, x, torch.cat(whole, -1), offsets)
+                self._compare_products(name, x, torch.cat(whole, -1), offsets)
 
         torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
-    def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
+    def _compare_products(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
         exact = _products(layer, x, grad, offsets)
         experts, columns, rows = sizes_of(layer)
@@ -492,18 +492,18 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            self._put(name, self.of(value, [name])[name], self.states.get(key))
+            self._set_recipe(name, self.recipes_for(value, [name])[name], self.states.get(key))
             products = _products(layer, x, grad, offsets)
             if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
-            self._put(name, high_precision())
+            self._set_recipe(name, high_precision())
             squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()
                     squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
             first = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
-            self.first[key] = self.first.get(key, 0.0) + float(first)
+            self.first_order[key] = self.first_order.get(key, 0.0) + float(first)
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
@@ -512,7 +512,7 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.changes[name, recipe]) for name in self.run[recipe]}
+            measured = {name: _mean(self.changes[name, recipe]) for name in self.run_alone[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), change) for name, change in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
@@ -542,7 +542,7 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return full_tensor(output.detach()), grad_input, grad_weight
 
 
-def _against(exact: Gradient, changed: Gradient, first: float) -> Change:
+def _change_between(exact: Gradient, changed: Gradient, first: float) -> Change:
     """Return an Effect's loss, curvature, cosine, norm_ratio; ``first``: the first-order term of the loss's change."""
     (exact_loss, x), (loss, y) = exact, changed
     dot, norm, other = (
