@@ -19,6 +19,7 @@ ALL = -1
 PADDING = 16  # terms: where a product takes no other number of them than its multiples, casts pad to one
 BLOCK = 128  # elements along a row, or a square's side, that share a scale in weights and in an optimizer's state
 NV: Tile = (1, 16)  # elements that share an E4M3 scale in NVFP4
+PACKED_TILES: tuple[Tile, ...] = (NV, (NV[1], NV[1]))  # of casts to E2M1, with the contraction last
 MX: Tile = (1, 32)  # elements that share a scale in the OCP's formats of that name
 
 
@@ -161,6 +162,14 @@ def granularity_of(tile: Sequence[int]) -> Granularity:
     if rows == ALL and cols == 1:
         return PerRow(dim=-2)
     return PerBlock(rows, cols)
+
+
+def check_packed(granularity: Granularity, power_of_two: bool, where: str = "") -> None:
+    """Raise ValueError, whose text begins with ``where``, for scales that no cast to E2M1 has."""
+    if granularity.tile not in PACKED_TILES or not power_of_two:
+        raise ValueError(
+            f"{where}E2M1 by {granularity}: use PerBlock(1, 16) or PerBlock(16, 16), and power_of_two=True"
+        )
 
 
 def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

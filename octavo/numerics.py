@@ -36,6 +36,12 @@ _MIN_OUTER, _MAX_OUTER = 2.0**-117, 2.0**117  # E4M3's 2^-9 over the outer scale
 _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
 
 
+def check_margin(margin: object, where: str = "") -> None:
+    """Raise ValueError, whose text begins with ``where``, if ``margin`` is none."""
+    if not isinstance(margin, int) or not 0 <= margin <= 64:
+        raise ValueError(f"{where}margin={margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)")
+
+
 def scale_inv_dtype(tile: Sequence[int], power_of_two: bool, is_packed: bool = False) -> torch.dtype:
     """Return the dtype of a cast's scale_inv for this tile: E8M0, exact in a byte, or float32; of NVFP4 bfloat16.
 

@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import ROOT, run_python
+
 ROW = re.compile(r"^\| (an? [a-z ]+?)(?: \(.*?\))? \| (.*) \| (.*) \|$", re.MULTILINE)
 
 # Of each addition the lines that are put before a text of a file ("<"), within its line ("<<"), or at its end.
@@ -119,7 +118,7 @@ def begin(model, recipe):
     "rows": Layout("_scale_rows", (ROW,), "rowwise", _compressed_tensors_config, "rows"),
 """,
     "a column": r"""
-@ octavo/nn/summary.py <MIB = 1
+@ octavo/nn/summary.py <@dataclass(frozen=True)\nclass SavedBytes
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
@@ -285,17 +284,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(copy: Path, program: str) -> None:
-    code = "if True:\n" + program
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n    import octavo; assert octavo.__file__.startswith({str(copy)!r})"],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    code = f"if True:\n{program}\n    import octavo; assert octavo.__file__.startswith({str(copy)!r})"
+    done = run_python("-c", code, path=os.pathsep.join([str(copy), str(ROOT)]), cwd=copy)
     assert done.returncode == 0, done.stderr
 
 

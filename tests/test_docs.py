@@ -19,17 +19,14 @@ import pytest
 from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from tests.support.command_line import TEXT, TINY
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts", "peft")  # libraries that take seconds to import
 SLOW += ("ten-minutes", "compile")  # one trains three times, one compiles as tests/compile does
 LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
 
-FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
-NO_RUN = re.compile(r"^\s*<!--\s*no-run:(.*?)-->\s*$")
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|^ {0,3}\[[^\]^][^\]]*\]:\s*<?([^\s>]+)", re.MULTILINE)
-HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 SHELL = ("bash", "sh")
 FILE = re.compile(r"# (\w+\.(?:py|toml))\n")
 HEAVY = re.compile(r"--html|--onnx|config\.json")  # these import libraries for seconds: they run in the full set
@@ -37,7 +34,6 @@ LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 512, "n
 LLAMA |= {"num_attention_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 SMALL = [*TINY, "--width", "32"]  # MX has blocks of 32
 COMMAND = r"octavo ((?:train|compare|export|plan|inspect|tune|info)\b[^`\n]*)"
-HTML_ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
 
 @dataclass
@@ -58,7 +54,7 @@ def split(text: str) -> tuple[str, list[Block]]:
     blocks: list[Block] = []
     fence, no_run = "", False
     for number, line in enumerate(text.splitlines(), start=1):
-        opening = FENCE.match(line)
+        opening = re.match(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)", line)
         if fence:
             if opening and opening[1].startswith(fence) and not opening[2]:
                 fence = ""
@@ -71,7 +67,7 @@ def split(text: str) -> tuple[str, list[Block]]:
                 raise ValueError(f"line {number}: a no-run comment stands before a block that does not run")
             no_run = False
         else:
-            comment = NO_RUN.match(line)
+            comment = re.match(r"^\s*<!--\s*no-run:(.*?)-->\s*$", line)
             if comment and not comment[1].strip():
                 raise ValueError(f"line {number}: a no-run comment gives its reason")
             if no_run and line.strip():
@@ -89,8 +85,8 @@ def split(text: str) -> tuple[str, list[Block]]:
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's headings, and those written as HTML."""
     prose, _ = split(page.read_text(encoding="utf-8"))
-    slugs = set(HTML_ANCHOR.findall(prose))
-    for heading in HEADING.findall(prose):
+    slugs = set(re.findall(r"<a\s+(?:id|name)=\"([^\"]+)\"", prose))
+    for heading in re.findall(r"^#{1,6}\s+(.*?)\s*#*$", prose, re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         slug = base = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
         repeats = 0
@@ -231,10 +227,7 @@ def test_split_keeps_lines_and_no_run() -> None:
     prose, blocks = split("# A\n```python\nx = 1\n```\n<!-- no-run: needs a GPU -->\n\n```python\ny\n```\n")
     assert prose.splitlines()[0] == "# A"
     assert "x = 1" not in prose
-    assert [(b.language, b.line, b.code, b.no_run) for b in blocks] == [
-        ("python", 3, "x = 1\n", False),
-        ("python", 8, "y\n", True),
-    ]
+    assert blocks == [Block("python", 3, "x = 1\n", False), Block("python", 8, "y\n", True)]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import ROOT, run_python
+
 SOURCES = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 _spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
 notebooks = importlib.util.module_from_spec(_spec)
@@ -33,14 +31,12 @@ def test_it_runs_within_a_minute_of_a_core(source: Path, tmp_path: Path) -> None
     (tmp_path / "notebooks").mkdir()
     copied = tmp_path / "notebooks" / source.name
     copied.write_text(source.read_text(encoding="utf-8"))
-    command = """if True:
+    code = """if True:
         import runpy, sys, time
         sys.argv = ["notebooks.py"]
         runpy.run_path("notebooks.py", run_name="__main__")
         assert time.process_time() < 60, time.process_time()"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", command]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    result = run_python("-W", "error::UserWarning", "-c", code, cwd=tmp_path, timeout=600)
     assert result.returncode == 0, result.stderr
     assert '"stdout"' in copied.with_suffix(".ipynb").read_text(encoding="utf-8")
 

@@ -9,7 +9,6 @@ from octavo import numerics
 from octavo.numerics import E8M0, exponents_of, powers_of
 from tests.support.definitions import FLOAT32_MAX, neighbours, same_bits, scale_invs_of, scale_of, scales_of
 
-LIMITS = [448.0, 57344.0]
 # every float32 exponent with random mantissas
 RANDOM = torch.randint(1, 0x7F800000, (3000,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
 
@@ -31,7 +30,7 @@ def test_the_definitions_roundings_are_gfloats() -> None:
     assert [each.double().tolist() for each in results] == [scale.tolist(), down.tolist(), inverse.tolist()]
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [448.0, 57344.0])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("margin", [0, 1, 7, 64])
 def test_scale_is_correctly_rounded(limit: float, power_of_two: bool, margin: int) -> None:
@@ -40,15 +39,7 @@ def test_scale_is_correctly_rounded(limit: float, power_of_two: bool, margin: in
     scale = numerics.scale_from_amax(amax, limit, power_of_two, margin)
     assert same_bits(scale, scales_of(amax, limit, power_of_two, margin))
     assert torch.equal(amax, before)
-
-
-def test_scale_saturates_nothing() -> None:
-    # amax x scale, rounded to float32, is at most one rounding above the limit
-    amax = amaxes()
-    for limit in LIMITS:
-        scaled = amax.double() * numerics.scale_from_amax(amax, limit, False, 0).double()
-        assert float(scaled.max()) <= limit * (1 + 2.0**-23)
-        assert float((amax.double() * numerics.scale_from_amax(amax, limit, True, 0).double()).max()) <= limit
+    assert [numerics.scale_of(one, limit, power_of_two, margin) for one in amax.tolist()] == scale.tolist()
 
 
 def test_scale_inv_is_the_correctly_rounded_reciprocal_and_normal() -> None:
@@ -70,15 +61,6 @@ def test_amax_zero(zero: float, power_of_two: bool) -> None:
     assert numerics.scale_from_amax(amax, 448.0, power_of_two, 3).tolist() == [[1.0, scale], [1.0, 1.0]]
     assert numerics.scale_of(zero, 448.0, power_of_two, 3) == 1.0
     assert numerics.scale_of(zero, 448.0, power_of_two, 3, previous=7.0) == 7.0
-
-
-@pytest.mark.parametrize("limit", [448.0, 57344.0])
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("margin", [0, 5, 64])
-def test_one_number_has_the_same_arithmetic(limit: float, power_of_two: bool, margin: int) -> None:
-    amax = amaxes()
-    scale = numerics.scale_from_amax(amax, limit, power_of_two, margin)
-    assert [numerics.scale_of(a, limit, power_of_two, margin) for a in amax.tolist()] == scale.tolist()
 
 
 def test_floor_power_of_two() -> None:

@@ -1,30 +1,20 @@
 """The command's checks that need no torch."""
 
-import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import octavo_command
 from octavo import cli
+from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[1]
 START = "import sys, octavo_command; sys.argv[0] = 'octavo'; sys.exit(octavo_command.main())"
-
-
-def octavo(*arguments, code=START):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [], ["trian"], ["--verbose", "train"]])
 def test_help_and_faults_of_commands_do_not_wait_for_torch(arguments):
-    done = octavo(*arguments, code=f"import sys; sys.modules['torch'] = None; {START}")
+    done = run_python("-c", f"import sys; sys.modules['torch'] = None; {START}", *arguments)
     if arguments == ["--help"]:
         assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in octavo_command.COMMANDS)
     else:
@@ -48,7 +38,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line():
                     os.kill(os.getpid(), {int(signal.SIGINT)})
         sys.meta_path.insert(0, Interrupts())
         {START}"""
-    done = octavo("train", code=interrupting)
+    done = run_python("-c", interrupting, "train")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "octavo: interrupted\n")
 
 

@@ -15,10 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import octavo
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 USE = """
 import torch, octavo, sys
 assert octavo.__file__.startswith(sys.prefix), octavo.__file__
@@ -89,21 +88,12 @@ def test_the_lock_has_a_hashed_release_for_each_development_requirement() -> Non
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    build = sys.executable, "-m", "hatchling", "build", "-d", folder, "-t"
+    run(*build, "sdist", cwd=ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
-    run(
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "-t",
-        "wheel",
-        "-d",
-        folder,
-        cwd=sdist.with_suffix("").with_suffix(""),
-    )
+    run(*build, "wheel", cwd=sdist.with_suffix("").with_suffix(""))
     return folder
 
 
@@ -117,7 +107,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_the_wheel_installs_in_a_clean_environment(built: Path, tmp_path: Path, version: str) -> None:
     """The wheel computes by this environment's torch; of other Python versions, where torch is not, it compiles."""
     if (python := interpreter(version)) is None:

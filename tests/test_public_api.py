@@ -5,20 +5,18 @@ import re
 import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import griffe
 import pytest
 
 import octavo
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 # What users import names from; each says in __all__ which.
 ROOMS = """octavo octavo.recipes octavo.nn octavo.optim octavo.distributed octavo.distributed.checkpoint octavo.schedule
 octavo.inspect octavo.cost octavo.export octavo.integrations.accelerate octavo.integrations.transformers
 octavo.integrations.lightning octavo.integrations.torchtitan octavo.compat.torchao
 octavo.compat.transformer_engine""".split()
-DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
 @cache
@@ -51,31 +49,20 @@ def test_the_names_are_those_of_the_design():
 
 def test_each_name_is_in_the_reference_once():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")]
-    listed = Counter(name for page in pages for name in DIRECTIVE.findall(page))
+    listed = Counter(name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE))
     assert [name for name in public() if listed[name] != 1] == []
 
 
-def test_each_name_is_documented():
-    assert [name for name, target in public().items() if not target.docstring] == []
-
-
-def test_functions_and_classes_have_examples():
-    """Functions and classes have examples that the tests run, as doctests; errors need none."""
-    assert [
-        name
-        for name, target in public().items()
-        if (target.is_function or target.is_class)
-        and not name.endswith("Error")
-        and ">>> " not in getattr(target.docstring, "value", "")
-    ] == []
-
-
-def test_arguments_errors_and_shapes_are_documented():
-    """octavo's own names document arguments, errors and shapes; octavo.compat's have another library's arguments."""
+def test_each_name_is_documented_with_an_example_arguments_errors_and_shapes():
+    """Examples are run as doctests; errors need none, and octavo.compat's names have another library's arguments."""
     lacking = []
     for name, target in public().items():
         text = getattr(target.docstring, "value", "")
-        if name.startswith("octavo.compat.") or name.endswith("Error") or not (target.is_function or target.is_class):
+        lacking += [] if text else [f"{name}: a docstring"]
+        if name.endswith("Error") or not (target.is_function or target.is_class):
+            continue
+        lacking += [] if ">>> " in text else [f"{name}: an example"]
+        if name.startswith("octavo.compat."):
             continue
         if [p for p in target.parameters if p.name != "self"] and not re.search("Args:|Attributes:", text):
             lacking.append(f"{name}: Args")

@@ -58,16 +58,17 @@ def test_every_recipe_is_a_frozen_printable_value(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "input", "weight", "grad_output", "gradient_format"),
+    ("name", "input", "weight", "grad_output", "gradient_format", "powers", "once"),
     [
-        ("dynamic", PerTensor(), PerTensor(), PerTensor(), E5M2),
-        ("delayed", PerTensor(), PerTensor(), PerTensor(), E5M2),
-        ("rowwise", PerRow(), PerRow(), PerRow(), E4M3),
-        ("blockwise", PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 128), E4M3),
-        ("mx", PerBlock(1, 32), PerBlock(1, 32), PerBlock(1, 32), E4M3),
+        ("dynamic", PerTensor(), PerTensor(), PerTensor(), E5M2, False, (True, True, True)),
+        ("delayed", PerTensor(), PerTensor(), PerTensor(), E5M2, False, (True, True, True)),
+        ("rowwise", PerRow(), PerRow(), PerRow(), E4M3, False, (False, False, False)),
+        ("blockwise", PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 128), E4M3, True, (False, True, False)),
+        ("mx", PerBlock(1, 32), PerBlock(1, 32), PerBlock(1, 32), E4M3, True, (False, False, False)),
     ],
 )
-def test_granularities_and_formats(name, input, weight, grad_output, gradient_format):
+def test_granularities_formats_and_what_is_cast_once(name, input, weight, grad_output, gradient_format, powers, once):
+    """Scales are powers of two where the format or the source says so."""
     recipe = ALL[name]()
     for casts, granularity in (
         (recipe.input_casts, input),
@@ -77,21 +78,14 @@ def test_granularities_and_formats(name, input, weight, grad_output, gradient_fo
         assert casts.as_is.granularity == casts.transposed.granularity == granularity
     assert {c.format for c in recipe.input_casts[:2] + recipe.weight_casts[:2]} == {E4M3}
     assert {c.format for c in recipe.grad_output_casts[:2]} == {gradient_format}
+    assert {cast.power_of_two for cast in (*recipe.output, *recipe.grad_weight)} == {powers}
+    assert tuple(casts.once for casts in roles(recipe)) == once
 
 
-def test_scales_are_powers_of_two_where_the_format_or_the_source_says_so():
-    assert all(cast.power_of_two for make in (recipes.blockwise, recipes.mx) for cast in make().output)
-    assert not any(cast.power_of_two for make in (recipes.dynamic, recipes.rowwise) for cast in make().output)
+def test_scales_are_powers_of_two_where_they_are_asked_for():
     assert not recipes.blockwise(power_of_two=False).output[0].power_of_two
     assert recipes.dynamic(power_of_two=True).grad_weight[0].power_of_two
     assert recipes.rowwise(power_of_two=True).grad_weight[0].power_of_two
-
-
-def test_what_is_cast_once():
-    once = {name: tuple(c.once for c in roles(make())) for name, make in ALL.items()}
-    assert once["dynamic"] == once["delayed"] == (True, True, True)
-    assert once["rowwise"] == once["rowwise_with_gw_hp"] == once["mx"] == (False, False, False)
-    assert once["blockwise"] == (False, True, False)
 
 
 def test_a_head_with_its_output_in_high_precision():
@@ -239,13 +233,6 @@ def test_a_recipe_is_its_name_or_a_file_too(tmp_path):
         assert {layer.recipe for layer in net} == {recipes.dynamic()}
     octavo.set_recipe(net, path)
     assert net[1].recipe == by_layer.of("1")
-    for wrong, error, says in (
-        ("dinamic", ValueError, "no recipe: choose .* or a file that ends in .json"),
-        (3, TypeError, "is no"),
-        ({"default": "mx"}, TypeError, "is not of the form"),
-    ):
-        with pytest.raises(error, match=says):
-            octavo.set_recipe(net, wrong)
 
 
 def roles(recipe: Recipe):
@@ -353,12 +340,19 @@ def test_a_share_of_the_last_blocks_is_from_0_to_1(share):
         recipes.last_blocks(torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)), share)
 
 
-def test_what_is_no_recipe_is_told_what_to_write():
-    written = {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}
-    for value, instead in written.items():
-        with pytest.raises(TypeError, match=rf"is no octavo\.Recipe; try octavo\.{re.escape(instead)}"):
-            octavo.convert(torch.nn.Linear(512, 512), value)
-    with pytest.raises(TypeError, match=r"try octavo\.RecipeMap\(octavo\.recipes\.default\(\), rules\)"):
-        octavo.convert(torch.nn.Linear(512, 512), {"head": None})
-    with pytest.raises(ValueError, match=r"'fast' is no recipe: choose default, dynamic"):
-        octavo.convert(torch.nn.Linear(512, 512), "fast")
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        (recipes.mx, TypeError, "is no octavo.Recipe; try octavo.recipes.mx()"),
+        (recipes.load, TypeError, "is no octavo.Recipe; try octavo.recipes.default()"),
+        (3, TypeError, "is no octavo.Recipe; try octavo.recipes.default()"),
+        ({"head": None}, TypeError, "try octavo.RecipeMap(octavo.recipes.default(), rules)"),
+        ({"default": "mx"}, TypeError, "is not of the form"),
+        ("fast", ValueError, "'fast' is no recipe: choose default, dynamic"),
+        ("fast", ValueError, "or a file that ends in .json"),
+    ],
+)
+def test_what_is_no_recipe_is_told_what_to_write(value, error, says):
+    for call in (octavo.convert, octavo.set_recipe):
+        with pytest.raises(error, match=re.escape(says)):
+            call(octavo.nn.Linear(512, 512), value)

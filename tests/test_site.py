@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import ROOT
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
 # What a browser fetches by itself when it shows a page; an <a href> it does not.
@@ -135,18 +136,13 @@ def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
     assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
 
 
-def links_of_search(page: Path, term: str, profile: Path) -> list[str]:
-    """Return the pages that the search of a page finds, which a headless browser opens as a file."""
-    options = [*OPTIONS, f"--user-data-dir={profile}", "--virtual-time-budget=60000", "--dump-dom"]
-    command = [str(BROWSER), *options, f"{page.as_uri()}?q={term}"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    return re.findall(r'<a href="([^"]+)" class="md-search-result__link"', shown)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_search_finds_a_name_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
-    links = links_of_search(site / "index.html", "outstanding_weight_updates_bytes", tmp_path)
+    options = [*OPTIONS, f"--user-data-dir={tmp_path}", "--virtual-time-budget=60000", "--dump-dom"]
+    command = [str(BROWSER), *options, f"{(site / 'index.html').as_uri()}?q=outstanding_weight_updates_bytes"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    links = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', shown)
     assert any("octavo.optim.update_in_backward" in link for link in links)
 
 

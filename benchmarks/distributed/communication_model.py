@@ -51,8 +51,8 @@ LADDER = (  # each adds to the one before
 )
 BF16 = LADDER[0]
 # Transformer Engine's FP8: weights and tensor parallelism's inputs are gathered as codes, gradients reduced in bf16
-MEGATRON = Precision("Transformer Engine", gathers=True, pairs=True, elsewhere=True)
-MEGATRON_BF16 = replace(BF16, elsewhere=True)
+MEGATRON = Precision("Transformer Engine", gathers=True, pairs=True, as_megatron=True)
+MEGATRON_BF16 = replace(BF16, as_megatron=True)
 GPUS = (8, 64, 256, 1024, 4096, 16384)
 SHOWN = (8, 64, 1024, 16384)  # in the page
 SEQUENCES = 2048  # of 8,192 tokens: Llama 3 405B's batch

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import (
     BF16_KERNELS,
+    CHUNK,
     CHUNKED_LOSS,
     COUNTED,
     FUSED_LOSS,
     LOSS,
-    OF_CHUNK,
     PARTS,
     FusedPart,
     Moved,
@@ -29,6 +29,7 @@ from octavo.cost.work import (
     ATTENTION_FLOP,
     NO_TRAFFIC,
     LinearWork,
+    Traffic,
     Work,
     convert_quietly,
     head_of,
@@ -123,11 +124,14 @@ class Estimate:
         return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
 
 
-def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
+def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
     """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
     *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
     large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
     return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
+
+
+FORWARD, REST = 0, 1  # spans of ``Estimate.device`` and ``host``: the blocks' forward, and what comes after
 
 
 class _Times:
@@ -136,30 +140,36 @@ class _Times:
     def __init__(self, work: Work, rates: Rates, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> None:
         """Begin with all but linear layers; ``kernels``: the traffic of fused parts, by part."""
         self.work, self.rates = work, rates
-        others = work.other_flop - sum(work.attention.values())
+        other_products = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
-        attention += rates.product_seconds(IN_BF16, others) if others > 0 else 0.0
+        attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.other.compiled / rates.copy + attention
-        forward = NO_TRAFFIC if work.blocks is None else work.blocks.forward
-        spans = [forward, work.other.less(forward)]
-        for module, part, elements in fused:
-            plain, less, span = PARTS[part].plain, kernels[part], self.span(module)
-            launches = less.forward_launches - plain.forward_launches
-            spans[span] = spans[span].plus(elements * (less.forward - plain.forward), launches)
-            launches = less.backward_launches - plain.backward_launches
-            spans[1] = spans[1].plus(elements * (less.backward - plain.backward), launches)
+        spans = self._spans(fused, kernels)
         self.device = [span.bytes / rates.copy + span.ops * rates.launch for span in spans]
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device[0] += share * attention
-        self.device[1] += (1 - share) * attention
+        self.device[FORWARD] += share * attention
+        self.device[REST] += (1 - share) * attention
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = [spans[0].ops * times.forward, spans[1].ops * times.backward]
+        self.host = [spans[FORWARD].ops * times.forward, spans[REST].ops * times.backward]
         self.products = self.casts = 0.0
 
+    def _spans(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
+        """Return the traffic in eager of each span, where these parts are fused."""
+        forward = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
+        spans = [forward, self.work.other.less(forward)]
+        for module, part, elements in fused:
+            plain, moved, span = PARTS[part].plain, kernels[part], self.span(module)
+            launches = moved.forward_launches - plain.forward_launches
+            spans[span] = spans[span].plus(elements * (moved.forward - plain.forward), launches)
+            launches = moved.backward_launches - plain.backward_launches
+            spans[REST] = spans[REST].plus(elements * (moved.backward - plain.backward), launches)
+        return spans
+
     def span(self, name: str) -> int:
-        """Return 0 for a module of the blocks, whose forward is the first span of ``Estimate.device``; else 1."""
-        return 0 if self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.") else 1
+        """Return the span of a module's forward."""
+        is_inside = self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
+        return FORWARD if is_inside else REST
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
@@ -168,15 +178,15 @@ class _Times:
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
         self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
-        span, launched = self.span(linear.name), times.forward - times.cast * len(spared & {"input", "weight"})
-        self.device[span] += multiplied[0] + cast["input"] + cast["weight"]
-        self.device[1] += sum(multiplied[1:]) + cast["grad_output"]
-        self.host[span] += launched
-        self.host[1] += times.backward
+        span, (output, *gradients) = self.span(linear.name), multiplied
+        self.device[span] += output + cast["input"] + cast["weight"]
+        self.device[REST] += sum(gradients) + cast["grad_output"]
+        self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
+        self.host[REST] += times.backward
         return layer
 
 
-def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
+def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
     """Return the parts that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
     parts = [each for each in fused_parts(twin, work) if each.part in kernels]
@@ -201,8 +211,9 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> ChunkedLoss:
             f"a chunked loss: {problem}; it is planned for a head in FP8, such as by dynamic_with_output_hp()"
         )
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
-    of_chunk = OF_CHUNK + 2 * (not writes_codes)
-    size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, ROWS * head.out_features) + 2 * head.sizes[0]
+    chunk_bytes = CHUNK + 2 * (not writes_codes)  # a gradient in bf16, that a cast reads
+    chunk = min(work.logits, ROWS * head.out_features)
+    size = CHUNKED_LOSS * work.logits + chunk_bytes * chunk + 2 * head.sizes.input
     return ChunkedLoss(head, writes_codes, size)
 
 
@@ -218,8 +229,7 @@ def _saved(
         schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
         return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
 
-    short, long, more = run_shorter(model, saved_by)
-    return short if long is None else {kind: lengthened(size, long[kind], more) for kind, size in short.items()}
+    return run_shorter(model, saved_by, lengthened)
 
 
 def estimate(
@@ -276,7 +286,7 @@ def estimate(
         convert_quietly(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
     modules = dict(twin.named_modules())
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
-    parts = _fused(model, twin, work, kernels) if fuse else []
+    parts = _newly_fused(model, twin, work, kernels) if fuse else []
     loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
         loss = chunked.size
@@ -284,30 +294,50 @@ def estimate(
     if recipe is None and fuse:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
-    layers, cast_inputs = [], set()
-    for linear in work.linears:
-        module = modules.get(linear.name)  # None for experts that are not converted
-        followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        key = linear.reads, linear.grad_weight, followed.input_casts
-        spared = {"input"} if key in cast_inputs else set()
-        cast_inputs |= {key} if linear.reads else set()
-        spared |= {"weight"} if weight_storage else set()
-        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
-        layer = times.add(linear, followed, spared)
-        layers += [] if followed.is_high_precision else [layer]
+    layers = _added_layers(times, modules, weight_storage, chunked)
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
-    stored: dict[str, Any] = {} if weight_storage is None else {"weight_storage": weight_storage}
-    phase = Phase(high_precision() if recipe is None else recipe, **stored)
+    phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
     schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
     memory = schedule.plan().phases[0]
-    update = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
-    for group in optimizer_of_twin.param_groups:
+    return Estimate(
+        name=getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16,
+        products=times.products,
+        casts=times.casts,
+        other=times.other,
+        optimizer=_update_seconds(memory, optimizer_of_twin, rates),
+        memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
+        layers=layers,
+        fused=times.other_compiled,
+        device=tuple(times.device),
+        host=tuple(times.host),
+        loss=loss,
+    )
+
+
+def _added_layers(
+    times: _Times, modules: Mapping[str, nn.Module], weight_storage: str | None, chunked: ChunkedLoss | None
+) -> tuple[LayerTime, ...]:
+    """Add the linear layers of a step to its times, without casts that are not made; return the converted ones."""
+    layers, cast_inputs = [], set()
+    for linear in times.work.linears:
+        module = modules.get(linear.name)  # None for experts that are not converted
+        recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
+        spared = {"weight"} if weight_storage else set()
+        cast_input = linear.reads, linear.grad_weight, recipe.input_casts
+        spared |= {"input"} if cast_input in cast_inputs else set()
+        cast_inputs |= {cast_input} if linear.reads else set()
+        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
+        layer = times.add(linear, recipe, spared)
+        layers += [] if recipe.is_high_precision else [layer]
+    return tuple(layers)
+
+
+def _update_seconds(memory: PhasePlan, optimizer: Optimizer, rates: Rates) -> float:
+    """Return seconds of the optimizer's update, which reads and writes weights and state, and reads gradients."""
+    seconds = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
+    for group in optimizer.param_groups:
         if group.get("algorithm") == "muon":
-            update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
-    memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
-    name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16
-    seconds = times.products, times.casts, times.other
-    spans = tuple(times.device), tuple(times.host)
-    return Estimate(name, *seconds, update, memory, tuple(layers), times.other_compiled, *spans, loss)
+            seconds += sum(orthogonalising_seconds(param.shape, rates, group["ns_steps"]) for param in group["params"])
+    return seconds

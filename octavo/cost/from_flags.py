@@ -56,34 +56,32 @@ def optimizer_of(
 
     ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
     """
-    make = algorithm_of(model, algorithm, {"moments": moments, "master": master})
+    state_options: Any = {"moments": moments, "master": master}
+    make: Callable[[Iterable[nn.Parameter]], CompactOptimizer] = functools.partial(AdamW, **state_options)
+    if algorithm == "muon":
+        make = functools.partial(_muon, _shapes_outside_of_blocks(model), **state_options)
 
     def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-        of_params = make(params)
+        result = make(params)
         if outstanding is not None:
-            update_in_backward(of_params, outstanding)
-        return of_params
+            update_in_backward(result, outstanding)
+        return result
 
     return optimizer
 
 
-def algorithm_of(
-    model: nn.Module, algorithm: str, state_options: Any
-) -> Callable[[Iterable[nn.Parameter]], CompactOptimizer]:
-    """Return a function from parameters to AdamW or Muon with these formats of state."""
-    if algorithm == "adamw":
-        return functools.partial(AdamW, **state_options)
+def _shapes_outside_of_blocks(model: nn.Module) -> set[torch.Size]:
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
-    others = {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
+    return {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
 
-    def muon_of(params: Iterable[nn.Parameter]) -> Muon:
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
-        for param in params:
-            groups["muon" if param.ndim in (2, 3) and param.shape not in others else "adamw"].append(param)
-        return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
 
-    return muon_of
+def _muon(outside: set[torch.Size], params: Iterable[nn.Parameter], **state_options: Any) -> Muon:
+    """Return Muon of matrices but those of these shapes, which it leaves to AdamW."""
+    groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
+    for param in params:
+        groups["muon" if param.ndim in (2, 3) and param.shape not in outside else "adamw"].append(param)
+    return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
 
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:

@@ -6,7 +6,7 @@ against the operations of a block of transformers' Llama, before and after ``oct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -18,54 +18,73 @@ from octavo.nn.known_forwards import fused_modules
 class Moved(NamedTuple):
     """Bytes that are read and written for an element, in forward and in backward, and by how many launches."""
 
-    forward: float
-    backward: float
-    forward_launches: int
-    backward_launches: int
+    forward: float = 0
+    backward: float = 0
+    forward_launches: int = 0
+    backward_launches: int = 0
 
 
 class Part(NamedTuple):
     """Traffic of a part as its library writes it, and where octavo fuses it; the same where it doesn't."""
 
-    plain: Moved
-    fused: Moved
+    plain: Moved = Moved()
+    fused: Moved = Moved()
 
 
-# By part, for each element of what its comment names. Launches that fewer casts need are below 0. A block has two
-# norms, Qwen3's two more of heads, and one of all others but the losses.
+def by_launch(forward: Sequence[int], backward: Sequence[int] = (), tensors: int = 1) -> Moved:
+    """Return the Moved of launches, by the bytes that each reads and writes for an element.
+
+    ``tensors``: as many have the part's elements together, and each has such launches of its own.
+    """
+    return Moved(sum(forward), sum(backward), tensors * len(forward), tensors * len(backward))
+
+
+_GATED = by_launch([4, 6], [6, 6, 6])  # the activation of gate, times up
+_LOSS = by_launch([6, 8, 4], [8, 12, 6])  # to float32, log-softmax, the loss
+# By part, for each element of what its comment names: 2 bytes in bf16, 4 in float32, 1 of a code; 0 of a launch that
+# reads rows alone. Casts are counted elsewhere, but what a fused one reads more than a cast alone is here, and launches
+# that fewer casts need are below 0. A block has two norms, Qwen3's two more of heads, and one of all others but losses.
 PARTS = {
-    "norm": Part(Moved(36, 96, 8, 16), Moved(4, 6, 1, 1)),  # its input
-    # The product of gate and up. The casts of it and of its gradient read gate and up; the codes that the former leaves
-    # to the latter are written once all the same.
-    "gated feed-forward": Part(Moved(10, 18, 2, 3), Moved(2, 2, 0, 0)),
-    "gated feed-forward, apart": Part(Moved(10, 18, 2, 3), Moved(10, 22, 1, 4)),  # the same, put side by side first
-    "feed-forward": Part(Moved(4, 6, 1, 1), Moved(0, 2, 0, 0)),  # the activation
-    "gate and up": Part(Moved(0, 6, 0, 1), Moved(0, 0, -1, -1)),  # their input, whose gradients are added up
-    "query, key and value": Part(Moved(0, 12, 0, 2), Moved(0, 0, -2, -2)),  # their input, as well
-    "weights side by side": Part(Moved(0, 0, 0, 0), Moved(4, 0, 1, 0)),  # the weights of layers that are joined
-    # queries and keys; the cast of the joined product's gradient turns it back
-    "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(4, 0, 1, 0)),
-    "values": Part(Moved(0, 0, 0, 0), Moved(4, 0, 0, 0)),
+    # its input: to float32, squares, their mean, times its root's inverse (two launches of rows), to bf16, times gamma
+    "norm": Part(
+        by_launch([6, 8, 4, 0, 0, 8, 6, 4], [4, 6, 2, 6, 12, 8, 4, 0, 0, 0, 8, 8, 8, 12, 12, 6]), by_launch([4], [6])
+    ),
+    # The product of gate and up. Fused casts of it and of its gradient read gate and up; the codes that the former
+    # leaves to the latter are written once all the same.
+    "gated feed-forward": Part(_GATED, Moved(forward=4 - 2, backward=6 - 4)),
+    # the same: gate and up are put side by side first, and their gradients are computed in bf16
+    "gated feed-forward, apart": Part(_GATED, by_launch([8 + 4 - 2], [6, 6, 4, 6])),
+    # the activation; fused, the cast of its gradient reads its input too
+    "feed-forward": Part(by_launch([4], [6]), Moved(backward=4 - 2)),
+    # the input of both, whose gradients are added up; joined they have one cast of weights, and one of gradients
+    "gate and up": Part(by_launch([], [6]), Moved(forward_launches=-1, backward_launches=-1)),
+    "query, key and value": Part(by_launch([], [6, 6]), Moved(forward_launches=-2, backward_launches=-2)),  # as well
+    "weights side by side": Part(fused=by_launch([4])),  # the weights of layers that are joined
+    # Queries and keys: times cos, half of them negated, halves exchanged, times sin, the sum. Fused they are one
+    # launch, and the cast of the joined product's gradient turns it back.
+    "rotary embedding": Part(by_launch([4, 2, 4, 4, 6], [4, 2, 3, 3, 6, 4, 6], tensors=2), by_launch([4])),
+    "values": Part(fused=Moved(forward=4)),  # which that launch copies
     # queries and keys, which norms read each by itself; in backward a launch turns back, another joins norms' gradients
-    "norms of heads": Part(Moved(0, 0, 0, 0), Moved(4, 4, 2, 2)),
-    "heads side by side": Part(Moved(0, 0, 0, 0), Moved(0, 8, 0, 2)),  # queries, keys and values
-    # a block's input; the norm behind attention writes the sum, and norms' gradients read the residual's
-    "residual": Part(Moved(12, 12, 2, 2), Moved(10, 4, 1, 0)),
-    "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),  # the logits
+    "norms of heads": Part(fused=Moved(forward=4, forward_launches=2, backward=4, backward_launches=2)),
+    "heads side by side": Part(fused=by_launch([], [4, 4])),  # queries, keys and values
+    # a block's input, and two sums; fused, the norm behind attention also reads the residual and writes the first sum,
+    # and norms' gradients read the residual's
+    "residual": Part(by_launch([6, 6], [6, 6]), Moved(forward=4 + 6, forward_launches=1, backward=2 + 2)),
+    "loss": Part(_LOSS, by_launch([2], [4])),  # the logits
     # The logits, computed with the head: a chunk's are read for the loss and for their gradient, which is written as
     # codes, as they lie and transposed; the launches of one chunk.
-    "chunked loss": Part(Moved(18, 26, 3, 3), Moved(6, 0, 2, 0)),
+    "chunked loss": Part(_LOSS, by_launch([2, 2 + 1 + 1])),
 }
 # parts that Liger-Kernel computes by a kernel each in bf16; others as their library writes them, no products joined
-BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "loss")} | {"rotary embedding": Moved(4, 4, 1, 1)}
-BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), Moved(6, 10, 1, 1))
+BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "loss")} | {"rotary embedding": by_launch([4], [4])}
+BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), by_launch([6], [10]))
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")
 # bytes a logit that a loss has at a time
 LOSS = 3 * 4  # log-probabilities and two gradients in float32
 FUSED_LOSS = 2 * 2  # a gradient and the logits
 CHUNKED_LOSS = 1  # the transposed codes of the gradient
-OF_CHUNK = 2 + 1  # besides, of one chunk's logits alone: they and the codes as they lie
+CHUNK = 2 + 1  # besides, of one chunk's logits alone: they and the codes as they lie
 
 
 class FusedPart(NamedTuple):
@@ -80,25 +99,27 @@ def fused_parts(model: nn.Module, work: Work) -> Iterator[FusedPart]:
     """Yield the parts of each module that octavo.convert(..., fuse=True) has given its own forward."""
     linears = {linear.name: linear for linear in work.linears}
     for module in fused_modules(model):
-        name, names, prefix = module.name, module.readers, f"{module.name}." * bool(module.name)
+        name, prefix = module.name, f"{module.name}." * bool(module.name)
         if module.kind == "loss":
             yield FusedPart(f"{name}.loss_function", "loss", work.logits)
             continue
         if module.kind in ("norm", "residual"):
             yield FusedPart(name, module.kind, work.inputs.get(name, 0))
             continue
-        readers = [linears[f"{prefix}{child}"] for child in names if f"{prefix}{child}" in linears]
-        is_attention, is_gated = module.kind == "attention", len(names) == 2
         if (down := linears.get(f"{prefix}{module.down}")) is not None:
             gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
-            yield FusedPart(name, gated if is_gated else "feed-forward", down.sizes[0])
-        if not module.is_joined or len(names) == 1 or len(readers) < len(names):
+            yield FusedPart(name, gated if len(module.readers) == 2 else "feed-forward", down.sizes.input)
+        readers = [linears[reader] for child in module.readers if (reader := f"{prefix}{child}") in linears]
+        if not module.is_joined or len(readers) < max(2, len(module.readers)):
             continue
-        yield FusedPart(name, "query, key and value" if is_attention else "gate and up", readers[0].sizes[0])
-        yield FusedPart(name, "weights side by side", sum(reader.sizes[1] for reader in readers))
-        if is_attention:
-            yield FusedPart(name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2])
-            yield FusedPart(name, "values", readers[2].sizes[2])
+        is_attention = module.kind == "attention"
+        yield FusedPart(name, "query, key and value" if is_attention else "gate and up", readers[0].sizes.input)
+        yield FusedPart(name, "weights side by side", sum(reader.sizes.weight for reader in readers))
+        if not is_attention:
+            continue
+        queries, keys, values = (reader.sizes.output for reader in readers)
+        yield FusedPart(name, "rotary embedding", queries + keys)
+        yield FusedPart(name, "values", values)
         if module.norms_heads:
-            yield FusedPart(name, "norms of heads", readers[0].sizes[2] + readers[1].sizes[2])
-            yield FusedPart(name, "heads side by side", sum(reader.sizes[2] for reader in readers))
+            yield FusedPart(name, "norms of heads", queries + keys)
+            yield FusedPart(name, "heads side by side", queries + keys + values)

@@ -169,6 +169,7 @@ def _tflops(**rates: float) -> dict[str, tuple[tuple[float, float]]]:
 # memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
 ATTENTION = {"flash": {64: 228e12, 128: 254e12}, "cudnn": {64: 334e12, 128: 392e12}}
 ATTENTION_SOURCE = "arXiv 2407.08608"
+# HostTime's fields in microseconds
 _HOST_US = {IN_BF16: (27, 49), "delayed": (203, 304, 18), "tensor": (172, 255, 19), "row": (241, 229, 25),
             "block": (218, 260, 25), "mx": (214, 212, 25), "operation": (7, 7)}  # fmt: skip
 _HOST = {kind: HostTime(*(1e-6 * us for us in times)) for kind, times in _HOST_US.items()}

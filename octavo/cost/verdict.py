@@ -41,7 +41,7 @@ class Column(NamedTuple):
     """A column of a table: its name, its number of a step, given the step without FP8, and what stands above it."""
 
     name: str
-    of: Callable[[Estimate, Estimate], float]
+    number: Callable[[Estimate, Estimate], float]
     above: str = ""
 
 
@@ -124,8 +124,8 @@ def _beside_fused_bf16(estimates: Sequence[Estimate], best: Estimate) -> Iterato
     """Yield how the best recipe compares with bf16 with the same fusions, if that is one of the steps."""
     for step in estimates:
         if step.name == FUSED_BF16:
-            of_fused = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
-            yield f"{best.name} takes {of_fused}, a kernel each as Liger-Kernel computes them."
+            share = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
+            yield f"{best.name} takes {share}, a kernel each as Liger-Kernel computes them."
 
 
 def _layers_to_leave_out(steps: Sequence[Estimate]) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _rows(title: str, columns: Sequence[Column], estimates: Sequence[Estimate]) 
     """Return a table's rows: what stands above columns, if anything does, the title and their names, each step's."""
     above = ["", *(column.above for column in columns)]
     rows = [[title, *(column.name for column in columns)]]
-    rows += [[step.name, *(f"{column.of(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
+    rows += [[step.name, *(f"{column.number(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
     return [above, *rows] if any(above) else rows
 
 
@@ -246,11 +246,8 @@ def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
 
 def describe_rates(rates: Rates) -> str:
     """Return a text of all rates, and of the sizes at which FP8 pays by them."""
-    lines = [
-        f"{rates.device} ({rates.source})",
-        f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us",
-        "",
-    ]
+    copy_and_launch = f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us"
+    lines = [f"{rates.device} ({rates.source})", copy_and_launch, ""]
     sizes = [flop for flop, _ in rates.products[IN_BF16]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
     for kind, name in KIND_NAMES.items():

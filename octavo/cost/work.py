@@ -19,7 +19,6 @@ from octavo.cost.rates import IN_BF16, Rates, product_kinds
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.counting import OperationCounter
-from octavo.nn.known_forwards import refusal
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import fakes_of
 from octavo.private import pytree
@@ -32,7 +31,15 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
 Result = TypeVar("Result")  # of a run of a model
-NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
+BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
+
+
+class LayerSizes(NamedTuple):
+    """Elements of a layer's tensors; a gradient is as large as what it is of."""
+
+    input: int
+    weight: int
+    output: int
 
 
 class LinearWork(NamedTuple):
@@ -58,10 +65,10 @@ class LinearWork(NamedTuple):
         return 2.0 * self.tokens * self.in_features * self.out_features
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Elements of input, weight and grad_output."""
+    def sizes(self) -> LayerSizes:
+        """Elements of input, weight and output."""
         weight = self.groups * self.in_features * self.out_features
-        return self.tokens * self.in_features, weight, self.tokens * self.out_features
+        return LayerSizes(self.tokens * self.in_features, weight, self.tokens * self.out_features)
 
     @property
     def shape(self) -> str:
@@ -75,23 +82,24 @@ class LinearWork(NamedTuple):
 
     def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
         """Return seconds of output, grad_input and grad_weight in a step under a recipe."""
-        wanted, sizes, products = self.products, self.sizes, []
-        # output is as large as grad_output, and grad_input as input
-        for kind, result, computed in zip(product_kinds(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
-            width = 2 if kind == IN_BF16 else 1
-            moved = width * (sum(sizes) - result) + 2 * result
-            products.append(rates.product_seconds(kind, self.flop, moved) if computed else 0.0)
-        return tuple(products)
+        sizes, seconds = self.sizes, []
+        results = sizes.output, sizes.input, sizes.weight  # the other two are the product's operands
+        for kind, result, is_computed in zip(product_kinds(recipe), results, self.products, strict=True):
+            operand_bytes, result_bytes = 2 if kind == IN_BF16 else 1, 2
+            moved = operand_bytes * (sum(sizes) - result) + result_bytes * result
+            seconds.append(rates.product_seconds(kind, self.flop, moved) if is_computed else 0.0)
+        return tuple(seconds)
 
     def cast_seconds(self, recipe: Recipe, rates: Rates) -> dict[str, float]:
         """Return {role: seconds of its casts} in a step under a recipe."""
-        wanted, seconds = self.products, []
-        readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
-        for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
-            layouts = (role.as_is, as_is), (role.transposed, transposed)
-            needed_casts = [cast for cast, needed in layouts if cast and needed]
-            seconds.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
-        return dict(zip(ROLES, seconds, strict=True))
+        output, grad_input, grad_weight = self.products
+        is_read = (output, grad_weight), (output, grad_input), (grad_input, grad_weight)  # each role's two layouts
+        seconds = dict.fromkeys(ROLES, 0.0)
+        for name, role, size, needed in zip(ROLES, recipe.casts, self.sizes, is_read, strict=True):
+            layouts = zip((role.as_is, role.transposed), needed, strict=True)
+            if casts := [cast for cast, is_needed in layouts if cast and is_needed]:
+                seconds[name] = rates.cast_seconds(casts[0], size, both=len(casts) == 2)
+        return seconds
 
 
 class Traffic(NamedTuple):
@@ -112,6 +120,10 @@ class Traffic(NamedTuple):
     def plus(self, size: float, ops: float) -> Traffic:
         """Return this traffic with so many more bytes and operations in eager."""
         return self._replace(bytes=self.bytes + size, ops=self.ops + ops)
+
+    def lengthened(self, long: Traffic, more: int) -> Traffic:
+        """Return ``lengthened`` of each number."""
+        return Traffic(**lengthened(self._asdict(), long._asdict(), more))
 
 
 NO_TRAFFIC = Traffic(0, 0, 0)
@@ -134,52 +146,74 @@ class Work(NamedTuple):
     other: Traffic  # with the loss of a language model
     blocks: Blocks | None
     attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
-    inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each norm that octavo knows, by name
+    inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each other module, by name
     logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
-class _Counter(OperationCounter):
-    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
+class _Origin(NamedTuple):
+    """What computed a tensor: after how many products one after the other, and whether a product itself did."""
 
-    ``origins``: {storage: (after how many products it was computed, whether by a product)}.
-    """
+    products: int
+    is_product: bool
+
+
+_NO_OPERATION = _Origin(-1, True)  # parameters and arguments: as a product's result, they lie in memory
+_WRITTEN = -1  # in the place of a number of products
+
+
+class _Counter(OperationCounter):
+    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes, self.ops, self.compiled, self.products = 0, 0, 0, self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
-        self.origins: dict[int, tuple[int, bool]] = {}
-        self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
+        self.origins: dict[int, _Origin] = {}  # by storage
+        self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read, or _WRITTEN)
 
     def count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        read, written = (
-            [x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result)
-        )
+        read, written = _tensors((args, kwargs)), _tensors(result)
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
             return
-        is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
-        if func._overloadpacket in self.products and "attention" in func._schema.name:
-            flop: Any = self.products[func._overloadpacket]
-            self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
-        after = max((self.origins.get(self.storage_of(x), (0, True))[0] for x in read), default=0)
+        packet = func._overloadpacket
+        is_product = packet in flop_registry or packet in self.products
+        if packet in self.products and "attention" in func._schema.name:
+            self.attention[read[0].shape[-1]] += self.products[packet](*(x.shape for x in _tensors(args)))
         if not is_product:
-            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *written))
+            self.bytes += sum(x.nbytes for x in (*read, *written))
             self.ops += 1
-        for x in read:
-            key, size = self.storage_of(x), x.numel() * x.element_size()
-            written_after, of_product = self.origins.get(key, (-1, True))
-            if is_product or of_product or written_after < after:
-                uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
-                self.compiled += size * len(uses - self.moved)
-                self.moved |= uses
-        self.origins |= {self.storage_of(x): (after + is_product, is_product) for x in written}
+        products = max([0, *(self._origin(x).products for x in read)])
+        self._count_compiled(read, products, is_product)
+        self.origins |= {self.storage_of(x): _Origin(products + is_product, is_product) for x in written}
         self.held += written
+
+    def _count_compiled(self, read: Iterable[Tensor], products: int, is_product: bool) -> None:
+        """Count what a compiled step moves for an operation after so many products.
+
+        It writes a tensor once, if no product has, and reads it once between two products, if this is none. It does
+        neither where the same kernel has computed the tensor.
+        """
+        for x in read:
+            storage, origin = self.storage_of(x), self._origin(x)
+            if not (is_product or origin.is_product or origin.products < products):
+                continue
+            moves = set() if origin.is_product else {(storage, _WRITTEN)}
+            moves |= set() if is_product else {(storage, products)}
+            self.compiled += x.nbytes * len(moves - self.moved)
+            self.moved |= moves
+
+    def _origin(self, tensor: Tensor) -> _Origin:
+        return self.origins.get(self.storage_of(tensor), _NO_OPERATION)
 
     @property
     def counts(self) -> Traffic:
         """The traffic counted so far."""
         return Traffic(self.bytes, self.ops, self.compiled)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.Module:
@@ -206,25 +240,25 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     that are alike TRACED and one more are run. ``inputs``: as for ``estimate``. Raises ValueError if no result of the
     forward needs a gradient.
     """
-    short, long, more = run_shorter(model, lambda twin: _traced(twin, inputs))
-    if long is None:
-        return short
-    return _lengthened(short, long, more) if _is_in_order(short) else _traced(model, inputs)
+    return run_shorter(model, lambda twin: _traced(twin, inputs), _lengthened)
 
 
-def run_shorter(model: nn.Module, run: Callable[[nn.Module], Result]) -> tuple[Result, Result | None, int]:
-    """Return (``run`` of a copy of TRACED blocks, of one of a block more, how many more than TRACED the model has).
+def run_shorter(
+    model: nn.Module, run: Callable[[nn.Module], Result], lengthen: Callable[[Result, Result, int], Result]
+) -> Result:
+    """Return ``run`` of a model, as ``lengthen`` predicts it where the model has many blocks that are alike.
 
-    What a step does and keeps grows by the same with each block, if blocks are alike. Where they are not, or a forward
-    counts on all of them, it is (``run`` of the model, None, 0).
+    ``lengthen`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
+    the model has: what a step does and keeps grows by the same with each block. Where blocks are not alike, a forward
+    counts on all of them, or ``lengthen`` raises ValueError, the model is run.
     """
     name = blocks_of(model)
     blocks: Any = [] if name is None else model.get_submodule(name)
     more = len(blocks) - TRACED
     if more > 1 and len({*map(id, blocks)}) == len(blocks) and len({str(_description(block)) for block in blocks}) == 1:
         with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
-            return run(_shortened(model, name, TRACED)), run(_shortened(model, name, TRACED + 1)), more
-    return run(model), None, 0
+            return lengthen(run(_shortened(model, name, TRACED)), run(_shortened(model, name, TRACED + 1)), more)
+    return run(model)
 
 
 def _shortened(model: nn.Module, name: str | None, count: int) -> nn.Module:
@@ -235,23 +269,6 @@ def _shortened(model: nn.Module, name: str | None, count: int) -> nn.Module:
     return twin
 
 
-def _block_number(name: str, blocks: str) -> str:
-    """Return the number, as text, of the block that a module is in; "" outside of blocks."""
-    return name.removeprefix(f"{blocks}.").split(".")[0] if name.startswith(f"{blocks}.") else ""
-
-
-def _is_in_order(work: Work) -> bool:
-    """Return whether the layers of a Work's last two blocks are the same, one after the other."""
-    if work.blocks is None:
-        return False
-    inside = [(_block_number(each.name, work.blocks.name), each) for each in work.linears]
-    numbers = [number for number, _ in inside if number]
-    count = numbers.count(str(TRACED - 1))
-    in_order = [str(TRACED - 2)] * count + [str(TRACED - 1)] * count
-    first = next((index for index, (number, _) in enumerate(inside) if number == str(TRACED - 2)), 0)
-    return count > 0 and [number for number, _ in inside[first : first + 2 * count]] == in_order
-
-
 def _description(block: nn.Module) -> list[Any]:
     """Return what tells a block from others: its modules' parameters, recipes and settings, but not its number."""
     modules = []
@@ -260,56 +277,56 @@ def _description(block: nn.Module) -> list[Any]:
         parameters = [(key, p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)]
         recipe = repr(module.recipe) if isinstance(module, RecipeModule) else ""
         hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        ordered = sorted((key, value) for key, value in settings.items() if key not in NUMBERS)
+        ordered = sorted((key, value) for key, value in settings.items() if key not in BLOCK_NUMBERS)
         modules.append((name, type(module), ordered, parameters, recipe, hooks))
     return modules
 
 
-def lengthened(short: float, long: float, more: int) -> Any:
-    """Return what grows by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
-    return short + more * (long - short)
+def lengthened(short: Mapping[Any, Any], long: Mapping[Any, Any], more: int) -> dict[Any, Any]:
+    """Return numbers that grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+    return {key: number + more * (long[key] - number) for key, number in short.items()}
 
 
 def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None and long.blocks is not None
     name = short.blocks.name
-
-    def traffic(first: Traffic, second: Traffic) -> Traffic:
-        return Traffic(*(lengthened(*both, more) for both in zip(first, second, strict=True)))
-
-    of_block = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
-    repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in of_block.items()}
-    blocks = Blocks(
-        name,
-        short.blocks.size + more,
-        traffic(short.blocks.other, long.blocks.other),
-        traffic(short.blocks.forward, long.blocks.forward),
-    )
+    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
+    repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
-        other_flop=lengthened(short.other_flop, long.other_flop, more),
-        other=traffic(short.other, long.other),
-        blocks=blocks,
-        attention={size: lengthened(flop, long.attention[size], more) for size, flop in short.attention.items()},
+        other_flop=short.other_flop + more * (long.other_flop - short.other_flop),
+        other=short.other.lengthened(long.other, more),
+        blocks=Blocks(
+            name,
+            size=short.blocks.size + more,
+            other=short.blocks.other.lengthened(long.blocks.other, more),
+            forward=short.blocks.forward.lengthened(long.blocks.forward, more),
+        ),
+        attention=lengthened(short.attention, long.attention, more),
         inputs={**short.inputs, **repeated},
     )
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on."""
+    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on.
+
+    Raises ValueError if the last two blocks' layers do not run one block after the other.
+    """
     before_last, last = (
-        [each for each in linears if _block_number(each.name, blocks) == str(number)]
+        [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{number}.")]
         for number in (TRACED - 2, TRACED - 1)
     )
+    begin = linears.index(before_last[0])
+    end = begin + len(before_last + last)
+    if list(linears[begin:end]) != before_last + last:
+        raise ValueError("layers of two blocks run in turn")
     steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
     repeated = [
         each._replace(name=_in_block(each.name, blocks, TRACED - 2 + i), reads=each.reads + i * step)
         for i in range(more + 2)
         for each, step in zip(before_last, steps, strict=True)
     ]
-    begin = linears.index(before_last[0])
-    end = begin + len(before_last + last)
     after_blocks = [each._replace(reads=each.reads + more * max(steps)) for each in linears[end:]]
     return (*linears[:begin], *repeated, *after_blocks)
 
@@ -332,29 +349,37 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     traffic, name = _Counter(), blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
-        outputs = pytree.tree_leaves(twin(*arguments))
-        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results = [result for result in _tensors(twin(*arguments)) if result.requires_grad]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         logits = _logits(twin, results, arguments)
         _loss(results, logits).backward()
     linears = tuple(works_by_name.values())
-    of_linears = sum(work.flop * sum(work.products) for work in linears)
-    other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    of_blocks = None
-    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
-        before, after, begin, end = marks if len(marks) == 4 else (*[NO_TRAFFIC] * 3, traffic.counts)
-        forward, size = after.less(before), len(list(twin.get_submodule(name).children()))
-        other = Traffic(*(sum(both) for both in zip(forward, end.less(begin), strict=True)))
-        of_blocks = Blocks(name, size, other, forward)
-    count = 0 if logits is None else logits.numel()
-    return Work(linears, other_flop, traffic.counts, of_blocks, dict(traffic.attention), sizes, count)
+    linears_flop = sum(work.flop * sum(work.products) for work in linears)
+    return Work(
+        linears=linears,
+        other_flop=max(flop.get_total_flops() - linears_flop, 0.0),
+        other=traffic.counts,
+        blocks=None if name is None else _blocks(name, twin, marks, traffic.counts),
+        attention=dict(traffic.attention),
+        inputs=sizes,
+        logits=0 if logits is None else logits.numel(),
+    )
+
+
+def _blocks(name: str, model: nn.Module, marks: Sequence[Traffic], total: Traffic) -> Blocks:
+    """Return the Blocks of the list of this name; ``marks``: of ``_marks``; ``total``: the whole step's traffic."""
+    # where nothing is trained before the blocks, backward ends inside them, and all counts as theirs
+    before, after, begin, end = marks if len(marks) == 4 else (NO_TRAFFIC, NO_TRAFFIC, NO_TRAFFIC, total)
+    forward, backward = after.less(before), end.less(begin)
+    other = Traffic(*(sum(both) for both in zip(forward, backward, strict=True)))
+    return Blocks(name, len(list(model.get_submodule(name).children())), other, forward)
 
 
 def _logits(model: nn.Module, results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
     """Return the result that has a row for each token and a column for each word; None: it is no language model."""
     words = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    tokens = [x.shape for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64]
+    tokens = [x.shape for x in _tensors(arguments) if x.dtype == torch.int64]
     return next((y for y in results if y.ndim and y.shape[-1] in words and y.shape[:-1] in tokens), None)
 
 
@@ -367,7 +392,7 @@ def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
 
 
 def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
-    """Return the LinearWork of layers, and elements of the inputs of norms that octavo knows: filled by a forward."""
+    """Return the LinearWork of layers, and elements of the inputs of other modules, by name: filled by a forward."""
     works_by_name: dict[str, LinearWork] = {}
     sizes: dict[str, int] = {}
     numbers: dict[tuple[int, int], int] = {}
@@ -388,14 +413,15 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
 
     def size(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
-            sizes[name] = sizes.get(name, 0) + (*arguments, *keywords.values())[0].numel()
+            x = next(iter((*arguments, *keywords.values())), None)
+            sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
 
         return hook
 
     for name, module in twin.named_modules():
         if any(sizes_of(module)):
             module.register_forward_hook(note(name))
-        elif refusal(module) is None:
+        else:
             module.register_forward_hook(size(name), with_kwargs=True)
     return works_by_name, sizes
 
@@ -406,7 +432,7 @@ def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
 
     def mark(_: object, inputs: Any, output: Any = None) -> None:
         marks.append(traffic.counts)
-        x = next(leaf for leaf in pytree.tree_leaves(inputs if output is None else output) if isinstance(leaf, Tensor))
+        x = _tensors(inputs if output is None else output)[0]
         if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
             x.register_hook(lambda _: marks.append(traffic.counts))
 
@@ -431,4 +457,4 @@ def convert_quietly(model: nn.Module, recipe: Recipe | RecipeMap, select: Select
 
 def head_of(work: Work) -> LinearWork | None:
     """Return the layer that computes the logits; None in a model without any."""
-    return next((each for each in reversed(work.linears) if work.logits and each.sizes[2] == work.logits), None)
+    return next((each for each in reversed(work.linears) if work.logits and each.sizes.output == work.logits), None)

@@ -27,7 +27,6 @@ from octavo.export.layouts import (
     Layout,
     WrittenTensors,
     entries,
-    scale_name,
     weight_cast,
 )
 from octavo.weights.fsdp2 import on_this_rank
@@ -155,7 +154,7 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
     for name, tensor, scale_inv in written:
         yield name, tensor
         if scale_inv is not None:
-            yield scale_name(name, layout), scale_inv
+            yield name + layout.scale_ending, scale_inv
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:

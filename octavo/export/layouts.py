@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock, PerRow, PerTensor
+from octavo.granularity import BLOCK, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
@@ -38,7 +38,6 @@ from octavo.weights.fsdp2 import on_this_rank, whole
 
 PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
-BLOCK = 128
 TENSOR, ROW = PerTensor().tile, PerRow().tile
 SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
@@ -140,14 +139,14 @@ class Entry(NamedTuple):
         if self.layer is None:
             return self._written(whole(self.tensor.detach()))
         codes, scale_inv = pair_of(self.layer, training)
-        return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
+        return self._written(codes.detach(), scale_inv.detach().view(weight_scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
         """Return ``read``'s tensors on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
-        return self._written(codes, torch.empty(scale_shape(self.layer), dtype=torch.float32, device="meta"))
+        return self._written(codes, torch.empty(weight_scale_shape(self.layer), dtype=torch.float32, device="meta"))
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
@@ -207,9 +206,8 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
 def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     """Return the layers in FP8, and the names of other modules that own a matrix, but embeddings: none is quantised."""
     modules_by_name = dict(model.named_modules(remove_duplicate=False))
-    layers = {
-        name: m for name, m in modules_by_name.items() if isinstance(m, RecipeModule) and m.recipe.output is not None
-    }
+    converted = ((name, module) for name, module in modules_by_name.items() if isinstance(module, RecipeModule))
+    layers = {name: module for name, module in converted if module.recipe.output is not None}
     if not layers:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
@@ -283,17 +281,12 @@ def weight_cast(module: RecipeModule) -> Cast:
     return module.recipe.output[1]
 
 
-def scale_shape(module: RecipeModule) -> tuple[int, ...]:
+def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
     """Return the shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
     if len(shape) == 3:
         return shape[0], *cast.granularity.scale_shape(shape[1:])
     return (1,) if cast.tile == TENSOR else cast.granularity.scale_shape(shape)
-
-
-def scale_name(name: str, layout: Layout) -> str:
-    """Return the name of a weight's scales."""
-    return name + layout.scale_ending
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
@@ -314,15 +307,12 @@ def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 # {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
+_SQUARES = {"strategy": "block", "block_structure": [*SQUARE]}
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _SCHEMES: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any], str]] = {
     TENSOR: ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
     ROW: ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
-    SQUARE: (
-        {"strategy": "block", "block_structure": [*SQUARE]},
-        {"strategy": "group", "group_size": BLOCK},
-        "float-quantized",
-    ),  # FP8_BLOCK
+    SQUARE: (_SQUARES, {"strategy": "group", "group_size": BLOCK}, "float-quantized"),  # FP8_BLOCK
     MX: (_GROUPS_OF_32, _GROUPS_OF_32, "mxfp8-quantized"),  # MXFP8
 }
 

@@ -39,10 +39,8 @@ OpenFile = Callable[[Path], CheckedFile]
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
     """Return ``places_in`` of each parameter of experts that are stored in FP8, by its name."""
-    stored = {
-        key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and isinstance(on_this_rank(p), StoredWeight)
-    }
-    return {key: places_in(model, key, shape) for key, shape in stored.items()}
+    experts = ((key, p) for key, p in model.named_parameters() if p.ndim == 3)
+    return {key: places_in(model, key, p.shape) for key, p in experts if isinstance(on_this_rank(p), StoredWeight)}
 
 
 def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str], str]:
@@ -303,9 +301,8 @@ def _joined(model: nn.Module, tensors: dict[str, Tensor], checkpoint_tensors: di
     for key, places in places_of_experts(model).items():
         matrices = tuple((place, others.pop(name)) for name, place in places.items() if name in others)
         if matrices and len(matrices) == len(places):
-            tensors_by_name[key] = matrices[0][1]._replace(
-                shape=tuple(model.get_parameter(key).shape), matrices=matrices
-            )
+            shape = tuple(model.get_parameter(key).shape)
+            tensors_by_name[key] = matrices[0][1]._replace(shape=shape, matrices=matrices)
         elif matrices:
             raise ValueError(f"the checkpoint has {len(matrices)} of the {len(places)} tensors that make {key}")
     return tensors_by_name | {renamed(key): stored for key, stored in others.items()}

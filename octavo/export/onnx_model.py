@@ -351,9 +351,8 @@ def _write(exported: Any, target: Path) -> None:
     import onnx
     import onnx_ir as ir
 
-    size = sum(
-        value.const_value.nbytes for value in exported.graph.initializers.values() if value.const_value is not None
-    )
+    constants = (value.const_value for value in exported.graph.initializers.values())
+    size = sum(constant.nbytes for constant in constants if constant is not None)
     external = f"{target.name}.data" if size > LARGEST_FILE else None
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
-from octavo.nn.convert import convert, stored_now
+from octavo.nn.convert import convert, storage_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -108,7 +108,7 @@ class TrainingState:
         initial_state = schedule.state_dict()
         for index in (initial_state["index"], *range(len(schedule.phases))):
             schedule.load_state_dict({**initial_state, "index": index})
-            storage: dict[Any, Any] = {**stored_now(model)}
+            storage: dict[Any, Any] = {**storage_now(model)}
             if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == stored_in_state:
                 break
         else:
@@ -116,9 +116,9 @@ class TrainingState:
 
     def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
         """Load a schedule's state; model and optimizer, if loaded already, must have the formats of its phase."""
-        settings, stored = _settings(schedule), stored_now(self.model)
+        settings, stored = _settings(schedule), storage_now(self.model)
         schedule.load_state_dict(saved)
-        part = "weights" if stored_now(self.model) != stored else "optimizer"
+        part = "weights" if storage_now(self.model) != stored else "optimizer"
         if part == "weights" or (schedule.optimizer.state and _settings(schedule) != settings):
             raise ValueError(
                 f"the checkpoint is of {schedule.phase}, which keeps {part} otherwise than the model and its optimizer "

@@ -17,7 +17,7 @@ from torch import nn
 from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
-from octavo.nn.convert import convert, stored_now
+from octavo.nn.convert import convert, storage_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import AnyRecipe
 from octavo.weights.plain import plain_within
@@ -60,7 +60,7 @@ def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
         def build(self, **kwargs: Any) -> nn.Module:
             model: nn.Module = kind.build(self, **kwargs)
             convert(model, config.recipe, config.chosen, config.weight_storage)  # type: ignore[arg-type]
-            stored = {weight for weight, granularity in stored_now(model).items() if granularity is not None}
+            stored = {weight for weight, granularity in storage_now(model).items() if granularity is not None}
             for module in model.modules():
                 if isinstance(module, RecipeModule) and module.part_name:
                     module.__class__ = of_subclass(type(module), Module)  # type: ignore[arg-type]  # no hash in torch's

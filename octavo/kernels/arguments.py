@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
-from octavo.granularity import ALL, MX, NV, Tile, scale_shape, tiles_along
+from octavo.granularity import ALL, MX, NV, PACKED_TILES, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded, plain_scales
@@ -339,12 +339,11 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
     for scaling, is_transposed in (first, output.transpose and second is None), (second, output.transpose):
         if scaling is None or not scaling.is_packed:
             continue
-        tile, square = scaling.tile, (NV[1], NV[1])
-        laid = tile == square or (not is_transposed if tile == NV else tile == NV[::-1] and is_transposed)
-        if not laid or not scaling.power_of_two or output.pad != NV[1] or offsets is not None:
+        tile = scaling.tile[::-1] if is_transposed else scaling.tile
+        if tile not in PACKED_TILES or not scaling.power_of_two or output.pad != NV[1] or offsets is not None:
             raise ValueError(
-                f"E2M1 in tiles of {tile}, pad={output.pad}: it is cast in blocks of 1x16, of 16x1 transposed, or of "
-                "16x16, with a power of two as outer scale, pad=16, and not of rows in groups"
+                f"E2M1 in tiles of {scaling.tile}, pad={output.pad}: it is cast in blocks of 1x16, of 16x1 transposed, "
+                "or of 16x16, with a power of two as outer scale, pad=16, and not of rows in groups"
             )
 
 

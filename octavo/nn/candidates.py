@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,6 +27,9 @@ Select = Callable[[nn.Module, str], bool]
 # bytes an element and an FP8 product saves half of a bf16 one, so at 4.3 TB/s and 790 TFLOP/s (H200) a layer needs
 # about 500 features.
 MIN_FEATURES = 512
+
+ROUTER = ("Router",)  # words in the names of libraries' classes: for what chooses the experts of a token
+MIXTURE = ("Moe", "MoE", "Experts")  # and for the modules of a mixture of experts around it
 
 SHARDED = "it is sharded already: call octavo.convert before fully_shard"
 REPLACED = (
@@ -99,6 +102,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
             kind = kind.__bases__[0]
         else:
             return kind
+
+
+def is_called_like(kind: type[nn.Module], words: Iterable[str]) -> bool:
+    """Whether a class's name has one of these words in it: of another library's module nothing else says what it is."""
+    return any(word in kind.__name__ for word in words)
 
 
 def is_sharded(kind: type[nn.Module]) -> bool:
@@ -203,6 +211,7 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
 
 # attributes of a layer; code that reads one doesn't call the layer
 _LAYERS = {"weight", "bias", "in_features", "out_features"}
+# attributes of a weight; code that reads one doesn't read the weight's values
 _APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
 
 
@@ -249,18 +258,16 @@ def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     nothing = [("", "")]
     for code in _with_inner(codes):
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
-        for (_, argval_before), (_, loaded), (op, name), then, after in zip(
-            *(steps[start:] for start in range(5)), strict=False
-        ):
-            if (
-                op not in ("LOAD_ATTR", "LOAD_METHOD")
-                or (loaded[-1] if isinstance(loaded, tuple) else loaded) != "self"
-            ):
+        # such as: isinstance, self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
+        for before, owner, (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
+            if op not in ("LOAD_ATTR", "LOAD_METHOD"):
+                continue
+            if (owner[1][-1] if isinstance(owner[1], tuple) else owner[1]) != "self":  # a tuple: two loads in one
                 continue
             if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
                 uses_by_name.setdefault(name, set()).add("called")
             elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
-                if argval_before != "isinstance":
+                if before[1] != "isinstance":
                     uses_by_name.setdefault(name, set()).add("read")
     return uses_by_name
 

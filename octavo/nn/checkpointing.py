@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.formats import E4M3, HIGH_PRECISION
 from octavo.granularity import PerRow
+from octavo.nn.candidates import MIXTURE, ROUTER, is_called_like
 from octavo.private import FakeTensor, top_hooks, tracing_state, untraced
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 ROW, SMALL = 32, 1024  # elements: a row's scale is 4 bytes, and a smaller tensor is not worth a kernel
-CHOOSE = "Router", "Experts", "Moe", "MoE"  # in names of classes whose tokens go where a choice sends them
 WAYS = "checkpoint_fn", "_gradient_checkpointing_func"  # of torch's CheckpointWrapper, of transformers' modules
 
 
@@ -103,7 +103,7 @@ _counts: dict[str, tuple[int, int, int]] | None = None  # those of ``watched``
 def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a checkpoint function so that its region keeps its input as a pair."""
     hooks = _Region(_choosing(function))
-    around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    around = torch.autograd.graph.saved_tensors_hooks(hooks.keep, hooks.bring_back)
     if "context_fn" in {**getattr(way, "keywords", {}), **options}:
         options = {**_ASKED, **options}
     with around if _in_fp8 and tracing_state() is None else contextlib.nullcontext():  # a trace has no backward
@@ -111,13 +111,13 @@ def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args:
 
 
 class _Region:
-    """Hooks of one region: pack its first input that can be a pair; outer hooks, which may move or count, come next."""
+    """Hooks of one region: keep its first input that can be a pair; outer hooks, which may move or count, come next."""
 
     def __init__(self, why: str) -> None:
         self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
         self.why = why  # the input stays as it is; "" if it need not
 
-    def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
+    def keep(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
         why, parts = _why_not(x) or self.why, [x]
         if not why:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
@@ -127,8 +127,9 @@ class _Region:
             _counts[why] = count + 1, plain_bytes + x.nbytes, kept_bytes + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
-    def unpack(self, packed: tuple[torch.dtype | None, list[Any]]) -> Tensor:
-        dtype, (qdata, *scale_inv) = packed[0], [self.outer[1](part) for part in packed[1]]
+    def bring_back(self, kept: tuple[torch.dtype | None, list[Any]]) -> Tensor:
+        dtype, parts = kept
+        qdata, *scale_inv = map(self.outer[1], parts)
         return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
 
 
@@ -150,8 +151,8 @@ def _choosing(function: Any) -> str:
     parts = [function.func, *function.args] if isinstance(function, functools.partial) else [function]
     parts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     modules = [module for part in parts if isinstance(module := getattr(part, "__self__", part), nn.Module)]
-    kinds = dict.fromkeys(kind.__name__ for module in modules for one in module.modules() for kind in type(one).__mro__)
-    return next((f"a {kind} chooses by it" for kind in kinds if any(name in kind for name in CHOOSE)), "")
+    kinds = (kind for module in modules for part in module.modules() for kind in type(part).__mro__)
+    return next((f"a {kind.__name__} chooses by it" for kind in kinds if is_called_like(kind, ROUTER + MIXTURE)), "")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -45,6 +45,14 @@ from octavo.weights.plain import (
 from octavo.weights.stored import FROZEN_ONLY, StoredWeight, local_stored, store, stored_as, why_cut_blocks
 
 LEFT_OUT = "select returned False"
+
+
+class Convertible(NamedTuple):
+    """A module to convert, and the class that it gets."""
+
+    name: str
+    module: nn.Module
+    new_class: type[nn.Module]
 
 
 def convert(
@@ -106,20 +114,20 @@ def convert(
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     if not isinstance(fuse, bool):
         raise TypeError(f"fuse={fuse!r}: use True or False")
-    targets = targets_of(model, select)
-    stored = {} if weight_storage is None else _storage(model, recipe, targets)
+    targets = _chosen(model, select)
+    stored = {} if weight_storage is None else _granularities_in_fp8(model, recipe, targets)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
-    for name, module, _ in targets:
-        for names, weight in _weights(name, module):
+    for target in targets:
+        for names, weight in _weights(target):
             if weight not in stored:
                 check_readable(recipe.of(*names), weight)
     for weight, granularity in stored.items():
         store(weight, granularity)
     group = GatherGroup()
-    for name, holder, target in targets:
-        if type(holder) is not target:
-            holder.__class__ = target
+    for name, holder, new_class in targets:
+        if type(holder) is not new_class:
+            holder.__class__ = new_class
         if isinstance(holder, ConvertedExperts):
             holder.add_parts()
         assert isinstance(holder, WeightOwner)
@@ -151,20 +159,20 @@ def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
 
 
-def _storage(
-    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[tuple[str, nn.Module, type[nn.Module]]]
+def _granularities_in_fp8(
+    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible]
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
-    matrices = [(*each, target, module) for name, module, target in targets for each in _weights(name, module)]
+    matrices = [(*each, target) for target in targets for each in _weights(target)]
     matrices = [each for each in matrices if not recipe.of(*each[0]).is_high_precision]
-    others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
+    others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, (_, module, _) in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
-    for names, weight, target, module in matrices:
+    for names, weight, (_, module, new_class) in matrices:
         name, recipe_of_module = names[-1] or "the model", recipe.of(*names)
         if id(weight) in others:
             continue
-        if not issubclass(target, nn.Linear | Grouped | ConvertedExperts):
-            raise ValueError(f"{name}: a {target.__name__}'s weight can't be stored in FP8: leave it out by select=")
+        if not issubclass(new_class, nn.Linear | Grouped | ConvertedExperts):
+            raise ValueError(f"{name}: a {new_class.__name__}'s weight can't be stored in FP8: leave it out by select=")
         if weight is None:
             raise ValueError(
                 f"{name}: a weight that is computed from others can't be stored in FP8: leave it out by select="
@@ -185,37 +193,45 @@ def _storage(
     return granularities
 
 
-def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
+def _weights(target: Convertible) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """Return a module's weights that convert takes, each with the names that a RecipeMap's patterns may match."""
+    name, module, _ = target
     if isinstance(module, RecipeModule):
         return [(module.names(name), weight_of(module))]
     keys = keys_of(module).items()
     return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
 
-def storages(
+def storage_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
+    """Return how the weights of a model's octavo modules are stored: {weight: granularity, or None: as plain tensors}.
+
+    ``storage_after`` returns the same of a phase.
+    """
+    return {weight: stored_as(weight) for *_, weight in _weights_of(_modules(model))}
+
+
+def storage_after(
     model: nn.Module,
     recipe: Recipe | RecipeMap,
     weight_storage: str | None,
-    now: Mapping[nn.Parameter, Granularity | None],
+    before: Mapping[nn.Parameter, Granularity | None],
 ) -> dict[nn.Parameter, Granularity | None]:
-    """Return how a converted model's weights would be stored: "fp8", None (as plain tensors), "same" (as ``now``)."""
+    """Return how weights are stored in a phase of this ``weight_storage``, "fp8", None or "same": as ``before``.
+
+    Raises ValueError if that can't be, or the recipe can't read them.
+    """
     modules = _modules(model)
-    then = dict(now) if weight_storage else dict.fromkeys(now)
+    after = dict(before) if weight_storage else dict.fromkeys(before)
     if weight_storage == "fp8":
-        then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
+        after |= _granularities_in_fp8(
+            model, recipe, [Convertible(name, module, type(module)) for name, module in modules]
+        )
     for name, module, weight in _weights_of(modules):
-        if then[weight] != now[weight]:
+        if after[weight] != before[weight]:
             _refuse_sharded(name, weight)
-        if (granularity := then[weight]) is not None:
+        if (granularity := after[weight]) is not None:
             check_stored_granularity(recipe.of(*module.names(name)), weight.shape, granularity)
-    return then
-
-
-def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-    """Return {weight: granularity, or None} of the weights of a model's octavo modules."""
-    weights = [weight for *_, weight in _weights_of(_modules(model))]
-    return {weight: stored_as(weight) for weight in weights}
+    return after
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
@@ -412,55 +428,63 @@ def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
     return recipe
 
 
-def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
-    """Return (name, module, new class) of the modules that convert, which calls this, would convert."""
+def _chosen(model: nn.Module, select: Select | None) -> list[Convertible]:
+    """Return the modules that convert, which calls this, would convert; warn of those that one would expect, too."""
     if select is not None and not callable(select):
         raise TypeError(
             f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
             "{'blocks.0.up', 'blocks.0.down'}"
         )
-    chosen = large_enough if select is None else select
-    targets: list[tuple[str, nn.Module, type[nn.Module]]] = []
-    reasons: dict[str, list[str]] = {}
-    unknown: dict[str, list[nn.Parameter]] = {}
     past = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.called}
+    targets: list[Convertible] = []
+    reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if held := expert_weights(module):
-            unknown[name] = list(held.values())
-        target: Any = type(module)
-        if isinstance(module, RecipeModule):
-            reason = None if select is None or select(module, name) else LEFT_OUT
-        elif (target := fp8_class(module) or experts_class(module)) is not None:
-            reason = why_left_alone(module)
-            if reason in (None, REPLACED) and not chosen(module, name):
-                reason = why_not(module) if select is None else LEFT_OUT
-            elif reason is None:
-                reason = past.get(id(module))
-        elif isinstance(module, nn.Linear):
-            reason = why_not(module)
-        else:
+        is_converted = isinstance(module, RecipeModule)
+        new_class: Any = type(module) if is_converted else fp8_class(module) or experts_class(module)
+        if new_class is None and not isinstance(module, nn.Linear):
             continue
-        if reason is None:
-            targets.append((name, module, target))
+        if (reason := _why_not_chosen(name, module, select, past)) is None:
+            targets.append(Convertible(name, module, new_class))
         else:
             reasons.setdefault(reason, []).append(name or "the model")
     if not targets:
         why = _listed(reasons) or "the model has no linear layer"
         warnings.warn(f"octavo.convert converted nothing: {why}", stacklevel=3)
-    else:
-        for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
-            late = reasons[reason]
-            warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {reason}", stacklevel=3)
-    if targets and unknown:
+        return targets
+    for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
+        late = reasons[reason]
+        warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {reason}", stacklevel=3)
+    _warn_of_unknown_experts(model)
+    return targets
+
+
+def _why_not_chosen(name: str, module: nn.Module, select: Select | None, past: Mapping[int, str]) -> str | None:
+    """Return why a linear layer, experts or an FP8 module is not converted; None if it is.
+
+    ``past``: why layers are not, by ``id``, whose weights the model reads without calling them.
+    """
+    if isinstance(module, RecipeModule):
+        return None if select is None or select(module, name) else LEFT_OUT
+    if fp8_class(module) is None and experts_class(module) is None:
+        return why_not(module)
+    reason = why_left_alone(module)
+    if reason in (None, REPLACED) and not (large_enough if select is None else select)(module, name):
+        return why_not(module) if select is None else LEFT_OUT
+    return past.get(id(module)) if reason is None else reason
+
+
+def _warn_of_unknown_experts(model: nn.Module) -> None:
+    """Warn of modules whose parameters may be experts' weights, and stay in high precision."""
+    unknown = {name: held for name, module in model.named_modules() if (held := expert_weights(module))}
+    if unknown:
         elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        share = sum(p.numel() for held in unknown.values() for p in held) / elements
+        share = sum(p.numel() for held in unknown.values() for p in held.values()) / elements
         warnings.warn(
             f"experts stay in high precision: {len(unknown)} modules' weights, first {next(iter(unknown))}'s, are 3-D "
             f"parameters of no kind that octavo knows, {100 * share:.1f} % of the elements of the model's matrices; "
             "octavo.summary(model, *inputs) says how much of a forward pass is in FP8",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return targets
 
 
 # nn.TransformerEncoderLayer has a fast path: in evaluation torch computes the whole layer in one function of its own,

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
-from octavo.nn.fused import run_alone, run_as_one, runs_alone
+from octavo.nn.fused import run_as_one, runs_alone
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
@@ -41,19 +40,9 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import functorch_is_active, in_forward_mode
 
-if TYPE_CHECKING:  # Python compiles a call of a method of what a module imports to other instructions
-    from collections.abc import Callable
-
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
 
 class KnownForward(nn.Module):
-    """Base of the classes for modules with a known forward; mixed in before a module's own class.
-
-    ``changes``: (text of a base's ``known``, this class's text in its place), so that no forward is written twice.
-    """
-
-    changes: tuple[tuple[str, str], ...] = ()
+    """Base of the classes for modules with a known forward; mixed in before a module's own class."""
 
     def known(self, *args: Any) -> Any:
         """Compute as the library's forward, whose source this repeats; compared with it, and never called."""
@@ -87,13 +76,12 @@ class KnownForward(nn.Module):
 
 
 class PartNames(NamedTuple):
-    """The names of a feed-forward's parts; "" for a part that it lacks."""
+    """The names of a feed-forward's parts; "" for dropout that it lacks."""
 
-    gate: str
-    up: str
+    readers: tuple[str, ...]  # gate and up, or the one layer that reads the input
     act: str
-    dropout: str
     down: str
+    dropout: str = ""
 
 
 class FeedForward(KnownForward):
@@ -103,45 +91,42 @@ class FeedForward(KnownForward):
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        names = cls.parts
+        names, is_gated = cls.parts, len(cls.parts.readers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
         if not isinstance(down, Linear):
             return f"{names.down} is not converted"
-        if activation_of(act, bool(names.up)) is None:
-            return f"casts don't compute {type(act).__name__}{' as a gate' if names.up else ''}"
+        if activation_name(act, is_gated) is None:
+            return f"casts don't compute {type(act).__name__}{' as a gate' * is_gated}"
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         return None
 
     @property
     def readers(self) -> list[Any]:
-        return [getattr(self, name) for name in (self.parts.gate, self.parts.up) if name]
+        return [getattr(self, name) for name in self.parts.readers]
 
     def why_bypassed(self) -> str | None:
-        down: Any = getattr(self, self.parts.down)
-        if (why := super().why_bypassed()) is None and not (down.splits is None and run_alone([down])):
-            return f"{self.parts.down} has hooks, another forward, or its output product in high precision"
-        return why
+        why = f"{self.parts.down} has hooks, another forward, or its output product in high precision"
+        return super().why_bypassed() or (None if may_bypass(getattr(self, self.parts.down)) else why)
 
     def lean(self, x: Any) -> Tensor | None:
-        names = self.parts
+        names, readers = self.parts, self.readers
         down: Any = getattr(self, names.down)
         dropout: Any = getattr(self, names.dropout) if names.dropout else None
-        if not isinstance(down, Linear) or down.splits is not None or not run_alone([down]):
+        if not may_bypass(down) or (dropout is not None and dropout.p and dropout.training):
             return None
-        activation = activation_of(getattr(self, names.act), bool(names.up))
-        if activation is None or (dropout is not None and dropout.p and dropout.training):
+        if (activation := activation_name(getattr(self, names.act), len(readers) == 2)) is None:
             return None
         tensors = weight, bias, parameter = down.layer_tensors()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return None
-        if (first := as_one_layer(self.readers)) is not None:
+        if (first := as_one_layer(readers)) is not None:
             layers = [first.layer_tensors(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
             output: Tensor = run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
             return output
-        gate = getattr(self, names.gate)(x)
-        up = getattr(self, names.up)(x) if names.up else None
+        gate = readers[0](x)
+        up = readers[1](x) if len(readers) == 2 else None
         dtype = product_dtype(gate, weight)
         gate, up = gate.to(dtype), None if up is None else up.to(dtype)
         refuse_for_fp8(gate, parameter, bias)
@@ -149,20 +134,26 @@ class FeedForward(KnownForward):
         return activated_linear(gate, up, weight, bias, down.layer_of(gate, tensors, needs_grad), activation)
 
 
+def may_bypass(layer: Any) -> bool:
+    """Whether a layer is octavo's, with one result by a product in FP8, and nothing has to call it."""
+    if not isinstance(layer, Linear) or layer.splits is not None or layer.fp8.recipe.output is None:
+        return False
+    return runs_alone(layer)
+
+
 def as_one_layer(layers: Sequence[Any]) -> Any:
     """Return layers that read one tensor as one layer for ``run_as_one``; None if hooks or the like forbid it."""
+    if len(layers) == 1:
+        return layers[0] if may_bypass(layers[0]) and not is_parallel(layers[0].weight) else None
     if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
-    if len(layers) > 1:
-        return joined if (joined := Joined(tuple(layers))).can_join() else None
-    (layer,) = layers
-    return layer if layer.splits is None and run_alone(layers) and not is_parallel(layer.weight) else None
+    return joined if (joined := Joined(tuple(layers))).can_join() else None
 
 
 class OfLlama(FeedForward):
     """The feed-forward of Llama, Mistral, Qwen and many others."""
 
-    parts = PartNames("gate_proj", "up_proj", "act_fn", "", "down_proj")
+    parts = PartNames(("gate_proj", "up_proj"), "act_fn", "down_proj")
 
     def known(self: Any, x: Tensor) -> Any:
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -172,7 +163,7 @@ class OfLlama(FeedForward):
 class OfViT(FeedForward):
     """The feed-forward of ViT and similar models."""
 
-    parts = PartNames("fc1", "", "activation_fn", "", "fc2")
+    parts = PartNames(("fc1",), "activation_fn", "fc2")
 
     def known(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.fc1(hidden_states)
@@ -184,7 +175,7 @@ class OfViT(FeedForward):
 class OfT5(FeedForward):
     """The feed-forward of T5, without a gate."""
 
-    parts = PartNames("wi", "", "act", "dropout", "wo")
+    parts = PartNames(("wi",), "act", "wo", "dropout")
 
     def known(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.wi(hidden_states)
@@ -200,17 +191,24 @@ class OfT5(FeedForward):
         return hidden_states
 
 
-class OfGatedT5(OfT5):
+class OfGatedT5(FeedForward):
     """The feed-forward of T5 version 1.1 and Flan-T5, with a gate."""
 
-    parts = PartNames("wi_0", "wi_1", "act", "dropout", "wo")
-    changes = (
-        (
-            "hidden_states = self.wi(",
-            "hidden_gelu = self.act(self.wi_0(hidden_states))\n    hidden_linear = self.wi_1(",
-        ),
-        ("hidden_states = self.act(hidden_states)", "hidden_states = hidden_gelu * hidden_linear"),
-    )
+    parts = PartNames(("wi_0", "wi_1"), "act", "wo", "dropout")
+
+    def known(self: Any, hidden_states: Tensor) -> Any:
+        hidden_gelu = self.act(self.wi_0(hidden_states))
+        hidden_linear = self.wi_1(hidden_states)
+        hidden_states = hidden_gelu * hidden_linear
+        hidden_states = self.dropout(hidden_states)
+        if (
+            isinstance(self.wo.weight, torch.Tensor)
+            and hidden_states.dtype != self.wo.weight.dtype
+            and self.wo.weight.dtype != torch.int8
+        ):
+            hidden_states = hidden_states.to(self.wo.weight.dtype)
+        hidden_states = self.wo(hidden_states)
+        return hidden_states
 
 
 class LeanRMSNorm(KnownForward):
@@ -295,20 +293,61 @@ class DecoderLayer(KnownForward):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
-        norms = self.input_layernorm, self.post_attention_layernorm
-        fused = all(
+        first, second = norms = self.input_layernorm, self.post_attention_layernorm
+        if args or not all(
             isinstance(norm, LeanRMSNorm) and runs_alone(norm) and norm.is_lean(hidden_states) for norm in norms
-        )
-        if args or not fused:
+        ):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
-        first, second = norms
         normed, residual = first.lean_with(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **kwargs)
         normed, residual = second.lean_with(attended, residual)
         return residual + self.mlp(normed)
 
 
-_SCALING, _HEADS = "scaling=self.scaling,", "self.{}_proj(hidden_states).view(hidden_shape)"  # of Attention.known
+# An attention's forward, as transformers writes it in several variants: the function that turns positions and the table
+# of functions of attention are names of the library's module. Python compiles a call of a method of what a module
+# imports to instructions of its own, so the table is imported here as there.
+_ATTENTION = """
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs):
+    input_shape = hidden_states.shape[:-1]
+    hidden_shape = (*input_shape, -1, self.head_dim)
+    query_states = {queries}.transpose(1, 2)
+    key_states = {keys}.transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    cos, sin = position_embeddings
+    query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+    if cache is not None:
+        key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, eager_attention_forward
+    )
+    attn_output, attn_weights = attention_interface(
+        self,
+        query_states,
+        key_states,
+        value_states,
+        attention_mask,
+        dropout=0.0 if not self.training else self.attention_dropout,
+        scaling=self.scaling,
+        {window}
+        **kwargs,
+    )
+    attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+    attn_output = self.o_proj(attn_output)
+    return attn_output, attn_weights
+"""
+
+
+def _attention_forward(window: str = "", norms_heads: bool = False) -> Any:
+    """Return the function that a variant of _ATTENTION defines, to be compared and never called."""
+    queries, keys = (f"self.{name}_proj(hidden_states).view(hidden_shape)" for name in "qk")
+    if norms_heads:
+        queries, keys = f"self.q_norm({queries})", f"self.k_norm({keys})"
+    source = _ATTENTION.format(queries=queries, keys=keys, window=window)
+    constants = compile(source, __file__, "exec").co_consts  # nothing of it runs, and nothing is imported
+    return FunctionType(next(constant for constant in constants if isinstance(constant, CodeType)), {})
 
 
 class Attention(KnownForward):
@@ -322,6 +361,7 @@ class Attention(KnownForward):
     config: Any
     interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
+    known: Any = _attention_forward()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -330,36 +370,6 @@ class Attention(KnownForward):
             names = inspect.unwrap(plain.forward).__globals__
             cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
-
-    def known(  # type: ignore[override]
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
-    ) -> Any:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation,
-            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
@@ -378,9 +388,8 @@ class Attention(KnownForward):
         return [getattr(self, name) for name in QKV]
 
     def why_bypassed(self) -> str | None:
-        if (why := super().why_bypassed()) is None and as_one_layer(self.readers) is None:
-            return f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
-        return why
+        why = f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
+        return super().why_bypassed() or (why if as_one_layer(self.readers) is None else None)
 
     def window(self) -> dict[str, Any]:
         """Return the further keyword arguments that the class passes to the function of attention."""
@@ -394,11 +403,10 @@ class Attention(KnownForward):
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
         layers = self.readers
-        angles = kwargs.get("position_embeddings")
-        if args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]):
+        angles: Any = kwargs.get("position_embeddings")
+        is_turned = not (args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]))
+        if not is_turned or hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
-        if hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
-            return super(KnownForward, self).forward(hidden_states, **kwargs)
         del kwargs["position_embeddings"]
         tensors = joined.layer_tensors()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
@@ -420,7 +428,7 @@ class Attention(KnownForward):
 class AttentionOfMistral(Attention):
     """The attention of Mistral and Mixtral, whose configuration may limit how far back queries look."""
 
-    changes = ((_SCALING, f'{_SCALING} sliding_window=getattr(self.config, "sliding_window", None),'),)
+    known = _attention_forward(window="sliding_window=getattr(self.config, 'sliding_window', None),")
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
@@ -430,7 +438,7 @@ class AttentionOfQwen2(Attention):
     """The attention of Qwen2 and others, whose layers differ in how far back queries look."""
 
     sliding_window: int | None
-    changes: tuple[tuple[str, str], ...] = ((_SCALING, f"{_SCALING} sliding_window=self.sliding_window,"),)
+    known = _attention_forward(window="sliding_window=self.sliding_window,")
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window}
@@ -441,11 +449,7 @@ class AttentionOfQwen3(AttentionOfQwen2):
 
     q_norm: nn.Module
     k_norm: nn.Module
-    changes = (
-        *AttentionOfQwen2.changes,
-        (_HEADS.format("q"), f"self.q_norm({_HEADS.format('q')})"),
-        (_HEADS.format("k"), f"self.k_norm({_HEADS.format('k')})"),
-    )
+    known = _attention_forward(window="sliding_window=self.sliding_window,", norms_heads=True)
 
     def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
         cos, sin, counts, _ = positions
@@ -478,27 +482,17 @@ def _turns_halves(forward: Any) -> bool:
     library = forward.__globals__
     pairs = [(library.get(function.__name__), function) for function in (rotate_half, apply_rotary_pos_emb)]
     return all(
-        inspect.isfunction(library_function) and _same(inspect.unwrap(library_function), function)
+        inspect.isfunction(library_function) and _same_code(inspect.unwrap(library_function), function)
         for library_function, function in pairs
     )
 
 
-_KINDS: tuple[type[KnownForward], ...] = (
-    OfLlama,
-    OfViT,
-    OfT5,
-    OfGatedT5,
-    LeanRMSNorm,
-    LeanT5Norm,
-    DecoderLayer,
-    Attention,
-    AttentionOfMistral,
-    AttentionOfQwen2,
-    AttentionOfQwen3,
-)
+_FEED_FORWARDS = (OfLlama, OfViT, OfT5, OfGatedT5)
+_ATTENTIONS = (Attention, AttentionOfMistral, AttentionOfQwen2, AttentionOfQwen3)
+_KINDS: tuple[type[KnownForward], ...] = (*_FEED_FORWARDS, LeanRMSNorm, LeanT5Norm, DecoderLayer, *_ATTENTIONS)
 
 
-def activation_of(act: nn.Module | None, gated: bool) -> str | None:
+def activation_name(act: nn.Module | None, gated: bool) -> str | None:
     """Return the name in kernels/activations.py of an activation module's function, or of a gate by it; or None."""
     return name_of(function_of(act), gated) if act is not None and runs_alone(act) else None
 
@@ -510,25 +504,13 @@ def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
 
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
-    return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)  # type: ignore[arg-type]
+    return next((kind for kind in _KINDS if inspect.isfunction(forward) and _same_code(forward, kind.known)), None)
 
 
-@functools.cache
-def _known_of(known_class: type[KnownForward]) -> Any:
-    """Return a function with the instructions of a class's ``known`` after its ``changes``; never called."""
-    if not known_class.changes:
-        return known_class.known
-    text = textwrap.dedent(inspect.getsource(known_class.known))
-    for old, new in known_class.changes:
-        text = text.replace(old, new)
-    text = f"import ALL_ATTENTION_FUNCTIONS\n{text}"  # it must be an imported name for the compiler, see above
-    constants = compile(text, __file__, "exec").co_consts
-    return FunctionType(next(constant for constant in constants if isinstance(constant, CodeType)), {})
-
-
-def _same(one: Any, other: Any) -> bool:
+def _same_code(one: Any, other: Any) -> bool:
+    """Whether two functions have the same instructions, names and constants, docstrings apart."""
     a, b = one.__code__, other.__code__
-    consts = [[const for const in code.co_consts if const != one.__doc__ and const != other.__doc__] for code in (a, b)]
+    consts = [[const for const in code.co_consts if const not in (one.__doc__, other.__doc__)] for code in (a, b)]
     return (a.co_code, a.co_names, consts[0]) == (b.co_code, b.co_names, consts[1])
 
 
@@ -574,13 +556,12 @@ def fused_modules(model: nn.Module) -> Iterator[FusedModule]:
             yield FusedModule(name, "norm")
         elif isinstance(module, DecoderLayer):
             yield FusedModule(name, "residual")
-        elif isinstance(module, FeedForward | Attention):
+        elif isinstance(module, Attention):
+            is_joined, norms_heads = as_one_layer(module.readers) is not None, isinstance(module, AttentionOfQwen3)
+            yield FusedModule(name, "attention", QKV, is_joined=is_joined, norms_heads=norms_heads)
+        elif isinstance(module, FeedForward):
             is_joined = as_one_layer(module.readers) is not None
-            if isinstance(module, Attention):
-                yield FusedModule(name, "attention", QKV, "", is_joined, isinstance(module, AttentionOfQwen3))
-            else:
-                readers = tuple(filter(None, (module.parts.gate, module.parts.up)))
-                yield FusedModule(name, "feed-forward", readers, module.parts.down, is_joined)
+            yield FusedModule(name, "feed-forward", module.parts.readers, module.parts.down, is_joined)
 
 
 def fuse_known(model: nn.Module) -> dict[str, list[str]]:

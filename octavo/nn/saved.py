@@ -22,22 +22,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from octavo.nn.candidates import class_of, expert_weights, fp8_class
+from octavo.nn.candidates import MIXTURE, ROUTER, class_of, expert_weights, fp8_class, is_called_like
 from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
 
+MIB = 1 << 20
 SAVED_KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
 _INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = SAVED_KINDS
 
-# kind: parts of classes' names; the first kind that fits counts
-_NAMES = {
+# kind: words in classes' names, where a class itself does not say what it is; the first kind that fits counts
+_WORDS = {
     _OTHER: ("Dropout", "Embedding", "Rotary"),
     _NORMS: ("Norm", "DecoderLayer"),  # a DecoderLayer that known_forwards.py fuses computes its norms itself
     _ATTENTION: ("Attention", "Attn", "Mixer", "Conv1d"),
-    _ACTIVATIONS: ("MLP", "FeedForward", "LayerFF", "Dense", "Moe", "MoE", "Experts"),
+    _ACTIVATIONS: ("MLP", "FeedForward", "LayerFF", "Dense", *MIXTURE),
     _LOGITS: ("Loss",),
 }
 
@@ -47,11 +48,11 @@ def kind_of(module: nn.Module) -> str | None:
     kind = class_of(module)
     if isinstance(module, ConvertedExperts) or expert_weights(module) or function_of(module):
         return _ACTIVATIONS
-    if isinstance(module, RecipeModule | nn.Linear) or fp8_class(module) is not None or "Router" in kind.__name__:
+    if isinstance(module, RecipeModule | nn.Linear) or fp8_class(module) is not None or is_called_like(kind, ROUTER):
         return _INPUTS
     if isinstance(module, nn.Module) and kind.__module__.startswith("torch.nn.modules.activation"):
         return _ATTENTION if isinstance(module, nn.MultiheadAttention) else _ACTIVATIONS
-    return next((matching for matching, names in _NAMES.items() if any(name in kind.__name__ for name in names)), None)
+    return next((matching for matching, words in _WORDS.items() if is_called_like(kind, words)), None)
 
 
 class _Origins(OperationCounter):
@@ -94,7 +95,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     kinds: dict[nn.Module, str | None] = {}
     stack = [_OTHER]
 
-    def pack(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         for part in inner(tensor):
             saved_parts.setdefault(OperationCounter.storage_of(part), (stack[-1], part))
         return tensor
@@ -110,7 +111,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), origins, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), origins, torch.enable_grad():
             output = model(*args, **kwargs)
     finally:
         for handle in handles:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import predicted_by_kind
+from octavo.nn.saved import MIB, predicted_by_kind
 from octavo.scaling.recipe import Recipe
 from octavo.weights.plain import weight_of
 
@@ -55,9 +55,6 @@ class ModuleSummary:
     recipe: Recipe | None
     reason: str
     gathered: str = ""
-
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,8 @@ class SavedBytes:
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
             sizes = [by_kind[kind] / MIB for by_kind in both]
-            lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
+            if any(sizes):
+                lines.append(f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}")
         for why, (count, plain_bytes, kept_bytes) in self.regions.items():
             state = f"left as they are: {why}" if why else f"kept in FP8, {kept_bytes / MIB:,.2f} MiB"
             lines.append(f"  {count} arguments of checkpointed regions, {plain_bytes / MIB:,.2f} MiB, {state}")
@@ -135,9 +133,8 @@ class Summary:
         if self.saved is not None:
             lines.append(str(self.saved))
         if self.fused:
-            lines.append(
-                "fused: " + ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(self.fused.values()).items()))
-            )
+            counts = sorted(Counter(self.fused.values()).items())
+            lines.append(f"fused: {', '.join(f'{count} {kind}' for kind, count in counts)}")
         first = {why: name for name, why in reversed([*self.not_fused.items()])}
         for why, count in Counter(self.not_fused.values()).items():
             lines.append(f"not fused: {count}, first {first[why]}: {why}")
@@ -183,19 +180,22 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           0  Embedding [16, 8]  left alone: Embedding is not a linear layer
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
-    rows: list[ModuleSummary] = []
     flops = products = saved = in_training = None
     if args or kwargs:
         in_evaluation = forward_flops(model, args, kwargs)
         saved, in_training = _in_training(model, args, kwargs)
-        flops, by_name = in_training or in_evaluation
+        flops, in_fp8 = in_training or in_evaluation
         names = model.named_modules(remove_duplicate=False)  # the counter may use a shared module's last name
-        products = {id(module): by_name[name] for name, module in names if name in by_name}
-    past, parts_of_fused = past_reads(model), _parts_of_fused(model)
-    taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
-    computed: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
+        products = {id(module): in_fp8[name] for name, module in names if name in in_fp8}
+    rows = tuple(_rows(model, _Reasons(model, products, in_training is not None)))
+    return Summary(rows, flops, saved, *_fused(model))
+
+
+def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
+    """Yield a row for each matrix of a model."""
+    computing: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
     for name, module in model.named_modules():
-        if id(module) in computed or isinstance(module, ExpertsPart):  # whose matrix is another module's
+        if id(module) in computing or isinstance(module, ExpertsPart):  # whose matrix is another module's
             continue
         parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
         parameters = dict(module.named_parameters(recurse=False)).items()
@@ -204,38 +204,66 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
         if (isinstance(module, RecipeModule) or fp8_class(module) is not None) and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v or weight_orig
             if parametrize.is_parametrized(module, "weight"):
-                computed.add(id(module.parametrizations.weight))
+                computing.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
             reader = parts.get(key, module)
             recipe = reader.recipe if isinstance(reader, RecipeModule) else None
-            reads = past.get(id(module))
-            replaced = recipe is not None and "forward" in module.__dict__
-            if reads is not None and not reads.called:
-                reason = str(reads)
-            elif recipe is not None and (replaced or reads is not None):
-                reason = _unless_called(REPLACED_SINCE if replaced else str(reads), module, recipe, products)
-            elif recipe is not None and in_training and id(module) not in parts_of_fused:
-                reason = _unless_called("a forward in training does not call it", module, recipe, products)
-            elif key in expert_weights(module):
-                reason = "a 3-D parameter (expert weights) is not a linear layer"
-            else:
-                reason = "" if recipe is not None else why_not(module, taken) or "not selected"
             gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
             gathered = str(reader.fp8.gather.way(reader)) if gathers and reader.fp8.gather.parameter is not None else ""
-            rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
-    fused = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
-    kinds = {name: class_of(module).__name__ for name, module in fused if module.why_bypassed() is None}
-    with_loss = [(name, module) for name, module in model.named_modules() if has_loss(module)]
-    any_fused = bool(fused or with_loss)
-    refused = {name: why for name, module in model.named_modules() if any_fused and (why := refusal(module))}
+            reason = reasons.reason(module, key, recipe)
+            yield ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered)
+
+
+class _Reasons:
+    """Why a model's matrices are left alone, or their products are not, or perhaps not, in FP8.
+
+    ``products``: by the ids of modules that computed any, whether some were in FP8; None where no forward ran.
+    ``in_training``: whether one in training did.
+    """
+
+    def __init__(self, model: nn.Module, products: Mapping[int, bool] | None, in_training: bool) -> None:
+        self.products, self.in_training = products, in_training
+        self.past_reads, self.parts_of_fused = past_reads(model), _parts_of_fused(model)
+        self.taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
+
+    def reason(self, module: nn.Module, key: str, recipe: Recipe | None) -> str:
+        """Return ``ModuleSummary.reason`` of a module's parameter ``key``, which is converted with this recipe."""
+        reads = self.past_reads.get(id(module))
+        if reads is not None and not reads.called:
+            return str(reads)
+        if recipe is None:
+            if key in expert_weights(module):
+                return "a 3-D parameter (expert weights) is not a linear layer"
+            return why_not(module, self.taken) or "not selected"
+        if "forward" in module.__dict__:
+            why = REPLACED_SINCE
+        elif reads is not None:
+            why = str(reads)
+        elif self.in_training and id(module) not in self.parts_of_fused:
+            why = "a forward in training does not call it"
+        else:
+            return ""
+        if self.products is None:
+            return f"{why}, or calls it: octavo.summary(model, *inputs) says which"
+        is_in_fp8 = self.products.get(id(module))  # None: it computed no product
+        return "" if is_in_fp8 or (is_in_fp8 is not None and recipe.output is None) else why
+
+
+def _fused(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Return ``Summary.fused`` and ``Summary.not_fused``."""
+    modules = [*model.named_modules()]
+    known = [(name, module) for name, module in modules if isinstance(module, KnownForward)]
+    kinds = {name: class_of(module).__name__ for name, module in known if module.why_bypassed() is None}
+    with_loss = [(name, module) for name, module in modules if has_loss(module)]
+    refused = {name: why for name, module in modules if (known or with_loss) and (why := refusal(module))}
     for name, module in with_loss:
         label = f"{name}.loss_function".lstrip(".")
         if library := library_of_forward(module):
             refused[label] = f"the model's forward is {library}'s, which may compute the loss itself"
         else:
             kinds[label] = "causal_lm_loss"
-    return Summary(tuple(rows), flops, saved, kinds, refused)
+    return kinds, refused
 
 
 def _in_training(
@@ -267,32 +295,20 @@ def _parts_of_fused(model: nn.Module) -> set[int]:
     }
 
 
-def _unless_called(why: str, module: nn.Module, recipe: Recipe, products: Mapping[int, bool] | None) -> str:
-    """Return why a layer may not be in FP8, "" where a forward computed its product.
-
-    ``products``: by the ids of modules that computed any, whether some were in FP8; None where no forward ran.
-    """
-    if products is None:
-        return f"{why}, or calls it: octavo.summary(model, *inputs) says which"
-    key = id(module)
-    return "" if products.get(key, False) or (recipe.output is None and key in products) else why
-
-
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
 
 _FP8 = torch.ops.octavo.matmul, torch.ops.octavo.grouped_matmul
 
 
-_ForwardCounts = tuple[tuple[int, int], dict[str, bool]]
+class _ForwardCounts(NamedTuple):
+    """The operations of products in FP8, and of all products; of each module that computed any, whether in FP8."""
+
+    flops: tuple[int, int]
+    in_fp8: dict[str, bool]  # by module's name: whether some were
 
 
 def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _ForwardCounts:
-    """Return the floating-point operations of a forward in evaluation, without gradients.
-
-    Returns:
-        (operations of products in FP8, of all products), and of each module that computed any, by its name, whether
-        some were in FP8.
-    """
+    """Return the floating-point operations of a forward in evaluation, without gradients."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     training = {module: module.training for module in model.modules()}
@@ -311,5 +327,5 @@ def _counts_of(counter: Any) -> _ForwardCounts:
     counts = counter.get_flop_counts()
     total = counts.pop("Global", {})
     # names stand after the model's class
-    products = {name.partition(".")[2]: any(op in by_op for op in _FP8) for name, by_op in counts.items()}
-    return (sum(total.get(op, 0) for op in _FP8), sum(total.values())), products
+    in_fp8 = {name.partition(".")[2]: any(op in by_op for op in _FP8) for name, by_op in counts.items()}
+    return _ForwardCounts((sum(total.get(op, 0) for op in _FP8), sum(total.values())), in_fp8)

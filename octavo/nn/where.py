@@ -71,18 +71,15 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
 
 def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     """Return (whose kernels compute the three products, the loss of the first product that has one), in words."""
-    makers_by_product = {maker.product: maker for maker in makers(recipe, capability)}
-    owners = {
-        product: makers_by_product[product].kernel if product in makers_by_product else "high precision"
-        for product in PRODUCTS
-    }
-    first = next((maker for maker in makers_by_product.values() if maker.loss), None)
+    all_makers = [*makers(recipe, capability)]
+    owners = dict.fromkeys(PRODUCTS, "high precision") | {maker.product: maker.kernel for maker in all_makers}
     text = ", ".join(f"{product}: {owner}" for product, owner in owners.items())
     text = owners["output"] if len(set(owners.values())) == 1 else text
+    first = next((maker for maker in all_makers if maker.loss), None)
     if first is None:
         return text, "nothing"
-    of_all = len({maker.loss for maker in makers_by_product.values()}) == 1
-    return text, first.loss if of_all else f"in {first.product} {first.loss}"
+    losses = {maker.loss for maker in all_makers}
+    return text, first.loss if len(losses) == 1 else f"in {first.product} {first.loss}"
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:

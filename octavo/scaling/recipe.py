@@ -16,15 +16,17 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from octavo.errors import first_line
 from octavo.formats import CAST_FORMATS, E4M3, E5M2, Format
-from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile
-from octavo.numerics import scale_inv_dtype
+from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile, check_packed
+from octavo.numerics import check_margin, scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of roles in Recipe.casts and in delayed state
@@ -138,8 +140,21 @@ class Rotation:
 _SCALING = ("dtype", "tile", "power_of_two", "margin")  # a cast op's arguments
 
 
+class _DerivedOfCast:
+    """What a Cast derives from its fields, once, for every cast to read."""
+
+    tile: Tile  # the granularity's
+    is_delayed: bool
+    is_packed: bool  # whether two codes lie in a byte, see formats.E2M1
+    scale_inv_dtype: torch.dtype  # see numerics.scale_inv_dtype
+    arguments: tuple[Any, ...]  # as the cast ops take them
+    arguments_transposed: tuple[Any, ...]  # of the operand's transpose
+    named: dict[str, Any]  # more of them, of E2M1
+    as_second: dict[str, Any]  # all of the transpose's, as those of a second scaling
+
+
 @dataclass(frozen=True)
-class Cast:
+class Cast(_DerivedOfCast):
     """The format, granularity and rule by which one operand of one product is cast.
 
     Args:
@@ -168,52 +183,39 @@ class Cast:
     rounding: Stochastic | None = None
     rotation: Rotation | None = None
 
-    # derived once, read by every cast
-    tile: Tile = field(init=False, repr=False, compare=False)  # the granularity's
-    is_delayed: bool = field(init=False, repr=False, compare=False)
-    is_packed: bool = field(init=False, repr=False, compare=False)  # whether two codes lie in a byte, see formats.E2M1
-    scale_inv_dtype: Any = field(init=False, repr=False, compare=False)  # see numerics.scale_inv_dtype
-    arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
-    arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
-    named: dict[str, Any] = field(init=False, repr=False, compare=False)  # more of them, of E2M1
-    as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # the same of a second scaling
-
     def __post_init__(self) -> None:
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Cast: {name}={getattr(self, name)!r} is no {name}; e.g. {_EXAMPLES[name]}")
-        if not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
-            raise ValueError(
-                f"Cast: margin={self.margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)"
-            )
-        tile, delayed = self.granularity.tile, isinstance(self.rule, Delayed)
-        self._check_packed(tile)
-        if delayed and self.granularity != PerTensor() and not self.format.is_packed:
+        check_margin(self.margin, "Cast: ")
+        self._check_packed()
+        if isinstance(self.rule, Delayed) and self.granularity != PerTensor() and not self.format.is_packed:
             raise ValueError(
                 f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
             )
         if isinstance(self.granularity, PerRow) and self.granularity.dim != -1:
             raise ValueError("Cast: an operand is laid with the contracted dimension last, so its rows are PerRow()")
-        dtype, scale = self.format.dtype, (self.power_of_two, self.margin)
-        arguments = {"arguments": (dtype, tile, *scale), "arguments_transposed": (dtype, tile[::-1], *scale)}
-        second = {f"second_{name}": value for name, value in zip(_SCALING, (dtype, tile[::-1], *scale), strict=True)}
+        tile, format = self.granularity.tile, self.format
+        transposed = format.dtype, tile[::-1], self.power_of_two, self.margin
         named = {"seed": self.rounding and self.rounding.seed, "rotation": self.rotation and self.rotation.signs}
         named = {name: value for name, value in named.items() if value is not None}
-        second |= {f"second_{name}": value for name, value in named.items()}
-        written = scale_inv_dtype(tile, self.power_of_two, self.format.is_packed)
-        vars(self).update(tile=tile, is_delayed=delayed, is_packed=self.format.is_packed, scale_inv_dtype=written)
-        vars(self).update(arguments, named=named, as_second=second)
+        second = dict(zip(_SCALING, transposed, strict=True)) | named
+        vars(self).update(  # frozen, so that nothing else sets them
+            tile=tile,
+            is_delayed=isinstance(self.rule, Delayed),
+            is_packed=format.is_packed,
+            scale_inv_dtype=scale_inv_dtype(tile, self.power_of_two, format.is_packed),
+            arguments=(format.dtype, tile, self.power_of_two, self.margin),
+            arguments_transposed=transposed,
+            named=named,
+            as_second={f"second_{name}": value for name, value in second.items()},
+        )
 
-    def _check_packed(self, tile: Tile) -> None:
+    def _check_packed(self) -> None:
         """Raise ValueError for what only E2M1 has, or does not have."""
         if self.format.is_packed:
-            if tile not in (NV, (NV[1], NV[1])) or not self.power_of_two:
-                raise ValueError(
-                    f"Cast: {self.format} has blocks of 16 and an outer scale that is a power of two: give "
-                    f"PerBlock(1, 16) or PerBlock(16, 16) and power_of_two=True, not {self.granularity}, "
-                    f"power_of_two={self.power_of_two}"
-                )
-            if self.rotation is not None and tile != NV:
+            check_packed(self.granularity, self.power_of_two, "Cast: ")
+            if self.rotation is not None and self.granularity.tile != NV:
                 raise ValueError(f"Cast: rotation={self.rotation} runs along rows: give PerBlock(1, 16)")
         elif self.rounding is not None or self.rotation is not None:
             raise ValueError(f"Cast: rounding and rotation are E2M1's; a cast to {self.format} has neither")
@@ -284,8 +286,24 @@ class RoleCasts(NamedTuple):
         return self.as_is.tile if self.once and self.as_is is not None else None
 
 
+class _DerivedOfRecipe:
+    """What a Recipe derives from its fields, once, for every forward to read."""
+
+    input_casts: RoleCasts
+    weight_casts: RoleCasts
+    grad_output_casts: RoleCasts
+    casts: tuple[RoleCasts, RoleCasts, RoleCasts]  # these three, by role
+    weight_key: str  # weight_casts, as a compiled graph can compare them
+    rows_unit: int  # of N: blocks begin at its multiples
+    pads: bool  # whether padding each contraction to a multiple of PADDING leaves the number of scales as it is
+    packs: bool  # whether a cast is to E2M1
+    is_high_precision: bool  # no product is in FP8
+    delayed: Delayed | None
+    delayed_update: tuple[Any, ...]  # that op's arguments
+
+
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_DerivedOfRecipe):
     """The casts of each product's two operands, or None: that product stays in high precision.
 
     Args:
@@ -321,6 +339,31 @@ class Recipe:
     _named: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)  # see _rename
 
     def __post_init__(self) -> None:
+        self._check()
+        vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
+        output, grad_input, grad_weight = (getattr(self, product) or (None, None) for product in PRODUCTS)
+        pairs = (output[0], grad_weight[1]), (output[1], grad_input[1]), (grad_input[0], grad_weight[0])  # by role
+        casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in pairs)
+        all_casts = [cast for pair in pairs for cast in pair if cast is not None]
+        delayed = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in pairs]
+        rule = _one_rule(delayed)
+        vars(self).update(  # frozen, so that nothing else sets them
+            casts=casts,
+            input_casts=casts[INPUT],
+            weight_casts=casts[WEIGHT],
+            grad_output_casts=casts[GRAD_OUTPUT],
+            pads=all(cast.tile[1] == ALL or cast.tile[1] % PADDING == 0 for cast in all_casts),
+            packs=any(cast.is_packed for cast in all_casts),
+            is_high_precision=not all_casts,
+            delayed=rule,
+            delayed_update=_delayed_update(delayed, rule),
+            weight_key=str(casts[WEIGHT]),
+            rows_unit=_rows_unit(casts[WEIGHT], casts[GRAD_OUTPUT]),
+        )
+        self._rename()
+
+    def _check(self) -> None:
+        """Raise TypeError or ValueError for products that can't be computed; ``_one_rule`` looks at delayed casts."""
         for product in PRODUCTS:
             casts = getattr(self, product)
             if casts is None:
@@ -336,40 +379,6 @@ class Recipe:
             raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic(), not to E2M1")
         if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
             raise ValueError(f"Recipe: fast_accum={self.fast_accum!r} must be a tuple of products, of {PRODUCTS}")
-        vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
-        casts_by_role = {
-            "input": (self.output and self.output[0], self.grad_weight and self.grad_weight[1]),
-            "weight": (self.output and self.output[1], self.grad_input and self.grad_input[1]),
-            "grad_output": (self.grad_input and self.grad_input[0], self.grad_weight and self.grad_weight[0]),
-        }
-        delayed = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in casts_by_role.values()]
-        rules: set[Any] = {cast.rule for pair in delayed for cast in pair}
-        if len(rules) > 1:
-            raise ValueError(
-                f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, rules))}"
-            )
-        for role, pair in zip(ROLES, delayed, strict=True):
-            if len({_of_one_scale(cast) for cast in pair}) > 1:
-                raise ValueError(
-                    f"Recipe: {role} has one delayed scale but two casts, {pair[0]} and {pair[1]}; "
-                    "make them equal or one of them Dynamic"
-                )
-        rule = next(iter(rules), None)
-        packs = any(cast is not None and cast.is_packed for pair in casts_by_role.values() for cast in pair)
-        casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
-        vars(self).update(  # derived once, read on every forward
-            casts=casts,
-            # whether padding the contraction to a multiple of PADDING leaves the number of scales as it is
-            pads=all(c is None or c.tile[1] == ALL or c.tile[1] % PADDING == 0 for pair in casts for c in pair[:2]),
-            packs=packs,
-            is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
-            delayed=rule,
-            delayed_update=_delayed_update(delayed, rule),
-            **{f"{role}_casts": role_casts for role, role_casts in zip(ROLES, casts, strict=True)},
-            weight_key=str(casts[1]),
-            rows_unit=_rows_unit(casts[1], casts[2]),
-        )
-        self._rename()
 
     def of(self, *names: str) -> Recipe:
         """Return this recipe, which all layers have, as ``RecipeMap.of`` returns the one of a layer of these names."""
@@ -382,19 +391,6 @@ class Recipe:
             if changed := [name for name in FIELDS if old_values[name] != values[name]]:
                 vars(self)["name"] = f"{self.name} with {', '.join(changed)} changed"
         vars(self)["_named"] = {"name": self.name, **values}
-
-    # derived in __post_init__
-    input_casts: RoleCasts = field(init=False, repr=False, compare=False)
-    weight_casts: RoleCasts = field(init=False, repr=False, compare=False)
-    grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
-    casts: tuple[RoleCasts, RoleCasts, RoleCasts] = field(init=False, repr=False, compare=False)  # by role
-    weight_key: str = field(init=False, repr=False, compare=False)  # weight_casts, as a compiled graph can compare them
-    rows_unit: int = field(init=False, repr=False, compare=False)  # of N: blocks begin at its multiples
-    pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
-    packs: bool = field(init=False, repr=False, compare=False)  # whether a cast is to E2M1
-    is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
-    delayed: Delayed | None = field(init=False, repr=False, compare=False)
-    delayed_update: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # that op's arguments
 
     def __str__(self) -> str:
         lines = [f"{self.name}:"]
@@ -426,7 +422,21 @@ def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
             )
 
 
-def _of_one_scale(cast: Cast) -> Cast:
+def _one_rule(delayed: Sequence[Sequence[Cast]]) -> Delayed | None:
+    """Return the rule of all Delayed casts, which are listed by role; raise ValueError if one history can't serve."""
+    rules: set[Any] = {cast.rule for casts in delayed for cast in casts}
+    if len(rules) > 1:
+        raise ValueError(f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, rules))}")
+    for role, casts in zip(ROLES, delayed, strict=True):
+        if len({_as_scaled(cast) for cast in casts}) > 1:
+            raise ValueError(
+                f"Recipe: {role} has one delayed scale but two casts, {casts[0]} and {casts[1]}; "
+                "make them equal or one of them Dynamic"
+            )
+    return next(iter(rules), None)
+
+
+def _as_scaled(cast: Cast) -> Cast:
     """Return the cast without what two casts that read one delayed scale may differ in."""
     return replace(cast, granularity=PerBlock(*NV), rounding=None, rotation=None) if cast.is_packed else cast
 
@@ -444,7 +454,7 @@ def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
     return math.lcm(*(cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL))
 
 
-def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
+def _delayed_update(delayed: Sequence[Sequence[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
     """Return ops' options for next scales: by role (max, power_of_two, margin) of its Delayed cast; and the reduction.
 
     A role without a Delayed cast is never rolled, so that any cast's options will do.

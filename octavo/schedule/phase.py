@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
-from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
+from octavo.nn.convert import gather_anew, set_recipe, storage_after, storage_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
@@ -69,9 +69,8 @@ class Phase:
         if len(triggers) > 1:
             raise ValueError(f"Phase: {' and '.join(triggers)}: a phase begins by one of them")
         for name in triggers:
-            value, (kinds, wanted) = getattr(self, name), (int | float, "a number")
-            if name.startswith("from_"):
-                kinds, wanted = int, "a whole number"
+            value = getattr(self, name)
+            kinds, wanted = (int, "a whole number") if name.startswith("from_") else (int | float, "a number")
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise ValueError(f"Phase: {name}={value!r} must be {wanted} above 0")
 
@@ -98,7 +97,7 @@ class Target:
     Attributes:
         phase: the phase.
         settings: of the moments and masters of an optimizer of octavo.optim; None for one of torch's.
-        storage: how each weight of an octavo module is stored: its index among ``stored_now(model)`` -> granularity.
+        storage: how each weight of an octavo module is stored: its index among ``storage_now(model)`` -> granularity.
     """
 
     phase: Phase
@@ -107,15 +106,15 @@ class Target:
 
     def conversion(self, model: nn.Module) -> Conversion:
         """Return the conversion that puts a model's weights, and its optimizer, into the phase."""
-        pairs = zip(stored_now(model).items(), self.storage, strict=True)
+        pairs = zip(storage_now(model).items(), self.storage, strict=True)
         return Conversion(self.settings, {weight: new for (weight, present), new in pairs if new != present})
 
     def conversion_of_all(self, model: nn.Module) -> Conversion:
         """Return as ``conversion``, with the storage of all weights, also of those that stay as they are."""
-        return Conversion(self.settings, dict(zip(stored_now(model), self.storage, strict=True)))
+        return Conversion(self.settings, dict(zip(storage_now(model), self.storage, strict=True)))
 
 
-def targets_of(
+def phase_targets(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
 ) -> tuple[Target, ...]:
     """Return the Target of each phase, if they follow one another after the Target ``after`` (None: the present state).
@@ -125,14 +124,14 @@ def targets_of(
     if not any(isinstance(module, RecipeModule) for module in model.modules()):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     settings = optimizer.settings if isinstance(optimizer, CompactOptimizer) else None
-    now = stored_now(model)
+    now = storage_now(model)
     if after is not None:
         settings, now = after.settings, dict(zip(now, after.storage, strict=True))
     targets = []
     for index, phase in enumerate(phases):
         try:
             settings = _settings_of(phase, optimizer, settings)
-            now = storages(model, phase.recipe, phase.weight_storage, now)
+            now = storage_after(model, phase.recipe, phase.weight_storage, now)
             target = Target(phase, settings, tuple(now.values()))
             target.conversion(model).check(optimizer)
         except (TypeError, ValueError) as error:

@@ -16,8 +16,6 @@ from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
 from octavo.schedule.phase import Target
 
-MIB = 1 << 20
-
 
 class BudgetError(OctavoError, ValueError):
     """A phase takes more than the budget; the message names the phase and the cheapest way to fit."""
@@ -101,7 +99,7 @@ class Plan:
 
 
 def _mib(size: int) -> str:
-    return f"{size / MIB:,.2f} MiB"
+    return f"{size / 2**20:,.2f} MiB"
 
 
 def plan_of(
@@ -133,9 +131,8 @@ def _put_into(target: Target, twin: nn.Module) -> None:
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    return PhasePlan(
-        target.phase.name, *target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer), saved
-    )
+    sizes = target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer)
+    return PhasePlan(target.phase.name, *sizes, saved)
 
 
 def _cheapest(
@@ -147,12 +144,10 @@ def _cheapest(
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
     if previous is not None and previous.settings is not None:
         last, storage = previous.settings, target.storage
+        new_master, new_moments = last._replace(master=wanted.master), last._replace(moments=wanted.moments)
         ways = {
-            "leave moments as they were, and promote the master alone": (last._replace(master=wanted.master), storage),
-            "leave masters as they were, and promote the moments alone": (
-                last._replace(moments=wanted.moments),
-                storage,
-            ),
+            "leave moments as they were, and promote the master alone": (new_master, storage),
+            "leave masters as they were, and promote the moments alone": (new_moments, storage),
             "leave moments and masters as they were": (last, storage),
             f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }

@@ -23,7 +23,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Conversion
 from octavo.optim.state import largest
-from octavo.schedule.phase import Phase, Target, fp8_weights, switch, targets_of
+from octavo.schedule.phase import Phase, Target, fp8_weights, phase_targets, switch
 from octavo.schedule.plan import Plan, plan_of
 
 FAULTS = {1: "a gradient or the loss is not finite", 2: "the loss is a spike"}
@@ -223,7 +223,7 @@ class PrecisionSchedule:
         self.left_out: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
         self._faulty = False  # whether torch's optimizer must skip this step
         self._left_out = False  # whether a GradScaler has skipped this step, or may
-        self._targets = targets_of(model, optimizer, self.phases)
+        self._targets = phase_targets(model, optimizer, self.phases)
         self._rescues: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
             if getattr(optimizer, "in_backward", None) is not None:
@@ -231,7 +231,7 @@ class PrecisionSchedule:
             self._watch = LossWatch(recovery)
             weak = weakref.WeakMethod(self._before_step)
             optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
-            self._rescues = [targets_of(model, optimizer, [recovery.phase], target)[0] for target in self._targets]
+            self._rescues = [phase_targets(model, optimizer, [recovery.phase], target)[0] for target in self._targets]
         self._refuse_ddp()
         self._enter(self._targets[0], 0, "the first phase")
 

@@ -23,11 +23,12 @@ from octavo.granularity import (
     PerRow,
     PerTensor,
     Tile,
+    check_packed,
     scale_shape,
     tiles_along,
 )
 from octavo.kernels.layouts import unpacked_shape
-from octavo.numerics import E8M0, scale_inv_dtype
+from octavo.numerics import E8M0, check_margin, scale_inv_dtype
 from octavo.tensor.pair import COPIES, MOVES, Pair, moves
 
 
@@ -208,18 +209,12 @@ def quantize(
         raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
     if not isinstance(granularity, Granularity):
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
-    if not isinstance(margin, int) or not 0 <= margin <= 64:
-        raise ValueError(f"margin={margin!r} must be an integer from 0 to 64")
+    check_margin(margin)
     if format.is_packed:
-        _check_packed(x, granularity, power_of_two)
+        check_packed(granularity, power_of_two)
+        if x.ndim != 2 or x.shape[1] % NV[1]:
+            raise ValueError(f"E2M1 of shape {list(x.shape)}: give a matrix [R, C] whose C is a multiple of 16")
     return _Quantize.apply(x, format, granularity, power_of_two, margin)
-
-
-def _check_packed(x: Tensor, granularity: Granularity, power_of_two: bool) -> None:
-    if granularity.tile not in (NV, (NV[1], NV[1])) or not power_of_two:
-        raise ValueError(f"E2M1 by {granularity}: use PerBlock(1, 16) or PerBlock(16, 16), and power_of_two=True")
-    if x.ndim != 2 or x.shape[1] % NV[1]:
-        raise ValueError(f"E2M1 of shape {list(x.shape)}: give a matrix [R, C] whose C is a multiple of 16")
 
 
 class _Quantize(torch.autograd.Function):

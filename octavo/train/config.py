@@ -371,7 +371,7 @@ class TrainConfig:
 SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(TrainConfig)}
 
 
-def check_recipe(name: str) -> str:
+def check_recipe_name(name: str) -> str:
     """Return the recipe's name; raise ValueError, with a list of all names, if there is no such recipe."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
@@ -384,7 +384,7 @@ def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
     Raise ValueError for anything else.
     """
     if isinstance(value, str) and not value.endswith(".json"):
-        return check_recipe(value)
+        return check_recipe_name(value)
     try:
         return as_recipe(value)
     except TypeError as error:  # content of another form
@@ -425,7 +425,7 @@ def load_options(path: Path) -> dict[str, Any]:
             if name in SECTIONS:
                 options |= _section(name, values)
             else:
-                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe(values)
+                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe_name(values)
     return options
 
 
@@ -436,9 +436,8 @@ def _section(section: str, values: Any) -> dict[str, Any]:
         raise ValueError(f"{section} has no option {', '.join(unknown)}: choose {', '.join(fields_by_name)}")
     options = {}
     for name, value in values.items():
-        options[name] = (
-            Path(value) if fields_by_name[name].default is None and isinstance(value, str) and value else value
-        )
+        is_path = fields_by_name[name].default is None and isinstance(value, str) and value
+        options[name] = Path(value) if is_path else value
         if (choice := remedy(fields_by_name[name], options[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
     return options

@@ -33,7 +33,7 @@ from octavo.train.config import (
     TrainConfig,
     TrainError,
     build,
-    check_recipe,
+    check_recipe_name,
     chosen_recipe,
 )
 from octavo.train.data import Corpus, load_corpus
@@ -161,7 +161,7 @@ def compare(
     Returns:
         One result for each recipe, in order; after an interruption the last one is the interrupted run's.
     """
-    recipes = [check_recipe(name) for name in recipes]
+    recipes = [check_recipe_name(name) for name in recipes]
     require_one_process(config.ranks)
     shared = _Shared(config, recipes, corpus, hooks or Hooks(), Ranks())
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))

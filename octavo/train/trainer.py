@@ -15,7 +15,7 @@ import octavo
 from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
-from octavo.nn.convert import stored_now
+from octavo.nn.convert import storage_now
 from octavo.nn.linear import SeparateSplits
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -33,7 +33,7 @@ from octavo.train.config import (
     StateConfig,
     TrainConfig,
     TrainError,
-    check_recipe,
+    check_recipe_name,
     or_none,
     train_errors,
 )
@@ -175,7 +175,7 @@ def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
     """Return the recipe with this name, or the recipe itself; None: the model stays as it is built."""
     if not isinstance(recipe, str):
         return recipe
-    return None if check_recipe(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
+    return None if check_recipe_name(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
 
 
 class Trainer:
@@ -271,7 +271,7 @@ class Trainer:
             name: state_holder.state_dict() for name, state_holder in stateful.items() if state_holder is not None
         }
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
-        content["weights_in_fp8"] = any(granularity is not None for granularity in stored_now(self.model).values())
+        content["weights_in_fp8"] = any(granularity is not None for granularity in storage_now(self.model).values())
         content["separate_splits"] = any(isinstance(module, SeparateSplits) for module in self.model.modules())
         folder.save(self.model, self.optimizer, content)
 

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo.cli import info
 from octavo.nn import machine
-from tests.support.command_line import ROOT
+from tests.support.processes import ROOT
 
 
 def test_it_names_versions_devices_and_extras(monkeypatch, tmp_path):
@@ -41,10 +41,8 @@ def test_gpus_of_other_makers_and_no_triton(monkeypatch):
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: f"GPU {index} of Intel")
     rows = info.devices()[-3:]
-    assert rows == [
-        ("mps", "Apple GPU", info.EMULATED),
-        *((f"xpu:{index}", f"GPU {index} of Intel", info.EMULATED) for index in range(2)),
-    ]
+    of_intel = [(f"xpu:{index}", f"GPU {index} of Intel", info.EMULATED) for index in range(2)]
+    assert rows == [("mps", "Apple GPU", info.EMULATED), *of_intel]
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(info, "devices", lambda: rows[:1])
     assert "\ntriton   absent\n" in info.describe_machine()

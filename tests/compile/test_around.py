@@ -37,12 +37,12 @@ from tests.support.helpers import FP8_RECIPES, every_layer, to_fp8
 LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
 
 
-def compiled():
-    """Return (a function that calls a model, compiled in one graph; a counter of its graphs)."""
+def compiled(call=lambda model, x: model(x), backend="aot_eager", fullgraph=True, **options):
+    """Return (a function or a model, compiled in one graph or ``fullgraph=False``; a counter of its graphs)."""
     torch.compiler.reset()
     counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(lambda model, x: model(x), backend=counter, fullgraph=True), counter
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(call, backend=counter, fullgraph=fullgraph, **options), counter
 
 
 def state_of(model):
@@ -113,10 +113,7 @@ def llama_s_graphs(recipe):
     model = llama(recipe)
     if recipe is not None:
         assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8
-    torch.compiler.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
-    call, graphs = torch.compile(model, backend=counter), []
+    (call, counter), graphs = compiled(model, fullgraph=False), []
     for step in range(4):
         tokens = tokens_of_step(step)
         call(input_ids=tokens, labels=tokens).loss.backward()
@@ -132,9 +129,6 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
 
 
-OF_FIRST = re.compile("q_proj|o_proj|gate_proj|down_proj|lm_head")  # compiled, layers computed as one leave it there
-
-
 @pytest.mark.parametrize("recipe", [pytest.param("dynamic", marks=pytest.mark.full), "delayed"])
 def test_a_fused_llama_equals_eager_in_one_graph(recipe):
     """A fused Llama equals eager in one graph; with fewer keys than queries torch sums bf16 gradients otherwise."""
@@ -142,9 +136,8 @@ def test_a_fused_llama_equals_eager_in_one_graph(recipe):
     def step(model, tokens):
         return model(input_ids=tokens, labels=tokens).loss
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    calls = torch.compile(step, backend=counter, fullgraph=True), step
+    call, counter = compiled(step)
+    calls = call, step
     models = [llama(RECIPES[recipe](), key_heads=2, fuse=True) for _ in calls]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for number in range(3):
@@ -158,13 +151,10 @@ def test_a_fused_llama_equals_eager_in_one_graph(recipe):
         for optimizer in optimizers:
             optimizer.step()
     assert counter.frame_count == 1
-    state, expected = (
-        {name: value for name, value in octavo.nn.delayed_state_dict(model).items() if OF_FIRST.search(name)}
-        for model in models
-    )
-    assert len(expected) == (10 if recipe == "delayed" else 0) and all(
-        torch.equal(state[n], expected[n]) for n in expected
-    )
+    state, expected = map(octavo.nn.delayed_state_dict, models)
+    names = [name for name in expected if re.search("q_proj|o_proj|gate_proj|down_proj|lm_head", name)]
+    assert len(names) == (10 if recipe == "delayed" else 0)  # compiled, layers computed as one leave it in the first
+    assert all(torch.equal(state[name], expected[name]) for name in names)
     assert sum(isinstance(module, KnownForward) for module in models[0].modules()) == 6
 
 
@@ -203,9 +193,7 @@ def test_any_number_of_tokens_takes_one_graph(case):
     """Any number of tokens takes one graph; with ``dynamic=None`` one for the first, then one for all others."""
     make, inputs_of = MODULES[case["module"]]
     model = make(bias=case["bias"], recipe=getattr(octavo.recipes, case["recipe"])())
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("eager")
-    call = torch.compile(model, backend=counter, fullgraph=True, dynamic=case["dynamic"])
+    call, counter = compiled(model, "eager", dynamic=case["dynamic"])
     for rows in (130, 260, 333)[: 2 if case["dynamic"] else 3]:  # above one block of blockwise()
         call(*inputs_of(rows)).square().sum().backward()
     assert counter.frame_count == (1 if case["dynamic"] else 2)

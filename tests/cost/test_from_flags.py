@@ -15,7 +15,7 @@ import torch
 import octavo
 from octavo import cli, recipes
 from octavo.cost import steps
-from octavo.cost.estimate import estimate, orthogonalising
+from octavo.cost.estimate import estimate, orthogonalising_seconds
 from octavo.cost.from_flags import context_of, from_hugging_face, optimizer_of, tokens_of
 from octavo.cost.rates import PUBLISHED, PlanError
 from octavo.cost.steps import step_in
@@ -100,7 +100,7 @@ def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moment
     if algorithm == "muon":
         first, others = (group["params"] for group in optimizer.param_groups)
         assert {*map(id, others)} >= {id(model.embedding.weight), id(model.head.weight)} and len(first) >= 4
-        products = sum(orthogonalising(param.shape, H200) for param in first)
+        products = sum(orthogonalising_seconds(param.shape, H200) for param in first)
     moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
     assert planned.optimizer == pytest.approx(moved / H200.copy + products) and (products > 0) == (algorithm == "muon")
 

@@ -106,7 +106,7 @@ def test_tables_fit_a_line() -> None:
     assert max(map(len, lines)) <= 100 and [len(line.split()) for line in lines[1:3]] == [14, 10]
     assert lines[3].split()[5] == f"{1e3 * slow[0].total:.2f}"
     *kinds, _, _ = verdict.MEMORY  # all that is counted has a column
-    assert sum(column.of(fp8, bf16) for column in kinds) * verdict.GIB == pytest.approx(fp8.memory.total)
+    assert sum(column.number(fp8, bf16) for column in kinds) * verdict.GIB == pytest.approx(fp8.memory.total)
 
 
 def test_the_smallest_change_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ def test_bounds_of_global_memory(access: str) -> None:
 
 
 def test_vectors_in_global_memory() -> None:
-    data = np.zeros(132, np.uint32)
-    data = data[-data.ctypes.data // 4 % 4 :][:128]  # begins at a multiple of 16
+    data = source()
     body = "mul.wide.u32 %d1, %n, 16; add.s64 %d1, %d1, %a0; st.global.v4.b32 [%d1+{}], {{%t, %t, %t, %t}};"
     launch(body.format(0), data)
     assert (data == np.repeat(np.arange(32), 4)).all()
@@ -64,10 +63,8 @@ def test_two_lanes_write_different_values_to_one_place() -> None:
 def test_global_memory_that_nobody_wrote() -> None:
     load = f"{PLACE} ld.global.b32 %r1, [%d1];"
     launch(f"{PLACE} st.global.b32 [%d1], %t;{load}", words(), unwritten=[0])
-    finds("nobody wrote", load, words(), unwritten=[0])
-    finds(
-        "nobody wrote", f"{PLACE} setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;{load}", words(), unwritten=[0]
-    )
+    for stores in ("", "setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;"):
+        finds("nobody wrote", f"{PLACE} {stores} {load}", words(), unwritten=[0])
 
 
 def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> None:
@@ -119,11 +116,8 @@ def test_bounds_of_shared_memory() -> None:
 def test_shared_memory_that_nobody_wrote() -> None:
     load = f"{SHARED} ld.shared.b32 %r1, [%r9];"
     finds("nobody wrote shared bytes that are read, of the 4 at 0", load, shared=128)
-    finds(
-        "nobody wrote .* the 4 at 124",
-        f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}",
-        shared=128,
-    )
+    all_but_one = f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}"
+    finds("nobody wrote .* the 4 at 124", all_but_one, shared=128)
     finds("nobody wrote", f"{SHARED} st.shared.b8 [%r9], %h1; {load}", shared=128)
     finds("nobody wrote", "atom.shared.add.u32 %r1, [memory], 1;", shared=128)
 
@@ -195,6 +189,7 @@ LOOK = "ld.shared.b32 %r1, [%r9]; mul.wide.u32 %d2, %n, 4; add.s64 %d2, %d2, %a1
 
 
 def source() -> np.ndarray:
+    """Numbers that begin at a multiple of 16."""
     data = np.arange(132, dtype=np.uint32)
     return data[-data.ctypes.data // 4 % 4 :][:128]
 

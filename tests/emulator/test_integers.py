@@ -89,19 +89,19 @@ def test_shifts(kind: str) -> None:
 
 def extracted(a: int, start: int, length: int, kind: str) -> int:
     """The manual's words: bits beyond the number are its sign's, which is 0 for unsigned ones and of length 0."""
-    bits, (start, length) = int(kind[1:]), (start & 255, length & 255)
+    start, length = start & 255, length & 255
     if length == 0:
         return 0
-    sign = a >> min(start + length - 1, bits - 1) & 1 if kind[0] == "s" else 0
+    sign = a >> min(start + length - 1, 31) & 1 if kind[0] == "s" else 0
     field = 0
-    for place in range(bits):
-        inside = place < length and start + place < bits
+    for place in range(32):
+        inside = place < length and start + place < 32
         field |= (a >> (start + place) & 1 if inside else sign) << place
     return field
 
 
-def inserted(a: int, b: int, start: int, length: int, bits: int) -> int:
-    for place in range(min(length & 255, max(bits - (start & 255), 0))):
+def inserted(a: int, b: int, start: int, length: int) -> int:
+    for place in range(min(length & 255, max(32 - (start & 255), 0))):
         at = (start & 255) + place
         b = b & ~(1 << at) | (a >> place & 1) << at
     return b
@@ -113,18 +113,9 @@ def test_fields(kind: str) -> None:
     start, length = (
         random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], COUNT).astype(np.uint32) for _ in range(2)
     )
-    a, b, bits = numbers(kind, 1), numbers(kind, 2), int(kind[1:])
-    plain = f"u{bits}"
-    holds(f"bfe.{kind}", f"{plain} {plain} u32 u32", lambda *operands: extracted(*operands, kind), a, start, length)
-    holds(
-        f"bfi.b{bits}",
-        f"{plain} {plain} {plain} u32 u32",
-        lambda *operands: inserted(*operands, bits),
-        a,
-        b,
-        start,
-        length,
-    )
+    a, b = numbers(kind, 1), numbers(kind, 2)
+    holds(f"bfe.{kind}", "u32 u32 u32 u32", lambda *operands: extracted(*operands, kind), a, start, length)
+    holds("bfi.b32", "u32 u32 u32 u32 u32", inserted, a, b, start, length)
 
 
 def permuted(a: int, b: int, selector: int) -> int:

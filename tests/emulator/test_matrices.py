@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -32,16 +33,13 @@ def aligned(data: np.ndarray) -> np.ndarray:
     return raw
 
 
-def load(first: int, count: int, array: int) -> str:
+def load(first: int, count: int, array: int, access: str = "ld.global.b32 %r{0}, [%d9+{1}];") -> str:
     """Registers %r{first}... of each thread from its 32-bit words of an array."""
-    lines = [f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"]
-    return " ".join([*lines, *(f"ld.global.b32 %r{first + index}, [%d9+{4 * index}];" for index in range(count))])
+    place = f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"
+    return " ".join([place, *(access.format(first + index, 4 * index) for index in range(count))])
 
 
-def store(first: int, count: int, array: int) -> str:
-    """The same to the array."""
-    lines = [f"mul.wide.u32 %d9, %n, {4 * count}; add.s64 %d9, %d9, %a{array};"]
-    return " ".join([*lines, *(f"st.global.b32 [%d9+{4 * index}], %r{first + index};" for index in range(count))])
+store = partial(load, access="st.global.b32 [%d9+{1}], %r{0};")  # the same to the array
 
 
 def names(first: int, count: int) -> str:
@@ -159,21 +157,20 @@ A_BYTES, B_BYTES = 64 * 128, 64 * 128  # of 128 bytes along K
 class Wgmma:
     """A product [64, 64] of 128 bytes along K, in four instructions."""
 
-    def __init__(self, swizzle: int, kinds: tuple[str, str] = ("e4m3", "e5m2")) -> None:
-        width = swizzle
-        self.a, self.b = small((64, 128), FP8[kinds[0]], 0), small((64, 128), FP8[kinds[1]], 1)
-        parts = range(0, 128, width)
+    def __init__(self, swizzle: int) -> None:
+        self.a, self.b = small((64, 128), FP8["e4m3"], 0), small((64, 128), FP8["e5m2"], 1)
+        parts = range(0, 128, swizzle)
         self.images = [
-            aligned(np.concatenate([image(each.view(np.uint8)[:, k : k + width], swizzle) for k in parts]))
+            aligned(np.concatenate([image(each.view(np.uint8)[:, k : k + swizzle], swizzle) for k in parts]))
             for each in (self.a, self.b)
         ]
         self.fill = f"{to_shared(0, 0, A_BYTES)} {to_shared(1, A_BYTES, B_BYTES)} bar.sync 0;"
         lines = []
         for k in range(0, 128, 32):
-            first = k // width * 64 * width + k % width
+            first = k // swizzle * 64 * swizzle + k % swizzle
             for place, start in enumerate((1024 + first, 1024 + A_BYTES + first)):
                 lines.append(f"mov.b64 %d{place + 1}, {descriptor(start, swizzle, SWIZZLED[swizzle] << 62)};")
-            name = f"wgmma.mma_async.sync.aligned.m64n64k32.f32.{kinds[0]}.{kinds[1]}"
+            name = "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e5m2"
             lines.append(f"{name} {names(0, 32)}, %d1, %d2, {min(k, 1)}, 1, 1;")
         self.products = f"wgmma.fence.sync.aligned; {' '.join(lines)}"
 

@@ -21,7 +21,8 @@ from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, FileLayout
-from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, to_fp8
+from tests.support.combinations import in_full
+from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
 LAYOUT_OF = {
@@ -81,9 +82,7 @@ def layers(recipe: str, stored: bool = False, sizes: tuple[int, ...] = (256, 512
 
 
 def step(net: Any, optimizer: Any) -> None:
-    net(torch.randn(32, net[0].in_features)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(optimizer, net(torch.randn(32, net[0].in_features)).square().mean())
 
 
 def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training: bool) -> list[str]:
@@ -336,6 +335,10 @@ def test_views_and_products_in_high_precision_are_written_as_they_are(tmp_path):
         assert file.metadata()["format"] == "pt"
 
 
+def two_layers(recipe: Recipe = recipes.blockwise()) -> nn.Module:
+    return to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipe)
+
+
 E5M2_WEIGHT = Recipe(output=(Cast(E4M3, PerTensor()), Cast(E5M2, PerTensor())))
 SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(64, 64))))
 
@@ -354,14 +357,9 @@ SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(6
     ],
 )
 def test_a_cast_without_a_place_is_refused(tmp_path, recipe, layout, message):
-    model = to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipe)
     with pytest.raises(ExportError, match=f"layout='{layout}' can't hold a and 1 more layers: .*{message}"):
-        to_safetensors(model, tmp_path / "out", layout)
+        to_safetensors(two_layers(recipe), tmp_path / "out", layout)
     assert not any(tmp_path.iterdir())
-
-
-def two_layers() -> nn.Module:
-    return to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipes.blockwise())
 
 
 def parametrized() -> nn.Module:
@@ -508,10 +506,7 @@ def test_a_server_computes_what_the_trainer_computes(recipe):
         ("delayed", False, False, True),
         ("blockwise", True, False, True),
         ("rowwise", False, True, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [("mx", True, False, True), ("delayed", False, True, False), ("dynamic", True, False, False)]
-        ),
+        *in_full(("mx", True, False, True), ("delayed", False, True, False), ("dynamic", True, False, False)),
     ],
 )
 def test_a_sharded_model_gives_the_codes_that_its_forward_gathers(pool, recipe, stored, mixed, training):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from octavo.export import checksums
 from octavo.export.checksums import KEY, CheckedFile, checksums_of
+from tests.support.definitions import same_bits
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import save_file  # noqa: E402
@@ -41,19 +41,13 @@ def opened(file: Path) -> CheckedFile:
     return CheckedFile(file, safetensors.safe_open(file, "pt"))
 
 
-def same(read: Tensor, expected: Tensor) -> bool:
-    return read.shape == expected.shape and read.contiguous().view(-1).view(torch.uint8).equal(
-        expected.contiguous().view(-1).view(torch.uint8)
-    )
-
-
 def test_parts_and_wholes_come_as_they_were_written(file: Path) -> None:
     read = opened(file)
     assert {*read.keys()} == {*TENSORS} and read.header("codes") == ((9, 10), "F8_E4M3")
-    assert all(same(read.read(name), tensor) for name, tensor in TENSORS.items())
-    assert all(same(read.read(name, part), TENSORS[name][part]) for name, part in PARTS.items())
+    assert all(same_bits(read.read(name), tensor) for name, tensor in TENSORS.items())
+    assert all(same_bits(read.read(name, part), TENSORS[name][part]) for name, part in PARTS.items())
     save_file(TENSORS, file, {"format": "pt"})  # as others write it
-    assert all(same(opened(file).read(name, part), TENSORS[name][part]) for name, part in PARTS.items())
+    assert all(same_bits(opened(file).read(name, part), TENSORS[name][part]) for name, part in PARTS.items())
 
 
 def test_a_flipped_bit_is_found_where_its_block_is_read_and_nowhere_else(file: Path) -> None:
@@ -65,8 +59,8 @@ def test_a_flipped_bit_is_found_where_its_block_is_read_and_nowhere_else(file: P
         with pytest.raises(ValueError, match=r"x\.safetensors: codes is not what was written, by its CRC-32: copy"):
             read.read("codes", part)
     for part in ((slice(0, 3), slice(0, 10)), (slice(6, 9), slice(0, 10))):
-        assert same(read.read("codes", part), TENSORS["codes"][part])
-    assert same(read.read("experts"), TENSORS["experts"])
+        assert same_bits(read.read("codes", part), TENSORS["codes"][part])
+    assert same_bits(read.read("experts"), TENSORS["experts"])
 
 
 @pytest.mark.parametrize(

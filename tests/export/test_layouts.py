@@ -15,14 +15,14 @@ import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, layouts, to_safetensors
-from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
+from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, weight_scale_shape
 from octavo.weights.plain import pair_reader
-from tests.export.test_checkpoints import seen_operands
-from tests.support.helpers import to_fp8
+from tests.export.test_checkpoints import dequantized, seen_operands
+from tests.support.helpers import stepped, to_fp8
 from tests.support.pool import Pool
+from tests.support.processes import ROOT
 from tests.support.tiny_models import decoder
 
-ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 2}
 GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
@@ -39,20 +39,6 @@ def test_types_pages_and_configurations_are_of_the_layouts_of_the_table():
     for name, layout in of_files.items():
         net = to_fp8(nn.Sequential(nn.Linear(128, 128)), getattr(recipes, layout.recipe)())
         assert layout.config(*entries(net, name)[1:])["quant_method"] == layout.method
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_layout_holds_what_its_recipe_casts(name):
-    """Values, the scales' name and the server's method are those of the page."""
-    layout, model = LAYOUTS[name], to_fp8(nn.Sequential(nn.Linear(128, 256)), getattr(recipes, LAYOUTS[name].recipe)())
-    [(key, codes, scales)] = iterate_fp8(model, name, fp8_only=True)
-    scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
-    cast = model[0].recipe.output[1]
-    pair = octavo.quantize(model[0].weight, cast.format, cast.granularity, cast.power_of_two, cast.margin)
-    assert key == "0.weight" and torch.equal(values(codes, scales), pair.dequantize())
-    lines = (ROOT / "docs/rollout.md").read_text(encoding="utf-8").splitlines()
-    (row,) = [line for line in lines if line.startswith(f'| `"{name}"`')]
-    assert f"`weight{layout.scale_ending}`" in row and f"`{layout.recipe}`" in row
 
 
 def mixtral(intermediate: int = 256) -> nn.Module:
@@ -119,10 +105,7 @@ def test_the_codes_are_those_of_the_forward(training: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.randint(64, (2, 8))
     for _ in range(2):  # so that a delayed scale is an earlier weight's
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-    optimizer.zero_grad()
+        stepped(optimizer, model(input_ids=tokens, labels=tokens).loss)
     model.train(training)
     pairs = {name: codes_and_scales for name, *codes_and_scales in iterate_fp8(model, "per-tensor", fp8_only=True)}
     with seen_operands() as operands, torch.no_grad():
@@ -205,17 +188,22 @@ def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
     assert pool.run(tensors_of_ranks, (2,), how) == [alone, alone]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_recipe_that_is_named_fits(layout):
-    net = to_fp8(nn.Sequential(nn.Linear(192, 300)), getattr(recipes, LAYOUTS[layout].recipe)())
-    planned, layers, skipped = entries(net, layout)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_holds_what_its_recipe_casts(name):
+    """Values, the scales' name and the server's method are those of the page."""
+    layout, net = LAYOUTS[name], to_fp8(nn.Sequential(nn.Linear(192, 300)), getattr(recipes, LAYOUTS[name].recipe)())
+    planned, layers, skipped = entries(net, name)
     assert [(entry.key, entry.layer) for entry in planned] == [("0.weight", net[0]), ("0.bias", None)]
     assert (layers, skipped) == ({"0": net[0]}, [])
-    ((name, codes, scales),) = planned[0].read(True, pair_reader(net))
-    assert name == "0.weight"
-    assert (codes.shape, codes.dtype) == ((300, 192), torch.float8_e4m3fn)
+    ((key, codes, scales),) = planned[0].read(True, pair_reader(net))
     shapes = {"blockwise": (3, 2), "rowwise": (300, 1), "mx": (300, 6)}
-    assert scales.shape == scale_shape(net[0]) == shapes.get(LAYOUTS[layout].recipe, (1,))
+    assert scales.shape == weight_scale_shape(net[0]) == shapes.get(layout.recipe, (1,))
+    assert (key, codes.dtype) == ("0.weight", torch.float8_e4m3fn)
+    scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
+    assert torch.equal(values(codes, scales), dequantized(net[0]))
+    lines = (ROOT / "docs/rollout.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in lines if line.startswith(f'| `"{name}"`')]
+    assert f"`weight{layout.scale_ending}`" in row and f"`{layout.recipe}`" in row
 
 
 def test_codes_that_no_product_reads_are_not_taken_for_values():

@@ -19,7 +19,7 @@ from octavo.export.layouts import LAYOUTS
 from octavo.export.loading import load_fp8, places_of_experts, split_stored
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.damage import damaged_json
-from tests.support.helpers import every_layer, sqnr, to_fp8
+from tests.support.helpers import every_layer, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -41,17 +41,16 @@ def mixtral() -> nn.Module:
     return decoder("Mixtral", **SIZES, num_hidden_layers=1, num_local_experts=3)
 
 
-def on_meta(kind=llama, recipe=ANY_SCALES, trained=False, **options) -> nn.Module:
-    """A converted model without memory, as a user makes one; its buffers have theirs."""
-    with pytest.importorskip("accelerate").init_empty_weights():
-        model = kind(**options).bfloat16().requires_grad_(trained)
+def with_memory(kind=llama, recipe=ANY_SCALES, trained=False, **options) -> nn.Module:
+    """A model whose weights are stored in FP8."""
+    model = kind(**options).bfloat16().requires_grad_(trained)
     return octavo.convert(model, octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8")
 
 
-def with_memory() -> nn.Module:
-    """The same with weights, frozen."""
-    model = llama().bfloat16().requires_grad_(False)
-    return octavo.convert(model, octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8")
+def on_meta(*arguments, **options) -> nn.Module:
+    """The same without memory, as a user makes one; its buffers have theirs."""
+    with pytest.importorskip("accelerate").init_empty_weights():
+        return with_memory(*arguments, **options)
 
 
 def written(folder, recipe=ANY_SCALES, layout=None, kind=llama, **options) -> nn.Module:
@@ -71,26 +70,24 @@ def assert_same_codes(loaded: nn.Module, model: nn.Module, layout: str = "fine-g
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "trained"),
+    ("options", "recipe", "trained"),
     [
-        ("llama", ANY_SCALES, False),
-        ("tied llama", ANY_SCALES, False),
-        ("llama", recipes.dynamic(), False),
-        ("mixtral", ANY_SCALES, False),
-        ("mixtral", recipes.blockwise(), True),
-        ("mixtral", recipes.dynamic(power_of_two=True), True),
+        ({"kind": llama}, ANY_SCALES, False),
+        ({"kind": llama, "tied": True}, ANY_SCALES, False),
+        ({"kind": llama}, recipes.dynamic(), False),
+        ({"kind": mixtral}, ANY_SCALES, False),
+        ({"kind": mixtral}, recipes.blockwise(), True),
+        ({"kind": mixtral}, recipes.dynamic(power_of_two=True), True),
     ],
 )
-def test_codes_stay_codes(tmp_path, kind, recipe, trained):
+def test_codes_stay_codes(tmp_path, options, recipe, trained):
     """Loaded codes are the file's, also each expert's matrices, which are joined with others."""
-    make, tied = mixtral if kind == "mixtral" else llama, kind == "tied llama"
-    options = {"kind": make} | ({"tied": True} if tied else {})
     model = written(tmp_path / "out", recipe, **options)
     with warnings.catch_warnings(action="error", category=UserWarning):
         loaded = load_fp8(on_meta(recipe=recipe, trained=trained, **options), tmp_path / "out").eval()
     stored = [p for p in loaded.parameters() if isinstance(p, StoredWeight)]
-    assert len(stored) == (6 if make is mixtral else 14) and {p.dtype for p in stored} == {torch.bfloat16}
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert len(stored) == (6 if options["kind"] is mixtral else 14) and {p.dtype for p in stored} == {torch.bfloat16}
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == ("tied" in options)
     assert_same_codes(loaded, model, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
     tokens = torch.randint(64, (2, 16))
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
@@ -162,13 +159,12 @@ def test_each_layout_of_files_is_read(tmp_path, layout):
     ("kind", "recipe", "layout"),
     [
         (llama, recipes.rowwise(), "compressed-tensors"),
-        ("mixtral", recipes.mx(), "mxfp8"),
+        (mixtral, recipes.mx(), "mxfp8"),
         pytest.param(llama, ANY_SCALES, "compressed-tensors", marks=pytest.mark.full),
     ],
 )
 def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, recipe, layout):
     """Frozen weights pass gradients as a twin does whose weights are the values of the codes."""
-    kind = mixtral if kind == "mixtral" else kind
     model = written(tmp_path / "out", recipe, layout, kind)
     with warnings.catch_warnings(action="error", category=UserWarning):
         loaded = load_fp8(on_meta(kind, recipe), tmp_path / "out").eval()
@@ -184,9 +180,7 @@ def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, reci
         gradients.append(leaf.grad)
     # other scales than powers of two the twin's bfloat16 rounds, and another cast; measured: 26.5 dB and more
     assert torch.equal(*gradients) if recipe == recipes.mx() else sqnr(*gradients) > 24
-    copied = octavo.convert(
-        kind().bfloat16().requires_grad_(False), octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8"
-    )
+    copied = with_memory(kind, recipe)
     copied.load_state_dict(loaded.state_dict())
     assert_same_codes(copied, model, layout)
     loaded.requires_grad_(True)(tokens, labels=tokens).loss.backward()
@@ -253,12 +247,7 @@ def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp
         assert not torch.equal(stored.dequantize().float(), values)
     optimizer = octavo.optim.AdamW(loaded.parameters(), lr=1e-3)
     tokens = torch.randint(64, (2, 16))
-    losses = []
-    for _ in range(4):
-        losses.append(loaded(input_ids=tokens, labels=tokens).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [stepped(optimizer, loaded(input_ids=tokens, labels=tokens).loss) for _ in range(4)]
     assert losses[-1] < losses[0] - 0.05
     assert isinstance(loaded.model.layers[0].mlp.up_proj.weight, StoredWeight)
 
@@ -279,8 +268,8 @@ def test_frozen_weights_with_other_scales(tmp_path):
     torch.testing.assert_close(gradients[2], gradients[0], rtol=0.1, atol=0.1 * gradients[0].abs().max().item())
 
 
-def deep(width: int = 512, layers: int = 8) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+def deep() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
 
 
 def test_no_wider_copy_is_made(tmp_path):
@@ -425,19 +414,19 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds neither model"):
         load_fp8(model, tmp_path / "out")
     safetensors.save_file({"bias": torch.ones(256)}, tmp_path / "out" / "part.safetensors")
-    index = tmp_path / "out" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"weight": "part.safetensors"}}))
-    with pytest.raises(ValueError, match=r"the index has weight in part\.safetensors, which does not hold it"):
-        load_fp8(model, tmp_path / "out")
-    index.write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json: weight_map holds a NoneType"):
-        load_fp8(model, tmp_path / "out")
-    index.write_text("{")
-    with pytest.raises(ValueError, match=r"index\.json is no JSON"):
-        load_fp8(model, tmp_path / "out")
-    index.write_text(json.dumps({"weight_map": {"weight": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.safetensors is missing"):
-        load_fp8(model, tmp_path / "out")
+    for index, error, says in (
+        (
+            '{"weight_map": {"weight": "part.safetensors"}}',
+            ValueError,
+            r"weight in part\.safetensors, which does not hold",
+        ),
+        ("{}", ValueError, r"index\.json: weight_map holds a NoneType"),
+        ("{", ValueError, r"index\.json is no JSON"),
+        ('{"weight_map": {"weight": "model-1.safetensors"}}', FileNotFoundError, r"model-1\.safetensors is missing"),
+    ):
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(error, match=says):
+            load_fp8(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -475,13 +464,8 @@ def test_models_that_cannot_take_codes_are_refused(tmp_path):
         load_fp8(mixtral(), tmp_path / "out")
 
 
-def experts_written(folder, recipe) -> nn.Module:
-    """Experts of the folder, each with matrices of its own, under the names of the hub."""
-    return written(folder, recipe, kind=mixtral)
-
-
 def test_experts_of_other_scales_are_rounded(tmp_path):
-    experts_written(tmp_path / "out", recipes.dynamic())
+    written(tmp_path / "out", recipes.dynamic(), kind=mixtral)
     with pytest.warns(UserWarning, match="2 weights were rounded to new codes"):  # of the others all is one block
         loaded = load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
     with pytest.warns(UserWarning, match="6 weights were rounded to new codes"):  # of gate and up scales differ
@@ -490,25 +474,21 @@ def test_experts_of_other_scales_are_rounded(tmp_path):
     assert (a - b).norm() < 0.04 * b.norm()
 
 
-def test_some_of_the_experts_tensors(tmp_path):
-    experts_written(tmp_path / "out", recipes.blockwise())
+def test_some_of_the_experts_tensors_and_a_matrix_of_other_sizes(tmp_path):
+    written(tmp_path / "out", recipes.blockwise(), kind=mixtral)
     file = tmp_path / "out" / "model.safetensors"
     tensors, name = safetensors.load_file(file), "model.layers.0.block_sparse_moe.experts.2.w3.weight"
-    for key in (name, f"{name}_scale_inv"):
-        del tensors[key]
-    safetensors.save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"has 5 of the 6 tensors that make model.layers.0.mlp.experts.gate_up_proj"):
-        load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
-
-
-def test_an_experts_matrix_of_other_sizes(tmp_path):
-    experts_written(tmp_path / "out", recipes.blockwise())
-    file = tmp_path / "out" / "model.safetensors"
-    tensors, name = safetensors.load_file(file), "model.layers.0.block_sparse_moe.experts.2.w3.weight"
-    tensors[name] = tensors[name][:128].clone()
-    safetensors.save_file(tensors, file)
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} is \(128, 128\), and no 256 rows of .*gate_up_proj"):
-        load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
+    others = {key: tensor for key, tensor in tensors.items() if not key.startswith(name)}
+    for written_tensors, says in (
+        (others, r"has 5 of the 6 tensors that make model.layers.0.mlp.experts.gate_up_proj"),
+        (
+            tensors | {name: tensors[name][:128].clone()},
+            rf"{re.escape(name)} is \(128, 128\), and no 256 rows of .*gate_up_proj",
+        ),
+    ):
+        safetensors.save_file(written_tensors, file)
+        with pytest.raises(ValueError, match=says):
+            load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
 
 
 def test_experts_in_high_precision_are_left_to_transformers():
@@ -558,8 +538,7 @@ def test_a_buffer_of_the_file_is_loaded_where_there_was_no_memory(tmp_path):
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):
     written(tmp_path / "out")
     with torch.device("meta"):
-        model = llama().bfloat16().requires_grad_(False)
-    octavo.convert(model, octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8")
+        model = with_memory()
     with pytest.raises(ValueError, match=r"rotary_emb.inv_freq is on the meta device .*init_empty_weights"):
         load_fp8(model, tmp_path / "out")
 
@@ -594,7 +573,7 @@ def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:
 
 def test_ranks_read_the_matrices_of_their_experts(tmp_path):
     """Ranks read their experts' matrices; whether codes stay is the same on all ranks."""
-    experts_written(tmp_path / "out", recipes.blockwise())
+    written(tmp_path / "out", recipes.blockwise(), kind=mixtral)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     try:
         for recipe in (recipes.blockwise(), recipes.dynamic()):  # as they are, and rounded

@@ -22,7 +22,7 @@ from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
 from octavo.export.onnx_model import delayed_argument, in_float32, program_of
-from tests.support.helpers import FP8_RECIPES, sqnr
+from tests.support.helpers import FP8_RECIPES, sqnr, stepped
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -48,9 +48,7 @@ def trained_a_little(module: nn.Module, *shape: int) -> nn.Module:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for _ in range(3):
         outputs = module(torch.randn(shape, dtype=next(module.parameters()).dtype))
-        sum(y.square().mean() for y in torch.utils._pytree.tree_leaves(outputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, sum(y.square().mean() for y in torch.utils._pytree.tree_leaves(outputs)))
     return module
 
 
@@ -126,11 +124,8 @@ def test_y_scale_is_scale_inv_and_codes_are_octavos_beside_the_file(small_bf16):
     values = {t.name: t for t in file.graph.initializer}
     first = next(node for node in file.graph.node if node.op_type == "QuantizeLinear")
     assert float(onnx.numpy_helper.to_array(values[first.input[1]])) == float(1.0 / net[0].delayed_scale[0])
-    (read,) = (
-        n
-        for n in file.graph.node
-        if n.op_type == "DequantizeLinear" and n.input[0] in values and [*values[n.input[0]].dims] == [256, K]
-    )
+    reading = [n for n in file.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in values]
+    (read,) = (n for n in reading if [*values[n.input[0]].dims] == [256, K])
     expected = octavo.quantize(net[0].weight.detach(), octavo.E4M3, octavo.PerTensor())  # as in evaluation
     assert float(onnx.numpy_helper.to_array(values[read.input[1]])) == float(expected.scale_inv)
     assert values[read.input[0]].raw_data == expected.qdata.view(torch.uint8).numpy().tobytes()
@@ -343,11 +338,8 @@ def test_what_is_no_tensor_stays_as_it_is():
 def test_given_shapes_are_kept():
     batch = torch.export.Dim("batch", max=8)
     program = program_of(octavo.nn.Linear(32, 16), (X,), ({0: batch},))
-    (x,) = (
-        n.meta["val"]
-        for n in program.graph.nodes
-        if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
-    )
+    inputs = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    (x,) = (inputs[name] for name in program.graph_signature.user_inputs)
     assert isinstance(x.shape[0], torch.SymInt) and x.shape[1:] == (4, 32)
 
 

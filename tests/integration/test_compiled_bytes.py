@@ -35,8 +35,6 @@ def test_each_known_forward_moves_no_more_than_eager_or_inductors_own() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("form", subject.FORMS)
 def test_the_rows_are_of_the_code(form: str) -> None:
-    rows = [
-        {name: row[name] for name in ("form", "part", "direction", "gb", "launches")}
-        for row in pages.read("compiled_bytes")
-    ]
+    names = ("form", "part", "direction", "gb", "launches")
+    rows = [{name: row[name] for name in names} for row in pages.read("compiled_bytes")]
     assert subject.rows_of(form) == [row for row in rows if row["form"] == form]

@@ -4,11 +4,11 @@ import ast
 import csv
 import importlib
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
+from tests.support.processes import ROOT
 
 triton = pytest.importorskip("triton")
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
@@ -18,7 +18,6 @@ predictions = importlib.import_module("benchmarks.machine_code.predictions")
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
 launch = importlib.import_module("octavo.kernels.triton.launch")
 
-ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "octavo/kernels/triton"
 
 
@@ -134,19 +133,14 @@ def test_predictions_are_of_what_was_counted() -> None:
     assert conflicting.seconds > plain.seconds
 
 
-def kernel_of(capability: int, case: Any) -> Any:
-    with compiled.offline(capability) as launches:
-        case.call()
-    ((kernel, *_),) = launches
-    return kernel
-
-
 @pytest.mark.parametrize(
     "capability", [pytest.param(it, marks=[] if it == 90 else pytest.mark.full) for it in compiled.CAPABILITIES]
 )
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
     """On Ada and Hopper an FADD an element adds the accumulator's sum to the earlier ones."""
-    kernel = kernel_of(capability, cases.product(cases.LARGE, cases.E4M3, cases.ROW, cases.ROW))
+    with compiled.offline(capability) as launches:
+        cases.product(cases.LARGE, cases.E4M3, cases.ROW, cases.ROW).call()
+    ((kernel, *_),) = launches
     (loop,) = (loop for loop in machine_code.loops(kernel) if any("MMA" in i.name for i in loop))
     added = sum(i.name.startswith("FADD") for i in loop)
     assert added == (128 * 128 // 256 if capability < 100 else 0)  # of 256 threads

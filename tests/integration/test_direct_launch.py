@@ -40,13 +40,6 @@ class Launches:
         return recorded
 
 
-def described(argument: Any) -> Any:
-    return tree_map(
-        lambda a: a.nbytes if isinstance(a, Tensor) else a,
-        argument,
-    )
-
-
 @pytest.fixture
 def launches() -> Iterator[Launches]:
     launches = Launches()
@@ -56,7 +49,8 @@ def launches() -> Iterator[Launches]:
     def launcher(kernel: Any) -> Callable[..., None]:
         def record(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *others: Any) -> None:
             _, _, _, *arguments = others  # launch metadata and hooks
-            launches.seen.append((kernel.hash, (x, y, z), stream, metadata, described(tuple(arguments))))
+            described = tree_map(lambda one: one.nbytes if isinstance(one, Tensor) else one, arguments)
+            launches.seen.append((kernel.hash, (x, y, z), stream, metadata, described))
 
         return record
 

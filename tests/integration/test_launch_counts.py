@@ -11,7 +11,7 @@ from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
 from tests.support.casts import ALL, E4M3, E5M2, second, update_args
 from tests.support.passes import before_of
-from tests.support.triton_cases import count_launches, never_replay
+from tests.support.triton_cases import count_launches
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -77,16 +77,6 @@ WHAT = {
 }
 
 
-def noted(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched in the rest of the test, in place of them: nothing is computed."""
-    never_replay(kernels, monkeypatch)
-    launch, names = kernels.module("launch").launch, []
-    for module in kernels.modules.values():
-        if vars(module).get("launch") is launch:
-            monkeypatch.setattr(module, "launch", lambda kernel, *args, **options: names.append(kernel.__name__))
-    return names
-
-
 def numbers(device: torch.device, cols: int = 128) -> Tensor:
     return torch.randn(48, cols).bfloat16().to(device)
 
@@ -102,7 +92,7 @@ def codes(device: torch.device) -> tuple[Any, ...]:
 def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
     call, expected = CASTS[name]
     x, activation = WHAT[what](kernels.gpu)
-    launched = noted(kernels, monkeypatch)
+    launched = count_launches(kernels, monkeypatch, computes=False)
     call(kernels, x, activation)
     assert launched == expected
 
@@ -121,7 +111,7 @@ def test_launches_of_many_tensors(
     xs = [numbers(kernels.gpu, cols) for cols in (64, 128, 100)]
     outputs = zip(*(REFERENCE["cast"](x, *one(tile, True))[:4] for x in xs), strict=True)
     scales = [state(kernels)[0] for _ in xs] if is_delayed else []
-    launched = noted(kernels, monkeypatch)
+    launched = count_launches(kernels, monkeypatch, computes=False)
     kernels.multi_tensor_cast(xs, *map(list, outputs), scales, 0, tile, False, 0)
     assert launched == [f"multi_tensor_{name}_kernel" for name in expected]
 
@@ -150,7 +140,7 @@ def test_launches_of_what_octavo_inspect_reads(
         "cast_statistics": (numbers(kernels.gpu), q, scale_inv, tile, sums, notes[:3]),
         "note_faults": (x, q, scale_inv, None, one, notes, one.clone()),
     }
-    launched = noted(kernels, monkeypatch)
+    launched = count_launches(kernels, monkeypatch, computes=False)
     getattr(kernels, name)(*arguments[name])
     assert launched == [f"{name}_kernel"]
     if name == "cast_statistics":  # and of experts

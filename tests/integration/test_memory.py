@@ -7,7 +7,7 @@ import octavo
 from octavo import recipes
 from octavo.formats import FORMATS
 from octavo.kernels.cpu import cast, codes
-from tests.support.helpers import FP8_RECIPES
+from tests.support.helpers import FP8_RECIPES, stepped
 from tests.support.memory import peak_bytes, saved_tensors
 
 T = 4096
@@ -38,9 +38,7 @@ def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):
         x = torch.randn(24, 128, 64, dtype=dtype)
 
         def step() -> None:
-            net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(optimizer, net(x).square().mean())
 
         step()
         octavo.nn.invalidate(net)  # the profile would see the cached weights neither come nor go

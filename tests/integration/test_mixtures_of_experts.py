@@ -12,7 +12,7 @@ import octavo
 from octavo import recipes
 from octavo.nn.experts import ConvertedExperts
 from tests.support.helpers import assert_equal, every_layer
-from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder
+from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder, train
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,18 +42,10 @@ def batches(count: int, seed: int) -> Tensor:
 
 def trained(name: str, recipe: octavo.Recipe | None) -> tuple[Any, list[float]]:
     """Return a model after two steps, and their losses."""
-    model, losses = built(name), []
+    model = built(name)
     if recipe is not None:
         octavo.convert(model, recipe, every_layer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for tokens in batches(2, 0):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses
+    return model, train(model, batches(2, 0))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in MODELS])

@@ -12,7 +12,6 @@ import io
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ from octavo import Recipe, recipes
 from octavo.errors import UnsupportedOpError
 from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import WEIGHT
-from tests.support.helpers import every_layer, losses_on_rank
+from tests.support.helpers import every_layer, losses_on_rank, stepped
+from tests.support.processes import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 RECIPES = {"dynamic": recipes.dynamic(), "delayed": recipes.delayed(history_length=2)}
 WIDTH, BATCH, STEPS, VOCABULARY = 32, 16, 12, 24
 Prepare = Callable[[nn.Module], nn.Module]
@@ -74,17 +73,6 @@ def tokens() -> Tensor:
     return (first + torch.arange(17)) % VOCABULARY
 
 
-def learn(model: nn.Module, loss: Callable[[], Tensor], optimizer: Any) -> list[float]:
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
 # --- programs of one process ------------------------------------------------------------------------------------------
 
 
@@ -94,12 +82,10 @@ def litgpt(prepare: Prepare) -> list[float]:
     llama = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 2 * WIDTH, "bias": False}
     torch.manual_seed(0)
     model = prepare(module.GPT(module.Config(**sizes, **llama)))
-    rows = tokens()
-
-    def loss() -> Tensor:
-        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-    losses = learn(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    rows, optimizer, losses = tokens(), torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(STEPS):
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        losses.append(stepped(optimizer, loss))
     model.eval()
     model.set_kv_cache(batch_size=1)  # litgpt's generate reads its cache
     generate = importlib.import_module("litgpt.generate.base").generate
@@ -115,8 +101,8 @@ def x_transformers(prepare: Prepare) -> list[float]:
     layers = module.Decoder(dim=WIDTH, depth=1, heads=2, attn_dim_head=16, rotary_pos_emb=True, ff_glu=True)
     net = module.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers)
     model = module.AutoregressiveWrapper(prepare(net))
-    rows = tokens()
-    losses = learn(model, lambda: model(rows), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    rows, optimizer = tokens(), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [stepped(optimizer, model(rows)) for _ in range(STEPS)]
     assert model.generate(rows[:1, :4], 8, temperature=0.0).shape == (1, 8)
     return losses
 
@@ -128,20 +114,12 @@ def schedulefree(prepare: Prepare) -> list[float]:
     losses = []
     for step in range(STEPS):
         model.train(), optimizer.train()
-        losses += learn_once(model, optimizer, step)
+        losses.append(stepped(optimizer, loss_of(model, step)))
         model.eval(), optimizer.eval()
         with torch.no_grad():
             check_average(model, prepare, numbers(step))
             losses.append(loss_of(model, step).item())
     return losses
-
-
-def learn_once(model: nn.Module, optimizer: Any, step: int) -> list[float]:
-    loss = loss_of(model, step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item()]
 
 
 def check_average(model: nn.Module, prepare: Prepare, x: Tensor) -> None:
@@ -171,15 +149,12 @@ def pytorch_optimizer(prepare: Prepare) -> list[float]:
         getattr(optimizer, "train", lambda: None)()
         for step in range(STEPS):
             loss = loss_of(model, step)
-            loss.backward()
             if name == "SAM":
+                loss.backward()
                 optimizer.first_step(zero_grad=True)
                 loss_of(model, step).backward()
                 optimizer.second_step(zero_grad=True)
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss.item() if name == "SAM" else stepped(optimizer, loss))
     return losses
 
 
@@ -189,7 +164,7 @@ def ema_pytorch(prepare: Prepare) -> list[float]:
     ema = importlib.import_module("ema_pytorch").EMA(model, beta=0.9, update_after_step=2, update_every=1)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(STEPS):
-        losses += learn_once(model, optimizer, step)
+        losses.append(stepped(optimizer, loss_of(model, step)))
         ema.update()
         with torch.no_grad():
             losses.append(loss_of(ema, step).item())
@@ -201,7 +176,7 @@ def torchscript(prepare: Prepare) -> list[float]:
     """A trained model is traced, saved, loaded, and computes what it did, for other batches too."""
     model = prepare(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = [loss for step in range(STEPS) for loss in learn_once(model, optimizer, step)]
+    losses = [stepped(optimizer, loss_of(model, step)) for step in range(STEPS)]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it, and names octavo's checks of shapes
         torch.jit.save(torch.jit.trace(model.eval(), numbers(0)), file := io.BytesIO())
@@ -308,6 +283,7 @@ def test_a_program_of_two_ranks(pool: Any, library: str) -> None:
 
 
 def test_the_page_has_a_row_for_each_program() -> None:
-    section = PAGE.read_text(encoding="utf-8").split("## Without an integration")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    section = page.split("## Without an integration")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*?) \|", section, re.MULTILINE)
     assert rows == [*ON_RANKS, *PROGRAMS]

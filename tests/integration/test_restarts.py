@@ -100,9 +100,8 @@ def train_through_kills(
     return (folder / KILLED).read_text().splitlines() if kills else []
 
 
-def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
+def trained(folder: Path) -> tuple[str, dict[str, Any]]:
     """A run's loss curve, by its log and by its checkpoint; bits of its weights, optimizer and ranks' delayed state."""
-    log = [line.split(",")[:3] + line.split(",")[4:] for line in (folder / "log.csv").read_text().splitlines()]
     last = checkpoints_in(folder / "checkpoint")[0]
     dcp_to_torch_save(last, folder.parent / "whole.pt")
     state = torch.load(folder.parent / "whole.pt", weights_only=True)
@@ -110,9 +109,9 @@ def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
         name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in state.items()
     }
     content = torch.load(last / "octavo.pt", weights_only=True)
-    rows = [(step, loss, lr, str(val_loss)) for step, loss, lr, _, val_loss in content["extra"]["rows"]]
+    of_checkpoint = [(step, loss, lr, str(val_loss)) for step, loss, lr, _, val_loss in content["extra"]["rows"]]
     assert len(bits) > 20
-    return [str(log), str(rows), str(content["groups"]), str(content["delayed"]["ranks"].tolist())], bits
+    return str((rows(folder), of_checkpoint, content["groups"], content["delayed"]["ranks"].tolist())), bits
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ Hypothesis finds the sequences and shortens those that fail. A few examples run 
 
 import copy
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,21 +21,15 @@ import octavo
 from octavo import kernels, recipes
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT
-from octavo.weights.fsdp2 import like_sharded
 from octavo.weights.gathered import IN_FP8
-from octavo.weights.stored import StoredWeight, local_stored
+from octavo.weights.stored import local_stored
+from tests.support.helpers import FP8_RECIPES
+from tests.support.sharded_weights import whole_stored
 
 TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2
 
-RECIPES = {
-    "dynamic": recipes.dynamic,
-    "delayed": lambda: recipes.delayed(HISTORY),
-    "blockwise": recipes.blockwise,
-    "rowwise": recipes.rowwise,
-    "mx": recipes.mx,
-}
+RECIPES = FP8_RECIPES | {"delayed": lambda: recipes.delayed(HISTORY)}
 STORABLE = ("dynamic", "delayed", "blockwise")
-FACTORS = (0.25, 8.0)
 
 
 class InFlight(NamedTuple):
@@ -157,10 +152,7 @@ class Subject:
     def whole(self, tensor: Tensor) -> Tensor:
         part = local_stored(tensor)
         if part is not None and part is not tensor:
-            codes = like_sharded(part.qdata.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
-            return StoredWeight(
-                codes.view(part.qdata.dtype), part.scale_inv.detach().clone(), part.dtype, part.granularity
-            )
+            return whole_stored(part, tensor)
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator,no-any-return]
 
     def random(self, *shape: int) -> Tensor:
@@ -408,12 +400,8 @@ class Subject:
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
         replaced = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
-        self.run(
-            self.random(TOKENS, IN),
-            lambda x: torch.func.functional_call(self.model, replaced, (x,)),
-            replaced["0.weight"],
-            keep=False,
-        )
+        call = partial(torch.func.functional_call, self.model, replaced)
+        self.run(self.random(TOKENS, IN), call, replaced["0.weight"], keep=False)
 
     def parametrize(self) -> None:
         """A forward and backward while the weight is computed from the parameter."""
@@ -502,7 +490,7 @@ class GroupedSubject(Subject):
         """KeptWeights keep none of experts."""
 
 
-FACTOR, FLAG = st.sampled_from(FACTORS), st.booleans()
+FACTOR, FLAG = st.sampled_from((0.25, 8.0)), st.booleans()
 RULES = {
     "forward": {"size": st.sampled_from((1.0, 8.0)), "mode": st.sampled_from(("grad", "grad", "no_grad", "inference"))},
     "backward": {"which": st.integers(0, 3), "again": FLAG},

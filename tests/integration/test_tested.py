@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.processes import ROOT
+
 PAGE = ROOT / "docs" / "integrations.md"
 HEADER = "| library | version | what is tested |\n|---|---|---|\n"
 TABLE = re.compile(re.escape(HEADER) + r"((?:\|.*\n)*)")

@@ -19,6 +19,7 @@ from octavo.integrations.accelerate import TrainingState, check_clip, convert_on
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import assert_equal, every_layer
+from tests.support.schedule_situations import PROMOTING, SWITCHING
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -26,11 +27,6 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 WIDTH, BATCH, STEPS, SAVED = 64, 8, 5, 2
-SWITCHING = [Phase(recipes.delayed()), Phase(recipes.dynamic(), from_step=1), Phase(recipes.delayed(), from_step=3)]
-PROMOTING = [
-    Phase(recipes.delayed(), moments="fp8", master="split24"),
-    Phase(recipes.delayed(), moments="fp32", master="split32", from_step=1),
-]
 WIDENING = [
     Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8"),
     Phase(recipes.delayed(), moments="fp32", master="split32", weight_storage=None, from_step=1),
@@ -76,7 +72,6 @@ class Run:
         phases: list[Phase] | None = None,
         dtype: torch.dtype = torch.float32,
         weight_storage: Any = None,
-        scale: float = 2.0**10,
         plugin: Any = None,
     ) -> None:
         self.accelerator = accelerate.Accelerator(
@@ -84,7 +79,7 @@ class Run:
         )
         if mixed_precision == "fp16":  # which accelerate has for accelerators only
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         plain = net().to(dtype)
         self.plain = octavo.convert(plain, recipes.delayed(), select=every_layer, weight_storage=weight_storage)
         kind = torch.optim.AdamW if optimizer is None else octavo.optim.AdamW

@@ -59,14 +59,9 @@ def model_of(recipe: octavo.Recipe) -> nn.Module:
     return octavo.convert(model, recipe, every_layer)
 
 
-def batch_of(step: int) -> Tensor:
-    """Return this rank's batch, which grows by the step: a delayed scale is another than a batch's own."""
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(BATCH, WIDTH, generator=generator) * (1 + step)
-
-
 def loss_of(model: Any, step: int) -> Tensor:
-    x = batch_of(step)
+    """Return the loss on this rank's batch, which grows by the step: a delayed scale is another than a batch's own."""
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())) * (1 + step)
     return (model(x) - x).square().mean()
 
 

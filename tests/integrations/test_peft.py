@@ -13,7 +13,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from octavo.weights.stored import StoredWeight
-from tests.support.helpers import CountOps, assert_equal, sqnr
+from tests.support.helpers import CountOps, assert_equal, sqnr, stepped
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +34,7 @@ RECIPES = {"dynamic": recipes.dynamic(power_of_two=True), "blockwise": recipes.b
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 
 
-def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int = 64) -> nn.Module:
+def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int = 64) -> Any:
     sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     return decoder("Llama", **sizes, num_key_value_heads=4, tie_word_embeddings=True).bfloat16()
 
@@ -45,19 +45,14 @@ def base_layers(module: nn.Module, name: str) -> bool:
 
 
 def adapted(
-    recipe: octavo.Recipe | None,
-    storage: Literal["fp8"] | None = "fp8",
-    after: bool = False,
-    base: tuple[int, int] = (128, 256),
-    float32: bool = True,
-    **options: Any,
+    recipe: octavo.Recipe | None, storage: Literal["fp8"] | None = "fp8", after: bool = False, **options: Any
 ) -> Any:
-    """A Llama with LoRA, its base of these sizes converted before or after; adapters as PEFT keeps them, or in bf16."""
+    """A Llama with LoRA, its base converted before or after."""
     torch.manual_seed(0)
-    model: Any = llama(*base)
+    model = llama()
     if not after and recipe is not None:
         octavo.convert(model, recipe, base_layers, storage)
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA | options), autocast_adapter_dtype=float32)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA | options))
     return octavo.convert(model, recipe, base_layers, storage) if after and recipe is not None else model
 
 
@@ -215,22 +210,23 @@ def test_dora_is_refused_over_fp8_weights(after):
     train(adapted(recipes.blockwise(), storage=None, use_dora=True))
 
 
+def trainer(model: Any, folder: Any, steps: int, optimizer: Any = None) -> Any:
+    """transformers' Trainer, which saves after two steps."""
+    options = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "use_cpu": True}
+    quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
+    arguments = transformers.TrainingArguments(folder, **options, **quiet)
+    return transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+
+
 @pytest.mark.full
 def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
-    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
-
-    def trainer(model: Any, steps: int) -> Any:
-        options = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "use_cpu": True}
-        quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-        arguments = transformers.TrainingArguments(tmp_path, **options, **quiet)
-        return transformers.Trainer(model, arguments, train_dataset=data)
-
     whole = adapted(recipes.blockwise(), after=True)
-    trainer(whole, 4).train()
+    trainer(whole, tmp_path, 4).train()
     files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     resumed = adapted(recipes.blockwise(), after=True)
-    trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer(resumed, tmp_path, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_equal(adapters(resumed), adapters(whole))
 
 
@@ -249,10 +245,7 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
         model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     optimizer = octavo.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     before = logits(model)
-    options = {"per_device_train_batch_size": 2, "max_steps": 3, "save_strategy": "no", "use_cpu": True}
-    arguments = transformers.TrainingArguments(tmp_path / "run", report_to="none", disable_tqdm=True, **options)
-    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
-    transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+    trainer(model, tmp_path / "run", 3, optimizer).train()
     assert not torch.equal(logits(model), before)
     assert sum(isinstance(p, StoredWeight) for p in model.parameters()) == 14
 
@@ -260,11 +253,11 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
 # --- against bf16 -----------------------------------------------------------------------------------------------------
 
 
-def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
+def sequences(shift: int, count: int, seed: int) -> Tensor:
     """Return sequences of tokens, each five times the last plus ``shift``; one in ten is drawn: a loss to reach."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randint(64, (count, 1), generator=generator)]
-    for _ in range(length - 1):
+    for _ in range(31):
         drawn = torch.rand(count, 1, generator=generator) < 0.1
         columns.append(
             torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * columns[-1] + shift) % 64)
@@ -277,9 +270,7 @@ def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(steps):
         batch = sequences(shift, 16, 1000 * seed + step)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, model(input_ids=batch, labels=batch).loss)
     batch = sequences(shift, 64, 7)
     with torch.no_grad():
         return float(model.eval()(input_ids=batch, labels=batch).loss)

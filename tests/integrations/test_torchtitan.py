@@ -21,13 +21,14 @@ from octavo import recipes
 from octavo.integrations import torchtitan as ours
 from octavo.weights.fsdp2 import whole
 from octavo.weights.stored import StoredWeight
+from tests.support.helpers import every_layer, stepped
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:
     """Return torchtitan's converter for all layers but the head."""
     recipes: Any = octavo.recipes
     return ours.OctavoConverter.Config(
-        recipe=getattr(recipes, recipe)(), select=lambda module, name: True, weight_storage=weight_storage
+        recipe=getattr(recipes, recipe)(), select=every_layer, weight_storage=weight_storage
     )
 
 
@@ -61,19 +62,11 @@ def losses_of(model: nn.Module, steps: int, storage: str | None = None) -> list[
     optimizer, losses = kind(model.parameters(), lr=8e-4), []
     for _ in range(steps):
         logits = whole(model(tokens[:, :-1])).float().flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(stepped(optimizer, nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())))
     return losses
 
 
 WIDTH = 64
-
-
-def everything(module, name):
-    return True
 
 
 def converted(model):
@@ -103,14 +96,19 @@ IN_A_BLOCK = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")]
 IN_A_BLOCK += [f"feed_forward.{name}" for name in ("w1", "w2", "w3")]
 
 
+def loaded_anew(monkeypatch):
+    """The integration over what is there of torchtitan now."""
+    spec = importlib.util.find_spec("octavo.integrations.torchtitan")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_without_torchtitan_0_3_a_configuration_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan.protocols.model", None)
-    spec = importlib.util.find_spec("octavo.integrations.torchtitan")
-    without = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "without", without)
-    spec.loader.exec_module(without)
     with pytest.raises(octavo.MissingExtraError, match=r"torchtitan>=0\.3"):
-        without.OctavoConverter.Config(recipe=recipes.mx())
+        loaded_anew(monkeypatch).OctavoConverter.Config(recipe=recipes.mx())
 
 
 class Module(nn.Module):
@@ -138,11 +136,7 @@ def module(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["torchtitan.protocols.model"].ModelConfigConverter = ModelConfigConverter
     sys.modules["torchtitan.protocols.module"].Module = Module
-    spec = importlib.util.find_spec("octavo.integrations.torchtitan")
-    loaded = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "stood_in", loaded)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return loaded_anew(monkeypatch)
 
 
 def test_the_protocol_of_0_3(module):
@@ -154,7 +148,7 @@ def test_the_protocol_of_0_3(module):
             return Model(self.layers)
 
     config = Config(layers=2)
-    converter = module.OctavoConverter(module.OctavoConverter.Config(recipe=recipes.mx(), select=everything))
+    converter = module.OctavoConverter(module.OctavoConverter.Config(recipe=recipes.mx(), select=every_layer))
     changed = converter.convert(config)
     assert changed is config and isinstance(config, Config) and dataclasses.replace(config).layers == 2
     for built_config in (config, copy.deepcopy(config)):  # some of its registries look at no result
@@ -199,7 +193,7 @@ def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
         return model
 
     expected = initialised(Config()).state_dict()
-    options = {"recipe": recipes.delayed(), "select": everything, "weight_storage": storage}
+    options = {"recipe": recipes.delayed(), "select": every_layer, "weight_storage": storage}
     config = module.OctavoConverter(module.OctavoConverter.Config(**options)).convert(Config())
     model = initialised(config)
     assert sum(isinstance(submodule, octavo.nn.linear.Grouped) for submodule in model.modules()) == 3

@@ -11,7 +11,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.nn.summary import MIB, SavedBytes, Summary
+from octavo.nn.saved import MIB
+from octavo.nn.summary import SavedBytes, Summary
 from tests.nn.test_convert import Block, Special, Twice, foreign, legacy_weight_norm, with_own_forward
 from tests.support.helpers import to_fp8
 

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -11,7 +10,7 @@ from octavo import PerTensor, RecipeMap, recipes
 from octavo.optim import Moment, conversion
 from octavo.optim.state import data_of
 from octavo.schedule import Phase
-from octavo.schedule.phase import fp8_weights, switch, targets_of
+from octavo.schedule.phase import fp8_weights, phase_targets, switch
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
@@ -61,12 +60,12 @@ def test_same_is_what_the_phase_before_had():
         Phase(LOW, moments="fp32", from_step=1),
         Phase(HIGH, weight_storage=None, from_step=2),
     ]
-    first, second, third = targets_of(model, optimizer, phases)
+    first, second, third = phase_targets(model, optimizer, phases)
     assert [t.settings.master for t in (first, second, third)] == ["split16"] * 3
     assert first.settings.moments == optimizer.moments
     assert second.settings.moments == third.settings.moments == optimizer.moments_of("fp32")
     assert [t.storage for t in (first, second, third)] == [(PerTensor(), PerTensor())] * 2 + [(None, None)]
-    assert targets_of(model, optimizer, phases[1:2], after=first)[0] == second
+    assert phase_targets(model, optimizer, phases[1:2], after=first)[0] == second
 
 
 def test_weights_become_codes_and_plain_again_wherever_they_are():
@@ -76,7 +75,7 @@ def test_weights_become_codes_and_plain_again_wherever_they_are():
     optimizer = optimizer_of(tied, master="auto")
     loss_of(model, 0).backward()
     optimizer.step()
-    there, back = targets_of(
+    there, back = phase_targets(
         tied, optimizer, [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None)]
     )
     for target in (there, back):
@@ -117,7 +116,7 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
         return changing(optimizer, settings, moved, then)
 
     monkeypatch.setattr(conversion, "change", change)
-    (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])
+    (target,) = phase_targets(model, optimizer, [Phase(LOW, weight_storage=storage)])
     switch(model, optimizer, target)
     assert left == [5, 4, 3, 2, 1, 0]
     assert all(weight.expired() for weight in old) and all(state.expired() for state in states)
@@ -129,7 +128,7 @@ def test_frozen_weights_change_their_storage_too():
     model = net()
     model[0].weight.requires_grad_(False)
     optimizer = octavo.optim.AdamW([p for p in model.parameters() if p.requires_grad], master="auto")
-    (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage="fp8")])
+    (target,) = phase_targets(model, optimizer, [Phase(LOW, weight_storage="fp8")])
     switch(model, optimizer, target)
     assert isinstance(model[0].weight, StoredWeight) and not model[0].weight.requires_grad
     assert fp8_weights(model) == [model[0].weight, model[2].weight]
@@ -140,7 +139,7 @@ def test_delayed_state_begins_anew_after_a_spell_and_goes_on_from_the_last_amax_
     model, optimizer = begun(recipe=delayed)
     scale, history = model[0].delayed_scale.clone(), model[0].delayed_amax_history.clone()
     assert (scale > 0).all()
-    to_longer, away, back = targets_of(model, optimizer, [Phase(longer), Phase(HIGH), Phase(delayed)])
+    to_longer, away, back = phase_targets(model, optimizer, [Phase(longer), Phase(HIGH), Phase(delayed)])
     switch(model, optimizer, to_longer)
     assert torch.equal(model[0].delayed_scale, scale)
     assert torch.equal(model[0].delayed_amax_history[:, 0], history[:, 0])
@@ -164,38 +163,34 @@ def test_delayed_state_begins_anew_after_a_spell_and_goes_on_from_the_last_amax_
 def test_what_can_not_be_is_named_before_anything_changes(phases, message):
     model, optimizer = begun()
     with pytest.raises(ValueError, match=message):
-        targets_of(model, optimizer, phases)
+        phase_targets(model, optimizer, phases)
     assert model[0].recipe == LOW
 
 
 def test_an_optimizer_of_torchs_changes_recipes_only():
     model = net(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
-    (target,) = targets_of(model, optimizer, [Phase(HIGH)])
+    (target,) = phase_targets(model, optimizer, [Phase(HIGH)])
     switch(model, optimizer, target)
     assert model[0].recipe == HIGH
     for phase in (Phase(LOW, moments="fp8"), Phase(LOW, master="fp32"), Phase(LOW, weight_storage="fp8")):
         with pytest.raises(ValueError, match=r"changes with an optimizer of octavo.optim only, not AdamW"):
-            targets_of(model, optimizer, [phase])
+            phase_targets(model, optimizer, [phase])
     with pytest.raises(ValueError, match=r"is measured by the optimizers of octavo.optim only"):
-        targets_of(model, optimizer, [Phase(LOW), Phase(HIGH, when_update_below_resolution=1.0)])
+        phase_targets(model, optimizer, [Phase(LOW), Phase(HIGH, when_update_below_resolution=1.0)])
 
 
 def test_a_model_without_octavo_modules():
     plain = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="convert"):
-        targets_of(plain, octavo.optim.AdamW(plain.parameters()), [Phase(LOW)])
+        phase_targets(plain, octavo.optim.AdamW(plain.parameters()), [Phase(LOW)])
 
 
-def test_ddp_goes_on_where_the_only_buffers_were_delayed_state():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = octavo.convert(nn.Sequential(nn.Linear(32, 32)), recipes.delayed(), select=every_layer)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for target in targets_of(model, optimizer, [Phase(recipes.dynamic()), Phase(recipes.delayed(), from_step=1)]):
-            parallel(torch.randn(4, 32)).sum().backward()
-            switch(model, optimizer, target)
+def test_ddp_goes_on_where_the_only_buffers_were_delayed_state(lone_mesh):
+    model = octavo.convert(nn.Sequential(nn.Linear(32, 32)), recipes.delayed(), select=every_layer)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for target in phase_targets(model, optimizer, [Phase(recipes.dynamic()), Phase(recipes.delayed(), from_step=1)]):
         parallel(torch.randn(4, 32)).sum().backward()
-    finally:
-        dist.destroy_process_group()
+        switch(model, optimizer, target)
+    parallel(torch.randn(4, 32)).sum().backward()

@@ -4,9 +4,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import RecipeMap, recipes
+from octavo.nn.saved import MIB
 from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.schedule.phase import switch
-from octavo.schedule.plan import MIB
 from octavo.train import GPT, ModelConfig
 from octavo.weights.stored import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
@@ -21,11 +21,7 @@ PHASES = [
 
 
 def bytes_in(*tensors: Tensor) -> int:
-    total = 0
-    for tensor in tensors:
-        parts = (tensor.qdata, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
-        total += sum(part.numel() * part.element_size() for part in parts)
-    return total
+    return sum(part.nbytes for tensor in tensors for part in inner(tensor))
 
 
 def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import octavo
 from octavo import recipes
@@ -35,11 +34,8 @@ def test_the_first_phase_begins_at_once_and_others_after_so_many_steps(caplog):
             names.append(model[0].recipe.name)
     assert "step 4: Phase(high_precision" in caplog.text and "since step 4" in caplog.text
     assert names == ["dynamic"] * 3 + ["high_precision"] * 2 + ["delayed"] * 3
-    assert [(s.step, s.phase, s.name) for s in schedule.switches] == [
-        (0, 0, "dynamic"),
-        (4, 1, "high_precision"),
-        (6, 2, "delayed"),
-    ]
+    switches = [(0, 0, "dynamic"), (4, 1, "high_precision"), (6, 2, "delayed")]
+    assert [(s.step, s.phase, s.name) for s in schedule.switches] == switches
     assert schedule.switches[1].reason == "step 4" and schedule.steps == 8 and schedule.index == 2
     assert optimizer.master == "split32" and type(model[0].weight) is torch.nn.Parameter
 
@@ -102,37 +98,31 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     assert same(tensors(model, optimizer), tensors(again, other))
 
 
-def faulty(model, schedule, optimizer, step: int, spoil) -> float:
+def faulty(model, schedule, optimizer, step: int, spoil) -> None:
     optimizer.zero_grad()
     loss = loss_of(model, step)
     loss.backward()
-    loss = spoil(loss)
+    loss = spoil(model, loss)
     schedule.observe(loss)
     optimizer.step()
     schedule.step()
-    return float(loss.detach())
 
 
-def spoil_gradient(model):
-    def spoil(loss):
-        model[0].weight.grad[0, 0] = math.nan
-        return loss
-
-    return spoil
+def spoil_gradient(model, loss):
+    model[0].weight.grad[0, 0] = math.nan
+    return loss
 
 
-@pytest.mark.parametrize("kind", ["gradient", "loss", "spike"])
+SPOILS = {"gradient": spoil_gradient, "loss": lambda _, loss: loss * math.nan, "spike": lambda _, loss: loss + 1000.0}
+
+
+@pytest.mark.parametrize("kind", SPOILS)
 def test_a_faulty_step_touches_nothing_and_begins_a_recovery_that_ends(kind):
     policy = Recovery(Phase(HIGH), steps=3, window=8, spike=6.0)
     model, optimizer, schedule = started(LOWEST, recovery=policy)
     train(model, optimizer, schedule, range(8))
     before = tensors(model, optimizer)
-    spoil = {
-        "gradient": spoil_gradient(model),
-        "loss": lambda loss: loss * math.nan,
-        "spike": lambda loss: loss + 1000.0,
-    }[kind]
-    faulty(model, schedule, optimizer, 8, spoil)
+    faulty(model, schedule, optimizer, 8, SPOILS[kind])
     assert same(before, tensors(model, optimizer))
     assert schedule.phase is policy.phase and model[0].recipe == HIGH
     train(model, optimizer, schedule, range(9, 12))
@@ -148,7 +138,7 @@ def test_after_so_many_recoveries_it_stays():
     policy = Recovery(Phase(HIGH), steps=1, attempts=2, spike=None)
     model, optimizer, schedule = started(Phase(LOW), recovery=policy)
     for step in range(12):
-        spoil = spoil_gradient(model) if model[0].recipe == LOW else lambda loss: loss
+        spoil = spoil_gradient if model[0].recipe == LOW else lambda model, loss: loss
         faulty(model, schedule, optimizer, step, spoil)
     assert [s.phase for s in schedule.switches] == [0, -1, 0, -1, 0, -1]
     assert schedule.switches[-1].reason.endswith("after 2 recoveries") and model[0].recipe == HIGH
@@ -158,7 +148,7 @@ def test_a_phase_that_is_due_during_a_recovery_follows_it():
     policy = Recovery(Phase(HIGH), steps=4, spike=None)
     model, optimizer, schedule = started(Phase(LOW), Phase(DELAYED, from_step=3), recovery=policy)
     train(model, optimizer, schedule, range(1))
-    faulty(model, schedule, optimizer, 1, spoil_gradient(model))
+    faulty(model, schedule, optimizer, 1, spoil_gradient)
     train(model, optimizer, schedule, range(2, 6))
     assert [s.name for s in schedule.switches] == ["dynamic", "high_precision", "delayed"]
 
@@ -169,7 +159,7 @@ def test_the_host_may_read_late_and_faulty_steps_still_do_nothing():
     train(model, optimizer, schedule, range(4))
     before = tensors(model, optimizer)
     for step in range(4, 7):
-        faulty(model, schedule, optimizer, step, spoil_gradient(model))
+        faulty(model, schedule, optimizer, step, spoil_gradient)
         assert same(before, tensors(model, optimizer)) and model[0].recipe == LOW
     train(model, optimizer, schedule, range(7, 8))
     assert model[0].recipe == HIGH and schedule.switches[-1].step == 8
@@ -191,7 +181,7 @@ def test_a_training_resumes_bit_for_bit(case):
     model, optimizer, schedule = started(*phases, recovery=recovery)
     train(model, optimizer, schedule, range(2))
     if recovery is not None:
-        faulty(model, schedule, optimizer, 2, spoil_gradient(model))
+        faulty(model, schedule, optimizer, 2, spoil_gradient)
     train(model, optimizer, schedule, range(2 if recovery is None else 3, at))
     recipe, kind, index = model[0].recipe, type(model[0].weight), schedule.index
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
@@ -232,22 +222,18 @@ def test_gradients_that_overflow_under_a_scaler_are_no_faults_but_losses_are(mak
     assert fell >= 2 and left_out == fell + 1
 
 
-def test_weights_that_ddp_holds_are_refused_before_they_would_move():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        late = Phase(LOW, weight_storage="fp8", master="split16", from_step=9)
-        model = net()
-        parallel = [torch.nn.parallel.DistributedDataParallel(model)]
-        optimizer = optimizer_of(model)
-        with pytest.raises(RuntimeError, match="under it; use fully_shard"):
-            PrecisionSchedule(model, optimizer, [Phase(LOW), late])
-        PrecisionSchedule(model, optimizer, [Phase(LOW), Phase(HIGH, from_step=9)])
-        model, optimizer, schedule = started(Phase(LOW), late)
-        parallel.append(torch.nn.parallel.DistributedDataParallel(model))
-        with pytest.raises(RuntimeError, match="under it; use fully_shard"):  # wrapped since: at once, not at step 9
-            schedule.step()
-    finally:
-        dist.destroy_process_group()
+def test_weights_that_ddp_holds_are_refused_before_they_would_move(lone_mesh):
+    late = Phase(LOW, weight_storage="fp8", master="split16", from_step=9)
+    model = net()
+    parallel = [torch.nn.parallel.DistributedDataParallel(model)]
+    optimizer = optimizer_of(model)
+    with pytest.raises(RuntimeError, match="under it; use fully_shard"):
+        PrecisionSchedule(model, optimizer, [Phase(LOW), late])
+    PrecisionSchedule(model, optimizer, [Phase(LOW), Phase(HIGH, from_step=9)])
+    model, optimizer, schedule = started(Phase(LOW), late)
+    parallel.append(torch.nn.parallel.DistributedDataParallel(model))
+    with pytest.raises(RuntimeError, match="under it; use fully_shard"):  # wrapped since: at once, not at step 9
+        schedule.step()
 
 
 def test_the_callers_list_of_parameters_stays_right():
@@ -298,12 +284,8 @@ def test_phases_that_make_no_schedule(phases, error, message):
         started(*phases)
 
 
-PHASE = Phase(recipes.high_precision())
-ONE = torch.tensor(1.0)
-
-
 def watch(**options) -> LossWatch:
-    return LossWatch(Recovery(PHASE, **{"window": 8} | options))
+    return LossWatch(Recovery(Phase(HIGH), **{"window": 8} | options))
 
 
 def look(watched: LossWatch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
@@ -370,4 +352,4 @@ def test_its_state_is_all_that_it_knows():
 )
 def test_what_it_can_not_be(options, error, message):
     with pytest.raises(error, match=message):
-        Recovery(**{"phase": PHASE} | options)
+        Recovery(**{"phase": Phase(HIGH)} | options)

@@ -490,7 +490,8 @@ def assert_close(
     else:
         assert_scales_close(actual["scale_inv"], actual.get("amax"), values, tile, dtype, power_of_two, margin)
     if "amax" in actual:
-        assert_amax_close(actual["amax"], values, tile)
+        exact, allowed = amaxes_near(values, tile)
+        assert bool(((actual["amax"] - exact).abs() <= allowed).all())
     if arguments["transpose"] and "t" in actual:
         codes = actual["q"].view(torch.uint8)[:, : values.y.shape[1]]
         assert same_bits(actual["t"], padded(codes.t(), dtype, arguments["pad"]))
@@ -536,12 +537,6 @@ def amaxes_near(values: Values, tile: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the amax, and how far off one may be."""
     amax, allowed = (REFERENCE["amax"](v.float(), tile) for v in (values.y, values.size * ROUNDINGS))
     return amax, allowed
-
-
-def assert_amax_close(amax: Tensor, values: Values, tile: Sequence[int]) -> None:
-    """Check an amax but for roundings."""
-    exact, allowed = amaxes_near(values, tile)
-    assert bool(((amax - exact).abs() <= allowed).all())
 
 
 def assert_scales_close(

@@ -48,5 +48,10 @@ def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", params)
 
 
+def in_full(*cases: Sequence[Any]) -> list[Any]:
+    """Return cases of several parameters that only the full set has."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
 def _short(value: Any) -> str:
     return str(value).removeprefix("torch.").replace(" ", "")

@@ -2,12 +2,10 @@
 
 import itertools
 import os
-from pathlib import Path
 
 from octavo import cli
 from octavo.train.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(400))
 TINY = "--width 16 --layers 1 --heads 2 --context 16 --batch 2 --steps 6 --eval-windows 2 --device cpu".split()
 

@@ -109,6 +109,14 @@ class CountOps(TorchDispatchMode):
         return sum(count for name, count in self.calls.items() if name.startswith("cast"))
 
 
+def stepped(optimizer: Any, loss: Tensor) -> float:
+    """Take an optimizer's step by the gradients of a loss, and clear them; return the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def losses_on_rank(
     model: Any, optimizer: Any, loss_of: Callable[[int], Tensor], steps: int, average: bool = False
 ) -> list[float]:

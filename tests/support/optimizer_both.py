@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -124,10 +124,9 @@ class Both:
         self.ours, self.theirs = ([*map(copy.deepcopy, updates)] for _ in range(2))
         self.plans: dict[Any, Any] = {}
 
-    def new_gradients(self, factor: float = 1.0, spoil: Callable[[Tensor], Any] = lambda g: None) -> None:
+    def new_gradients(self, factor: float = 1.0) -> None:
         for a, b in zip(self.ours, self.theirs, strict=True):
             g = torch.randn(a.gradient.shape) * factor
-            spoil(g)
             put(a, g)
             put(b, g)
 

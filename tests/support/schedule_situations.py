@@ -43,9 +43,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return nn.functional.mse_loss(model(x).float(), y.float())
 
 
-def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list[float]:
-    """Train, and return the losses of each step."""
-    losses = []
+def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> None:
+    """Train some steps, of 32 tokens each."""
     for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -54,8 +53,6 @@ def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list
             schedule.observe(loss)
         optimizer.step()
         schedule.step(tokens=32)
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def tensors(model: nn.Module, optimizer: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ import octavo
 from octavo.distributed import checkpoint
 from octavo.optim import AdamW
 from octavo.weights.fsdp2 import like_sharded, on_this_rank
-from octavo.weights.stored import local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 
 RECIPES = {"dynamic": octavo.recipes.dynamic, "delayed": octavo.recipes.delayed, "blockwise": octavo.recipes.blockwise}
 UNEVEN, BLOCKS = (140, 37, 5, 1), (140, 512, 256, 256)  # rows of 2 ranks; of 3 the last layers leave ranks without any
@@ -67,6 +67,16 @@ def like(whole: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     return like_sharded(rows_of(whole, p.device_mesh).clone(), p, whole.shape)
+
+
+def whole_stored(part: StoredWeight, parameter: Any) -> StoredWeight:
+    """Return the weight of all ranks of which this one has a part."""
+    codes = like_sharded(part.qdata.detach().view(torch.uint8), parameter, parameter.shape).full_tensor()
+    scales = part.scale_inv.detach().clone()
+    if scales.numel() > 1:  # of blocks
+        shape = torch.Size(part.granularity.of_matrices(parameter.shape).scale_shape(parameter.shape))
+        scales = like_sharded(scales.float(), parameter, shape).full_tensor()  # gloo has no E8M0
+    return StoredWeight(codes.view(part.qdata.dtype), scales, part.dtype, part.granularity)
 
 
 def rows_of(whole: Tensor, mesh: Any) -> Tensor:

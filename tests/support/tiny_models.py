@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+
+from tests.support.helpers import stepped
 
 VOCABULARY, POSITIONS, WIDTH, FEEDFORWARD = 64, 32, 64, 176
 LAYERS, HEADS = 2, 4
@@ -55,6 +58,16 @@ def build(kind: str) -> nn.Module:
     """Return the model of a seed."""
     torch.manual_seed(0)
     return new(*MODELS[kind]).train()
+
+
+def train(net: nn.Module, batches: Iterable[Tensor]) -> list[float]:
+    """Return the losses of AdamW's steps under autocast, one on each batch of tokens."""
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=3e-3), []
+    for tokens in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(input_ids=tokens, labels=tokens, use_cache=False).loss
+        losses.append(stepped(optimizer, loss))
+    return losses
 
 
 def data(kind: str, count: int = 16) -> list[dict[str, Tensor]]:

@@ -24,14 +24,10 @@ class Uncompiled(CompiledKernel):
 
     def __init__(self, source: Any, options: Any) -> None:
         self.src, self.name, self.hash = source, source.name, (source.hash(), options.hash())
-        self.module, self.function, self.packed_metadata, self._run = None, 1, self.hash, _nothing
+        self.module, self.function, self.packed_metadata, self._run = None, 1, self.hash, lambda *args: None
 
     def _init_handles(self) -> None:
         pass
-
-
-def _nothing(*args: Any) -> None:
-    pass
 
 
 def _named(

@@ -42,10 +42,6 @@ def folder(tmp_path):
     return folder
 
 
-def same_rows(first, second):
-    return [row.csv() for row in first] == [row.csv() for row in second]
-
-
 def everything(model, optimizer):
     moments = {f"{i}.{key}": value for i, state in enumerate(optimizer.state.values()) for key, value in state.items()}
     tensors = model.state_dict() | moments | octavo.nn.delayed_state_dict(model)
@@ -60,7 +56,7 @@ def test_what_was_saved_comes_back_exactly(parts, folder):
     state = again.load(IDENTITY)
     assert again.saved_step == state["step"] == 2 and state["identity"] == IDENTITY
     assert state["schedule"] == {"phase": 1} and not state.get("in_backward")
-    assert same_rows(state["rows"], ROWS) and state["rows"][1].loss == 1 / 3
+    assert [row.csv() for row in state["rows"]] == [row.csv() for row in ROWS] and state["rows"][1].loss == 1 / 3
     assert [path.name for path in folder.path.iterdir()] == [folder.checkpoint.name]
     parts[0](torch.ones(2, 4)).sum().backward()
     parts[1].step()

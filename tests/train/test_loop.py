@@ -8,7 +8,7 @@ import torch
 
 import octavo
 from octavo.distributed import checkpoint
-from octavo.distributed.checkpoint import load_extra, save_checkpoint
+from octavo.distributed.checkpoint import checkpoints_in, load_extra, save_checkpoint
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
 from octavo.nn.linear import SeparateSplits
@@ -19,19 +19,18 @@ from octavo.train import (
     ModelConfig,
     RunCheckpointError,
     StateConfig,
-    TrainConfig,
     TrainError,
     compare,
     loop,
     run,
 )
-from octavo.train.checkpoint import HEADER
-from octavo.train.config import DataConfig, OptimizerConfig, RunConfig
+from octavo.train.checkpoint import HEADER, RunFolder
 from octavo.train.loop import trained_model
 from octavo.train.progress import Progress, RunRecorder
 from octavo.train.trainer import build_model
 from octavo.weights.stored import StoredWeight
-from tests.train.test_shard import changed, curve, train_on
+from tests.support.combinations import in_full
+from tests.train.test_shard import changed, curve, rows, stop_after, train_on
 
 
 @pytest.fixture
@@ -42,9 +41,7 @@ def recorded(config, tmp_path):
 
 def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
     plain = run(replace(recorded, inspect=InspectConfig(), run=replace(recorded.run, out=None)), "delayed")
-    seen = []
-    hooks = Hooks(on_step=seen.append, should_stop=lambda: len(seen) >= 6)
-    assert run(recorded, "delayed", hooks=hooks).interrupted
+    assert run(recorded, "delayed", hooks=stop_after(6)).interrupted
     result = run(changed(recorded, run={"resume": True}), "delayed")
     assert result.losses == plain.losses
     record = octavo.inspect.load(tmp_path / "delayed/inspect")
@@ -91,43 +88,42 @@ def test_without_fp8_layers_nothing_is_recorded(recorded, tmp_path):
     assert not (tmp_path / "bf16/inspect").exists()
 
 
-def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_path):
+def diverging():
+    """Hooks by which the loss of the fifth step becomes NaN."""
+
     def poison(model):
         model.blocks[0].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 4 else out)
 
     seen = []
-    says = r"dynamic diverged: the loss became nan in step 5.* an inf or a NaN in the .* step 3 is kept .*--lr"
+    return Hooks(on_model=poison, on_step=seen.append)
+
+
+def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_path):
+    says = r"dynamic diverged: the loss became nan in step 5.* an inf or a NaN in .* step 3 is kept in .*/dynamic.*--lr"
     with pytest.raises(DivergedError, match=says):
-        run(recorded, "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
+        run(recorded, "dynamic", hooks=diverging())
     ((_, kind, text),) = octavo.inspect.load(tmp_path / "dynamic/inspect").events
     assert kind == "fault" and "at step 4" in text
     assert len((tmp_path / "dynamic/log.csv").read_text().splitlines()) == 1 + 4
+    assert RunFolder(tmp_path / "dynamic").load(None)["step"] == 3
     assert len(run(changed(recorded, run={"resume": True}), "dynamic").rows) == 10
-    seen.clear()
     with pytest.raises(DivergedError) as caught:  # without a folder nothing is recorded, and the fault is found
-        run(changed(recorded, run={"out": None}), "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
+        run(changed(recorded, run={"out": None}), "dynamic", hooks=diverging())
     says = r"dynamic diverged: the loss became nan in step 5; an inf .*; try a lower --lr"
     assert re.fullmatch(says, str(caught.value))
 
 
 def test_a_run_that_diverges_says_too_what_failed_in_the_background(recorded, monkeypatch):
-    def poison(model):
-        model.blocks[0].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 4 else out)
-
-    seen = []
     monkeypatch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
     config = changed(replace(recorded, inspect=InspectConfig()), ranks={"async_save": True})
     says = (
         r"diverged: the loss became nan in step 5; cannot write .*Full.*is kept \(nothing yet\); .*; try a lower --lr"
     )
     with pytest.raises(DivergedError, match=says):
-        run(config, "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
+        run(config, "dynamic", hooks=diverging())
 
 
-@pytest.mark.parametrize(
-    ("shard", "tensor_parallel"),
-    [("fsdp", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("ddp", 1), ("fsdp", 2)))],
-)
+@pytest.mark.parametrize(("shard", "tensor_parallel"), [("fsdp", 1), *in_full(("ddp", 1), ("fsdp", 2))])
 def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool, monkeypatch):
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     config = changed(recorded, ranks=parts, optimizer={"steps": 3})
@@ -166,17 +162,6 @@ def steps(config, count):
     return replace(config, optimizer=replace(config.optimizer, steps=count))
 
 
-def stop_after(count):
-    """Hooks that stop a run once it did that many steps."""
-    seen = []
-    return Hooks(on_step=seen.append, should_stop=lambda: len(seen) >= count)
-
-
-def log_curve(path):
-    """The log's columns that don't depend on the machine's speed."""
-    return [line.split(",")[:3] + line.split(",")[4:] for line in path.read_text().splitlines()]
-
-
 def test_it_learns_and_says_what_it_did(config):
     result = run(changed(config, model={"layers": 2}))
     assert result.name == "bf16" and result.steps == len(result.rows) == 20 and not result.interrupted
@@ -197,10 +182,7 @@ MUON = IN_FP8 | PHASES | {"update_in_backward": "8KB", "algorithm": "muon"}
     [
         ("delayed", IN_FP8 | {"update_in_backward": "1MB"}, 4),
         ("dynamic", MUON, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [("bf16", {}, 0), ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0), ("mx", {}, 4)]
-        ),
+        *in_full(("bf16", {}, 0), ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0), ("mx", {}, 4)),
     ],
     ids=str,
 )
@@ -216,7 +198,7 @@ def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, experts, t
     for _ in range(2):  # to its end; and read again
         resumed = run(parts, recipe)
         assert not resumed.interrupted and curve(resumed) == curve(whole) and resumed.switches == whole.switches
-    assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
+    assert rows(tmp_path / "parts" / recipe) == rows(tmp_path / "whole" / recipe)
     if "schedule" in state:
         assert [switch.step for switch in whole.switches] == [0, 4, 8]
     elif state:
@@ -352,60 +334,39 @@ def test_the_devices_dtype_names_the_baseline_and_is_said_first(config, fast, mo
         run(at(chosen, tmp_path, resume=True), "dynamic")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs")
-    text = out / "text.py"
-    text.write_text("def f(x):\n    return x + 1\n" * 200)
-    sizes = ModelConfig(width=32, layers=1, heads=2, context=16)
-    options = RunConfig(out=out / "run", device="cpu", eval_every=0)
-    config = TrainConfig(sizes, DataConfig(data=text, batch=4, eval_windows=4), OptimizerConfig(steps=5), options)
-    models = []
-    for recipe in ("delayed", "bf16"):
-        run(config, recipe, hooks=Hooks(on_model=models.append))
-    return out / "run", models
-
-
-@pytest.mark.parametrize("index", [0, 1], ids=["delayed", "bf16"])
-def test_it_is_the_model_that_was_trained(folder, index):
-    out, models = folder
-    path = out / ("delayed", "bf16")[index]
-    tokens = torch.randint(0, 256, (2, 16))
-    model = trained_model(path)
-    assert not model.training
-    assert torch.equal(model(tokens), models[index].eval()(tokens))
-
-
-@pytest.mark.parametrize(("schedule", "stored"), [("", True), ("fp8-then-bf16@0.5", False)])
-def test_its_weights_are_in_fp8_if_they_were_at_the_end(config, schedule, stored, tmp_path):
-    models, config = [], at(steps(config, 2), tmp_path)
-    config = replace(config, state=StateConfig("fp8", "split16", "fp8", schedule=schedule))
-    run(config, "delayed", hooks=Hooks(on_model=models.append))
+@pytest.mark.parametrize(
+    ("recipe", "state", "stored"),
+    [
+        ("bf16", StateConfig(), False),
+        ("delayed", StateConfig("fp8", "split16", "fp8"), True),
+        ("delayed", StateConfig("fp8", "split16", "fp8", schedule="fp8-then-bf16@0.5"), False),
+    ],
+)
+def test_it_is_the_model_that_was_trained_stored_as_at_the_end(config, recipe, state, stored, tmp_path):
+    models, config = [], replace(at(steps(config, 2), tmp_path), state=state)
+    run(config, recipe, hooks=Hooks(on_model=models.append))
     model, tokens = trained_model(tmp_path), torch.randint(0, 256, (2, 16))
-    assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight) == stored
+    assert not model.training and isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight) == stored
     octavo.set_recipe(model, models[0].blocks[0].mlp.fc2.recipe)
     assert torch.equal(model(tokens), models[0].eval()(tokens))
 
 
-def test_what_is_no_run(folder, tmp_path):
-    out, _ = folder
+def test_what_is_no_run(config, tmp_path):
+    models, out = [], tmp_path / "runs"
+    compare(at(steps(config, 1), out), ["bf16", "dynamic"], hooks=Hooks(on_model=models.append))
     for path, says in ((tmp_path / "no", "does not exist"), (tmp_path, "no run"), (out, "holds 2 runs: choose one of")):
         with pytest.raises(RunCheckpointError, match=says):
             trained_model(path)
-    (tmp_path / "checkpoint/save-00000001").mkdir(parents=True)
-    (tmp_path / "checkpoint/save-00000001/.metadata").write_text("damaged")
-    with pytest.raises(RunCheckpointError, match="damaged"):
-        trained_model(tmp_path)
-
-
-def test_a_recipe_without_a_name_is_refused(folder, tmp_path):
-    out, models = folder
     content = load_extra(out / "bf16/checkpoint")
     for identity, says in (
         ({"recipe": "Recipe(...)"}, "a recipe of its own"),
         ({"width": 64}, "cannot read the check"),
     ):
         extra = content | {"identity": content["identity"] | identity}
-        save_checkpoint(tmp_path / "checkpoint", models[1], extra=extra)
+        save_checkpoint(tmp_path / "checkpoint", models[0], extra=extra)
         with pytest.raises(RunCheckpointError, match=says):
             trained_model(tmp_path)
+    (last,) = checkpoints_in(tmp_path / "checkpoint")
+    (last / ".metadata").write_text("damaged")
+    with pytest.raises(RunCheckpointError, match="damaged"):
+        trained_model(tmp_path)

@@ -32,8 +32,10 @@ from octavo.train.loop import trained_model
 from octavo.train.shard import device_name, joined, ranks_for_saves, require_even_batches
 from octavo.train.trainer import build_model, require_memory
 from octavo.weights.stored import StoredWeight
+from tests.support.combinations import in_full
 from tests.support.helpers import thread_pool
 from tests.support.pool import free_port
+from tests.support.processes import ROOT
 
 
 def changed(config: TrainConfig, **parts: Any) -> TrainConfig:
@@ -69,13 +71,16 @@ def train_on(
     return curve(result), result.interrupted, modules
 
 
+def stop_after(count: int) -> Hooks:
+    """Hooks that stop a run once it did that many steps."""
+    seen: list[Any] = []
+    return Hooks(on_step=seen.append, should_stop=lambda: len(seen) >= count)
+
+
 def nearly(first: Any, second: Any, rel: float) -> bool:
     numbers = [value for pair in first for value in pair if value is not None]
     others = [value for pair in second for value in pair if value is not None]
     return numbers == pytest.approx(others, rel=rel)
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -107,15 +112,12 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
     ("recipe", "experts", "rel", "compiled", "state"),
     [
         ("blockwise", 4, 1e-6, False, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("dynamic", 0, 1e-3, True, {}),
-                ("blockwise", 4, 5e-3, True, {}),
-                ("delayed", 4, 0.01, False, STORED),
-                ("delayed", 0, 0.01, False, STORED | PHASES),
-                ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
-            ]
+        *in_full(
+            ("dynamic", 0, 1e-3, True, {}),
+            ("blockwise", 4, 5e-3, True, {}),
+            ("delayed", 4, 0.01, False, STORED),
+            ("delayed", 0, 0.01, False, STORED | PHASES),
+            ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
         ),
     ],
     ids=str,
@@ -161,14 +163,7 @@ def short(config):
     ("shard", "recipe", "tensor_parallel", "state"),
     [
         ("fsdp", "delayed", 1, STORED | PHASES | IN_BACKWARD),  # it is stopped in the second phase
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("ddp", "delayed", 1, {}),
-                ("fsdp", "blockwise", 1, {}),
-                ("fsdp", "delayed", 2, STORED | PHASES),
-            ]
-        ),
+        *in_full(("ddp", "delayed", 1, {}), ("fsdp", "blockwise", 1, {}), ("fsdp", "delayed", 2, STORED | PHASES)),
     ],
     ids=str,
 )
@@ -187,8 +182,7 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
     config = changed(config, run={"resume": True})
     for again, interrupted, _ in on_ranks(config, recipe):
         assert not interrupted and again == whole
-    logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
-    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
+    assert rows(tmp_path / "whole" / recipe) == rows(tmp_path / "parts" / recipe) and len(whole) == 6
     remaining_names = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
     assert remaining_names == ["checkpoint", "config.json", "log.csv"]
     config = changed(config, run={"out": tmp_path / "half"}, ranks={"shard": "none", "tensor_parallel": 1})
@@ -203,9 +197,8 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
 
 
 def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
-    config, seen = changed(short, run={"out": tmp_path, "dtype": "float32"}), []
-    hooks = Hooks(on_step=seen.append, should_stop=lambda: len(seen) == 3)
-    assert run(changed(config, ranks={"async_save": True, "keep": 2}), "delayed", hooks=hooks).interrupted
+    config = changed(short, run={"out": tmp_path, "dtype": "float32"})
+    assert run(changed(config, ranks={"async_save": True, "keep": 2}), "delayed", hooks=stop_after(3)).interrupted
     config = changed(config, run={"resume": True}, ranks={"shard": "fsdp"})
     ((resumed, interrupted, _), *_) = pool.run(train_on, (2,), config, "delayed")
     alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
@@ -215,10 +208,8 @@ def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
 def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
     config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path, "checkpoint_every": 2})
     for kind, text in pool.run(train_on, (2,), changed(config, data={"batch": 6, "micro_batches": 2})):
-        assert (
-            kind == "TrainError"
-            and "batch 6 does not divide into 2 ranks x 2 micro_batches: choose a batch of 8" in text
-        )
+        says = "batch 6 does not divide into 2 ranks x 2 micro_batches: choose a batch of 8"
+        assert kind == "TrainError" and says in text
     for kind, text in pool.run(train_on, (2,), config, "dynamic", None, 1):
         assert kind == "DivergedError" and "the loss became nan in step 4; the checkpoint of step 2 is kept" in text
     (mine, first), (other, second) = pool.run(train_on, (2,), config)

@@ -44,15 +44,9 @@ def test_names_and_shares():
     low = Phase(DYNAMIC, "fp8", None, "fp8")
     assert phases_of("fp8-then-bf16@0.7", DYNAMIC, 240, STATE) == [low, replace(HIGH, from_step=168)]
     phases = phases_of("bf16-then-blockwise@.3-then-fp8@0.5", DYNAMIC, 100, STATE)
-    assert phases == [
-        HIGH,
-        Phase(recipes.blockwise(), "fp8", None, "fp8", from_step=30),
-        Phase(DYNAMIC, "fp8", None, "fp8", from_step=50),
-    ]
-    assert phases_of("auto", DYNAMIC, 9, StateConfig()) == [
-        Phase(DYNAMIC, "fp32", "auto", None),
-        replace(HIGH, when_update_below_resolution=BELOW),
-    ]
+    assert phases == [HIGH, replace(low, recipe=recipes.blockwise(), from_step=30), replace(low, from_step=50)]
+    first, last = phases_of("auto", DYNAMIC, 9, StateConfig())
+    assert first == Phase(DYNAMIC, "fp32", "auto", None) and last == replace(HIGH, when_update_below_resolution=BELOW)
 
 
 @pytest.mark.parametrize("text", ["fp8", "fp8-then-bf16", "fp8-then-bf16@1.5", "fp9-then-bf16@0.5", "fp8@0.3", "AUTO"])
@@ -103,21 +97,20 @@ def test_learning_rate_of_short_runs(steps, warmup):
     assert all(0 < learning_rate(step, config) <= 1e-2 for step in range(steps))
 
 
-def test_only_matrices_decay():
-    model = build_model(ModelConfig(width=32, layers=1, heads=2, context=8), "bf16", seed=0)
+def test_only_matrices_decay(config):
+    model = build_model(config.model, "bf16", seed=0)
     decaying, others = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
     assert decaying["weight_decay"] == 0.3 and all(p.dim() == 2 for p in decaying["params"])
     assert others["weight_decay"] == 0 and len(others["params"]) == 3  # the norms' gains
     assert len(decaying["params"]) + 3 == len(list(model.parameters()))
 
 
-def test_initial_weights_depend_on_the_seed_only():
-    config = ModelConfig(width=32, layers=1, heads=2, context=8)
-    first = build_model(config, "bf16", seed=5)
+def test_initial_weights_depend_on_the_seed_only(config):
+    first = build_model(config.model, "bf16", seed=5)
     state = torch.get_rng_state()
-    second = build_model(config, "delayed", seed=5)
+    second = build_model(config.model, "delayed", seed=5)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is his own
-    other = build_model(config, "bf16", seed=6)
+    other = build_model(config.model, "bf16", seed=6)
     assert first.state_dict().keys() == second.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.head.weight, other.head.weight)
@@ -185,9 +178,8 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(config):
     require_memory(TrainConfig(), torch.device("cpu"))
 
 
-def test_muon_has_the_blocks_matrices_and_adamw_all_others():
-    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=2)
-    model = build_model(config, "dynamic", 0)
+def test_muon_has_the_blocks_matrices_and_adamw_all_others(config):
+    model = build_model(replace(config.model, experts=2), "dynamic", 0)
     names = {param: name for name, param in model.named_parameters()}
     optimizer = build_optimizer(model, OptimizerConfig(), StateConfig(algorithm="muon"))
     groups = [(group["algorithm"], group["weight_decay"]) for group in optimizer.param_groups]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.tune.timing import Timings
 from tests.support import triton_kernels
 from tests.support.triton_kernels import TritonKernels
 
@@ -30,10 +31,8 @@ def test_grids(tuner: ModuleType) -> None:
         assert max(tuner.FULL.buckets_of(kind)) == 64, kind
         for bucket in tuner.FULL.buckets_of(kind):
             configs = tuner.grid_of(kind, bucket, tuner.FULL)
-            assert (
-                configs[0] == tuner.TileTable.read(None).config(kind, bucket)
-                and len(set(configs)) == len(configs) >= 18
-            ), kind
+            assert configs[0] == tuner.TileTable.read(None).config(kind, bucket), kind
+            assert len(set(configs)) == len(configs) >= 18, kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.tiles for c in configs) > 0
             assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
             assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
@@ -50,7 +49,7 @@ def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypa
         return lambda: times[shape][config]
 
     def timings(variants: dict[str, Any], rounds: int) -> Any:
-        return importlib.import_module("octavo.tune.timing").Timings({k: [call()] for k, call in variants.items()}, {})
+        return Timings({k: [call()] for k, call in variants.items()}, {})
 
     monkeypatch.setattr(tuner, "_calling", calling)
     monkeypatch.setattr(tuner, "timings", timings)
@@ -67,8 +66,7 @@ def test_a_kind_of_which_no_configuration_runs_has_no_row(
     tuner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emptied: list[bool] = []
-    timings = importlib.import_module("octavo.tune.timing").Timings
-    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({}, dict.fromkeys(variants, "no room")))
+    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: Timings({}, dict.fromkeys(variants, "no room")))
     monkeypatch.setattr(tuner, "ON_GPU", True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(True))
     tuned = tuner.tune("cast", tuner.TOY, {})
@@ -79,12 +77,11 @@ def test_a_kind_of_which_no_configuration_runs_has_no_row(
 def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if tuner.LIBRARY not in tuner.cases.CASES_OF_KIND:
         pytest.skip("torch 2.11 has no FP8 product on a CPU")
-    timings = importlib.import_module("octavo.tune.timing").Timings
-    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [1.0], "Triton": [2.0]}, {}))
+    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: Timings({"torch": [1.0], "Triton": [2.0]}, {}))
     monkeypatch.setattr(tuner.cases.Case, "wrong", lambda case, shape: case.product[0] == (1, -1) and "noise")
     rows = tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows
     assert [[-1, -1], [-1, -1], True] in rows and all(a != [1, -1] for a, _, _ in rows)
-    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: timings({"torch": [2.0], "Triton": [1.0]}, {}))
+    monkeypatch.setattr(tuner, "timings", lambda variants, rounds: Timings({"torch": [2.0], "Triton": [1.0]}, {}))
     assert tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows == []
 
 

@@ -15,26 +15,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo import recipes
 from octavo.cost.mesh.rank import Rank
-from octavo.cost.mesh.shapes import BF16, BLOCK, CODE, Weight
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Weight
 from octavo.cost.rates import IN_BF16
-from octavo.granularity import PerTensor
+from octavo.granularity import BLOCK, Granularity
 
-ALL = PerTensor().tile[0]  # as a tile's rows or columns: all that there are
+MOST_SERVERS = 4.0  # whose experts a token visits (arXiv 2412.19437, section 3.2.2)
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
+class PairScales(NamedTuple):
+    """The scales of a weight's pair: which elements share one, of the weight as it lies, and its bytes."""
+
+    granularity: Granularity
+    size: int
+
+
 @functools.cache
-def weight_tiles(recipe: str) -> list[tuple[int, int, int]]:
-    """Return, for each pair that a recipe of octavo.recipes makes of a weight, (rows, columns, bytes) of a scale."""
+def weight_scales(recipe: str) -> list[PairScales]:
+    """Return the PairScales of each pair that a recipe of octavo.recipes makes of a weight."""
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
-    tiles = [(as_is, as_is.tile)] if as_is else []
-    tiles += [(transposed, transposed.tile[::-1])] if transposed and not once else []
-    return [(*tile, cast.scale_inv_dtype.itemsize) for cast, tile in tiles]
+    pairs = [(as_is, as_is.granularity)] if as_is else []
+    pairs += [(transposed, transposed.granularity.transposed())] if transposed and not once else []
+    return [PairScales(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
@@ -47,39 +54,46 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     total: float = 0
     amaxes: float = 0
     for weight in weights:
-        rows_of_rank, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
-        elements, pairs = matrices * rows_of_rank * ranks * weight.cols, 0.0
-        if not weight.converted or recipe == IN_BF16:
-            total += elements * param_bytes
-            continue
-        for rows, cols, scale_bytes in weight_tiles(recipe):
-            tiles_of_rows = 1 if rows == ALL else math.ceil(weight.rows / rows)
-            scales = matrices * tiles_of_rows * (1 if cols == ALL else math.ceil(weight.cols / cols))
-            is_sent = rows != ALL and weight.rows == rows_of_rank * ranks and rows_of_rank % rows == 0
+        shard_rows, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
+        elements, pairs = matrices * shard_rows * ranks * weight.cols, 0.0
+        is_converted = weight.converted and recipe != IN_BF16
+        for granularity, scale_bytes in weight_scales(recipe) if is_converted else ():
+            scales = matrices * math.prod(granularity.scale_shape((weight.rows, weight.cols)))
+            height, _ = granularity.tile  # -1: all rows
+            is_sent = height > 0 and weight.rows == shard_rows * ranks and shard_rows % height == 0
             pairs += elements + scale_bytes * scales if is_sent else elements
-            amaxes += 0 if is_sent else 4 * scales
-        total += elements * param_bytes if ranks == 1 else pairs
+            amaxes += 0 if is_sent else FLOAT * scales
+        total += pairs if is_converted and ranks > 1 else elements * param_bytes
     return total, amaxes
 
 
-class ShardMessages(NamedTuple):
-    """Seconds of FSDP2's collectives for a group of shards, by the compute that may hide them; seconds by link."""
+class Wait(NamedTuple):
+    """Collectives of a kind of parallelism: seconds, those of them that nothing hides, and their slowest wires."""
 
-    first: float  # nothing hides them: the gathers before the first block's products, the scatter after the last
-    in_forward: float
-    in_backward: float
-    links: tuple[tuple[str, float], ...]
+    seconds: float
+    exposed: float
+    link: str
+
+    def times(self, count: int) -> Wait:
+        """Return this many such collectives."""
+        return Wait(count * self.seconds, count * self.exposed, self.link)
 
 
-def fsdp(rank: Rank) -> Iterator[ShardMessages]:
-    """Yield a round of the collectives of FSDP2 and of HSDP's replicas, for each group of shards that has ranks.
+def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
+    """Return a round of the collectives of FSDP2 and of HSDP's replicas, some of which hide behind a micro-batch.
 
     Forward gathers the root, then each block; backward gathers blocks again and scatters sums of gradients, the root's
-    at the end. Replicas add their shards of gradients by an all-reduce.
+    at the end. Replicas add their shards of gradients by an all-reduce. One block is prefetched: gathers hide behind
+    forward, gathers and scatters, on the same wires, behind backward, and so do replicas' all-reduces. Nothing hides
+    the first gathers (the root's and block 0's) and the root's scatter at the end.
+
+    ``forward``, ``backward``: seconds that the rank computes.
     """
     layout, hardware = rank.layout, rank.hardware
     recipe, levels = rank.precision.recipe if rank.precision.gathers else IN_BF16, rank.precision.reduction
-    apart = layout.tensor * layout.sharded
+    replica_stride = layout.tensor * layout.sharded
+    exposed = in_forward = in_backward = 0.0
+    links = [(0.0, "NVLink")]
     for shapes, ranks, stride in rank.shards:
         if ranks * layout.replicate == 1:
             continue
@@ -93,54 +107,54 @@ def fsdp(rank: Rank) -> Iterator[ShardMessages]:
         )
         first_gathers = gather(root + block)
         gather_again = gather(shapes.layers * block) * layout.resharded
-        replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
-        yield ShardMessages(
-            first=first_gathers + scatter_of_root + hardware.latency * (ranks > 1 and amaxes > 0),
-            in_forward=gather(shapes.layers * block + root) - first_gathers,
-            in_backward=gather_again + scatter - scatter_of_root + replicas,
-            links=(
-                (hardware.link(ranks, stride), gather_again + scatter),
-                (hardware.link(layout.replicate, apart), replicas),
-            ),
-        )
+        replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, replica_stride)
+        exposed += first_gathers + scatter_of_root + hardware.latency * (ranks > 1 and amaxes > 0)
+        in_forward += gather(shapes.layers * block + root) - first_gathers
+        in_backward += gather_again + scatter - scatter_of_root + replicas
+        links.append((gather_again + scatter, hardware.link(ranks, stride)))
+        links.append((replicas, hardware.link(layout.replicate, replica_stride)))
+    seconds = exposed + in_forward + in_backward
+    exposed += max(0.0, in_forward - forward) + max(0.0, in_backward - backward)
+    return Wait(seconds, exposed, max(links, key=lambda link: link[0])[1])
 
 
-def tensor(rank: Rank) -> float:
-    """Return seconds of tensor parallelism's collectives.
+def tensor(rank: Rank) -> Wait:
+    """Return tensor parallelism's collectives, which products wait for, as for torch's functional collectives.
 
-    A split of the features out gathers its input in forward, elsewhere also in backward for the weight's gradient
-    (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
-    scatters the sum of its output and gathers that output's gradient.
+    A split of the features out gathers its input in forward, by ``Precision.as_megatron`` also in backward for the
+    weight's gradient (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the
+    features in scatters the sum of its output and gathers that output's gradient.
     """
     layout, hardware, bytes_gathered = rank.layout, rank.hardware, rank.precision.operand_bytes
-    if layout.tensor == 1:
-        return 0.0
     seconds = 0.0
     for weight in rank.whole.block:
-        if weight.split in ("in", "out"):
+        if layout.tensor > 1 and weight.split in ("in", "out"):
             elements = rank.tokens * (weight.cols if weight.split == "out" else weight.rows)
-            gathers = 2 if weight.split == "out" and rank.precision.elsewhere else 1
+            gathers = 2 if weight.split == "out" and rank.precision.as_megatron else 1
             seconds += weight.share * gathers * hardware.wire(elements * bytes_gathered, layout.tensor, 1)
             seconds += weight.share * hardware.wire(elements * BF16, layout.tensor, 1)  # the sum
-            seconds += weight.share * hardware.latency * (bytes_gathered == CODE)  # of the scale
-    return rank.shapes.layers * seconds
+            seconds += weight.share * hardware.latency * rank.precision.pairs  # of the scale
+    seconds *= rank.shapes.layers
+    return Wait(seconds, seconds, hardware.link(layout.tensor, 1))
 
 
-def expert(rank: Rank) -> float:
-    """Return seconds of expert parallelism's all-to-alls: tokens there and back, in forward and in backward.
+def expert(rank: Rank) -> Wait:
+    """Return expert parallelism's all-to-alls, which products wait for: tokens there and back, forward and backward.
 
-    A token goes to each of its experts; elsewhere once to each server that has some and on to them over NVLink.
-    Experts are as likely on any server, of which at most 4 are chosen (arXiv 2412.19437, section 3.2.2).
+    A token goes to each of its experts; by ``Precision.as_megatron`` once to each server that has some, and on to them
+    over NVLink. Experts are as likely on any server, of which at most MOST_SERVERS are chosen.
     """
     layout, hardware = rank.layout, rank.hardware
     experts = [weight for weight in rank.whole.block if weight.split == "experts"]
+    link = hardware.link(layout.expert, 1, directly=True)
     if layout.expert == 1 or not experts:
-        return 0.0
+        return Wait(0.0, 0.0, link)
     used, servers = experts[0].used, max(1.0, layout.expert / hardware.server)
-    visited = min(4.0, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.elsewhere else used
+    visited = min(MOST_SERVERS, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.as_megatron else used
     here = min(layout.expert, hardware.server)
     layers = rank.shapes.layers * experts[0].share
     numbers = rank.tokens / layout.tensor * rank.whole.width * layers
     slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
     waits = (4 + 2 * rank.precision.pairs) * layers * hardware.latency  # also of the scales
-    return numbers * 2 * (rank.precision.operand_bytes + BF16) * slowest + waits
+    seconds = numbers * 2 * (rank.precision.operand_bytes + BF16) * slowest + waits
+    return Wait(seconds, seconds, link)

@@ -1,6 +1,7 @@
 """``octavo plan --gpus``: a step in each recipe on a mesh, as text: times, memory, what limits it, what to change.
 
-``plan`` makes the steps of the flags, ``searched`` and ``better`` look for better meshes, ``MeshPlan.text`` writes all.
+``plan`` makes the steps of the flags, ``fastest_mesh`` and ``improvements`` look for better meshes, and
+``MeshPlan.text`` writes all.
 """
 
 from __future__ import annotations
@@ -149,28 +150,22 @@ def plan(
             fuses = recipe is not None and fuse
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuses).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        precision = Precision(
-            name,
-            name,
-            gathers=recipe is not None,
-            pairs=recipe is not None,
-            regions=in_pairs(shapes.width) if checkpoint_in_fp8 else BF16,
-            algorithm=algorithm,
-        )
+        in_fp8, regions = recipe is not None, in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
+        precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)
         return Stage(shapes, layout, precision, hardware)
 
     compiled, other = [stage(name, True) for name in (IN_BF16, *RECIPES)], None
     if not mesh or not any(each.fits for each in compiled):
-        other = max(map(searched, compiled), key=order)
+        other = max(map(fastest_mesh, compiled), key=merit)
     if not mesh and other is not None:
         layout, other = other.layout, None
         compiled = [replace(each, layout=layout) for each in compiled]
     steps = {"compiled": compiled, "eager": [stage(each.precision.name, False) for each in compiled]}
-    best = max(compiled, key=order)
-    return MeshPlan(steps, best, better(best), other if other and other.fits else None)
+    best = max(compiled, key=merit)
+    return MeshPlan(steps, best, improvements(best), other if other and other.fits else None)
 
 
-def order(stage: Stage) -> tuple[bool, float]:
+def merit(stage: Stage) -> tuple[bool, float]:
     """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
     return stage.fits, stage.step.tflops if stage.fits else -stage.size
 
@@ -180,50 +175,54 @@ def in_pairs(width: int) -> float:
     return 1 + 4 / width
 
 
-def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
+def with_changes(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
     """Yield the step with these changes, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
         other = replace(stage.precision, **precision or {})
         yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
 
 
-def searched(stage: Stage) -> Stage:
+def fastest_mesh(stage: Stage) -> Stage:
     """Return the best step on all meshes of powers of two, with and without recomputation."""
-    powers, stages = [1 << power for power in range(7)], [stage]
-    experts = powers if any(weight.split == "experts" for weight in stage.whole.block) else [1]
-    choices: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
-    choices |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
+    stages, has_experts = [stage], any(weight.split == "experts" for weight in stage.whole.block)
+    choices: dict[str, Sequence[Any]] = {
+        "tensor": (1, 2, 4, 8),
+        "pipeline": (1, 2, 4, 8, 16),
+        "expert": (1, 2, 4, 8, 16, 32, 64) if has_experts else (1,),
+        "batch": (1, 2, 4, 8),
+        "recomputed": (0.0, 1.0),
+    }
     for values in itertools.product(*choices.values()):
         layout = dict(zip(choices, values, strict=True))
         for replicate in {1, max(1, stage.layout.gpus // (layout["pipeline"] * stage.hardware.server))}:
-            stages += changed(stage, replicate=replicate, context=1, **layout)
-    return max(stages, key=order)
+            stages += with_changes(stage, replicate=replicate, context=1, **layout)
+    return max(stages, key=merit)
 
 
-def better(stage: Stage) -> list[tuple[str, Stage]]:
+def improvements(stage: Stage) -> list[tuple[str, Stage]]:
     """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
-    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if order(other) > order(stage)]
+    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if merit(other) > merit(stage)]
     if stage.fits:
         speed = WORTH_NAMING * stage.step.tflops
         candidates = [(words, other) for words, other in candidates if other.step.tflops > speed]
-    return sorted(candidates, key=lambda candidate: order(candidate[1]), reverse=True)[:3]
+    return sorted(candidates, key=lambda candidate: merit(candidate[1]), reverse=True)[:3]
 
 
 def _neighbours(stage: Stage) -> Iterator[tuple[str, Iterator[Stage]]]:
     """Yield changes, each with the step that has it, if there is one: an option, or ranks of one kind for another's."""
     layout, ranks = stage.layout, stage.layout.ranks
-    yield "checkpoint activations (--recompute 1)", changed(stage, recomputed=1.0)
-    yield "keep activations (--recompute 0)", changed(stage, recomputed=0.0)
+    yield "checkpoint activations (--recompute 1)", with_changes(stage, recomputed=1.0)
+    yield "keep activations (--recompute 0)", with_changes(stage, recomputed=0.0)
     regions = {"regions": in_pairs(stage.whole.width)}
-    yield "octavo.checkpoint_in_fp8 in the place of torch's", changed(stage, regions)
-    yield f"micro-batches of {2 * layout.batch} sequences", changed(stage, batch=2 * layout.batch)
-    yield f"micro-batches of {layout.batch // 2} sequences", changed(stage, batch=layout.batch // 2)
-    yield "twice as many tokens a step", changed(stage, sequences=2 * layout.sequences)
-    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", changed(stage, {"reduction": 2})
+    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(stage, regions)
+    yield f"micro-batches of {2 * layout.batch} sequences", with_changes(stage, batch=2 * layout.batch)
+    yield f"micro-batches of {layout.batch // 2} sequences", with_changes(stage, batch=layout.batch // 2)
+    yield "twice as many tokens a step", with_changes(stage, sequences=2 * layout.sequences)
+    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(stage, {"reduction": 2})
     if stage.precision.recipe in STORED:
-        yield "weights, masters and moments in FP8", changed(stage, {"state": "FP8"})
+        yield "weights, masters and moments in FP8", with_changes(stage, {"state": "FP8"})
     for more, fewer in itertools.permutations(RANKS[:-1], 2):
         if ranks[fewer] % 2 == 0:
             kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
             words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
-            yield words, changed(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
+            yield words, with_changes(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})

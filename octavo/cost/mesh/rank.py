@@ -16,12 +16,22 @@ from typing import Any, NamedTuple
 
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
-from octavo.cost.mesh.shapes import BF16, BLOCK, CODE, FLOAT, Shapes, Weight
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Shapes, Weight
 from octavo.cost.rates import IN_BF16, PlanError
+from octavo.granularity import BLOCK
 
 PAIR = CODE + FLOAT / BLOCK  # bytes of a code and its share of a block's scale
-# bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
-STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "FP8": (1, 2 * PAIR)}
+
+
+class StateBytes(NamedTuple):
+    """Bytes an element of a weight, of the master beside it, and of Adam's two moments: octavo.optim.AdamW's."""
+
+    weight: float
+    master: float
+    moments: float
+
+
+STATE_BYTES = {"float32": StateBytes(BF16, FLOAT, 2 * FLOAT), "FP8": StateBytes(PAIR, 1, 2 * PAIR)}
 
 
 class ShardGroup(NamedTuple):
@@ -85,6 +95,11 @@ class Rank:
         return self.whole.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
 
     @property
+    def state(self) -> StateBytes:
+        """Bytes an element of what the optimizer updates."""
+        return STATE_BYTES[self.precision.state]
+
+    @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on a rank of context parallelism."""
         return self.layout.batch * self.layout.sequence / self.layout.context
@@ -113,7 +128,7 @@ class Rank:
 
         The loss has three tensors of the logits' size in float32: its log-softmax and two gradients.
         """
-        logits = 3 * FLOAT * self.tokens * self.whole.root[-1].rows / self.layout.tensor
+        logits = 3 * FLOAT * self.tokens * self.whole.head.rows / self.layout.tensor
         return {**self._weights_and_state(), "activations": self._activations(), "logits": logits}
 
     @property
@@ -128,25 +143,24 @@ class Rank:
 
     def moments(self, part: Shapes) -> float:
         """Return bytes of moments a parameter of a part: AdamW keeps two, and Muon one of a block's matrices."""
-        _, moments = STATE_BYTES[self.precision.state]
         matrices = part.layers * sum(w.elements for w in part.block if w.cols > 1)
-        return moments * (1 - matrices / part.parameters / 2 * (self.precision.algorithm == "muon"))
+        muons_share = matrices / part.parameters * (self.precision.algorithm == "muon")
+        return self.state.moments * (1 - muons_share / 2)
 
     def _weights_and_state(self) -> Counter[str]:
         """Return bytes of weights, masters, moments, gradients (float32), and what FSDP2 has gathered at a time.
 
         The latter are two blocks' weights and gradients.
         """
-        layout, state = self.layout, self.precision.state
-        weight, (master, _) = BF16 if state == "float32" else PAIR, STATE_BYTES[state]
+        layout, state = self.layout, self.state
         bytes_by_kind: Counter[Any] = Counter()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
             resident = shard if layout.resharded else part.parameters
             largest = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
-            sizes = {"weights": weight * resident, "masters": master * shard, "moments": self.moments(part) * shard}
-            sizes |= {"gradients": FLOAT * resident, "gathered": 4 * BF16 * largest * layout.resharded}
-            bytes_by_kind.update(sizes)
+            sizes = {"weights": state.weight * resident, "masters": state.master * shard}
+            sizes |= {"moments": self.moments(part) * shard, "gradients": FLOAT * resident}
+            bytes_by_kind.update(sizes | {"gathered": 4 * BF16 * largest * layout.resharded})
         return bytes_by_kind
 
     def _activations(self) -> float:
@@ -165,12 +179,12 @@ class Rank:
         """Return bytes that a layer saves for a micro-batch: ``Shapes.saved``, or operands and what follows them."""
         layout, precision = self.layout, self.precision
         operand = BF16 if precision.recipe == IN_BF16 else CODE
-        operands, of_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
+        operands, from_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
         for w in self.whole.block:
-            is_gathered = w.split == "out" and not precision.elsewhere
+            is_gathered = w.split == "out" and not precision.as_megatron
             rows = BF16 * w.rows if w.split != "in" else 0
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
             gathered = min(operand, precision.operand_bytes) * w.share * w.used * w.converted * w.cols
-            of_other_ranks += gathered * (layout.tensor - 1) * is_gathered
+            from_other_ranks += gathered * (layout.tensor - 1) * is_gathered
         saved = operands if self.whole.saved is None else self.whole.saved
-        return self.tokens / layout.tensor * (saved + of_other_ranks)
+        return self.tokens / layout.tensor * (saved + from_other_ranks)

@@ -58,13 +58,13 @@ class Hardware:
         """
         if ranks == 1:
             return 0.0
-        here = self.here(ranks, stride)
+        here = self.ranks_in_server(ranks, stride)
         inside = whole * (here - 1 if directly else ranks - 1) / ranks / self.nvlink * (here > 1)
         servers = ranks / here
         arriving = (ranks - here) / ranks if directly else (servers - 1) / servers / here
         return max(inside, whole * arriving / self.network) + self.latency
 
-    def here(self, ranks: int, stride: int) -> int:
+    def ranks_in_server(self, ranks: int, stride: int) -> int:
         """Return how many of a group's ranks, ``stride`` GPUs apart, are in one server."""
         return max(1, min(ranks, self.server // stride))
 
@@ -72,7 +72,7 @@ class Hardware:
         """Return seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
         if levels == 1:
             return self.wire(whole, ranks, stride, directly=True)
-        here = self.here(ranks, stride)
+        here = self.ranks_in_server(ranks, stride)
         inside = self.wire(whole, here, stride, directly=True)
         return inside + self.wire(whole / here, ranks // here, self.server, directly=True)
 

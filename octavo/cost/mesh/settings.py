@@ -63,8 +63,8 @@ class MeshLayout:
             return self
         layout = replace(self, batch=max(1, self.micro_batches // max(1, count)))
         if layout.micro_batches != count:
-            of_rank = self.sequences // self.data
-            raise PlanError(f"--micro-batches {count} does not divide the {of_rank} sequences of a rank")
+            rank_sequences = self.sequences // self.data
+            raise PlanError(f"--micro-batches {count} does not divide the {rank_sequences} sequences of a rank")
         return layout
 
     def __str__(self) -> str:
@@ -99,8 +99,8 @@ class Precision:
     servers. The time of casts and sums is left out. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
     tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
     whose scale ranks share first. Gathered tensors are kept for backward; sums over ranks stay in bf16.
-    ``elsewhere``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
-    backward; a token is cast and sent over the network once for all its experts of a server.
+    ``as_megatron``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again
+    in backward; a token is cast and sent over the network once for all its experts of a server.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Precision:
     gathers: bool = False  # FSDP2 gathers weights in FP8, else in bf16
     reduction: int = 0
     pairs: bool = False
-    elsewhere: bool = False
+    as_megatron: bool = False
     state: str = "float32"  # weights, masters and moments: one of rank.STATE_BYTES
     regions: float = BF16  # bytes of an element that a recomputed layer keeps
     algorithm: str = "adamw"  # "muon": of the blocks' matrices

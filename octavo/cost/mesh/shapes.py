@@ -18,8 +18,7 @@ from octavo.cost.rates import PlanError
 from octavo.cost.work import ATTENTION_FLOP, Work, blocks_of, on_meta
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
-BLOCK = 128  # elements that share a scale in an optimizer's state and in messages
-TRACED_BLOCKS = 8  # that are run in place of all, if all are alike
+MOST_BLOCKS = 8  # of a model that a plan looks at in place of all, if all are alike
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
 GPT_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 
@@ -68,10 +67,15 @@ class Shapes:
         """Number of the model's parameters."""
         return self.layers * sum(w.elements for w in self.block) + sum(w.elements for w in self.root)
 
+    @property
+    def head(self) -> Weight:
+        """The matrix that computes logits."""
+        return self.root[-1]
+
     def flop(self, sequence: int) -> float:
         """Return FLOP of a token: 6 a parameter that multiplies it, and causal attention, without recomputation."""
         converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
-        return 6.0 * (converted + self.root[-1].rows * self.root[-1].cols + sequence * self.attention * self.layers)
+        return 6.0 * (converted + self.head.elements + sequence * self.attention * self.layers)
 
     def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
         """Return a rank's shapes before FSDP2 shards them; stages of a pipeline have equal parts of embedding, head."""
@@ -88,13 +92,13 @@ class Shapes:
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """Return a copy without memory, of at most TRACED_BLOCKS blocks if all have the same parameters: a faster plan."""
+    """Return a copy without memory, of at most MOST_BLOCKS blocks if all have the same parameters: a faster plan."""
     twin, name = on_meta(model), blocks_of(model)
     if name is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
     blocks: Any = twin.get_submodule(name)
     if len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1:
-        del blocks[TRACED_BLOCKS:]
+        del blocks[MOST_BLOCKS:]
     return twin
 
 
@@ -105,7 +109,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     bytes by kind that its forward saves in eager, where each operation is a launch; None: it is compiled.
     """
     assert work.blocks is not None  # of ``shortened``
-    name, count = work.blocks[:2]
+    name, count = work.blocks.name, work.blocks.size
     layers = sum(1 for _ in model.get_submodule(name).children())
     block = _matrices(model, work, context)
     parameters_of_blocks = sum(p.numel() for p in model.get_submodule(name).parameters())
@@ -113,8 +117,8 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     outside = [linear for linear in work.linears if not linear.name.startswith(f"{name}.")]
     if not outside:
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
-    head = max(outside, key=lambda linear: linear.sizes[1])
-    other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes[1]
+    head = max(outside, key=lambda linear: linear.sizes.weight)
+    other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
     traffic = work.other, work.blocks.other
@@ -137,7 +141,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
 def _matrices(model: nn.Module, work: Work, context: int) -> list[Weight]:
     """Return the matrices of an average block: layers side by side that read as many features are one matrix."""
     assert work.blocks is not None
-    name, count = work.blocks[:2]
+    name, count = work.blocks.name, work.blocks.size
     tensor_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or GPT_SPLITS
     style_of = {key.split("*.")[-1]: style for key, style in tensor_plan.items()}
     out_features: Counter[Any] = Counter()  # by block, parent module and what such layers have in common

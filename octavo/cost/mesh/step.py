@@ -9,28 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from octavo import recipes
-from octavo.cost.estimate import orthogonalising
+from octavo.cost.estimate import orthogonalising_seconds
 from octavo.cost.mesh import messages
-from octavo.cost.mesh.rank import STATE_BYTES, Rank
+from octavo.cost.mesh.messages import Wait
+from octavo.cost.mesh.rank import Rank
 from octavo.cost.mesh.shapes import BF16, FLOAT, Weight
 from octavo.cost.rates import IN_BF16, product_kinds
 from octavo.cost.work import LinearWork
 from octavo.scaling.recipe import Recipe
-
-
-class Wait(NamedTuple):
-    """Collectives of a kind of parallelism: seconds, those of them that nothing hides, and their slowest wires."""
-
-    seconds: float
-    exposed: float
-    link: str
-
-    def times(self, count: int) -> Wait:
-        """Return this many such collectives."""
-        return Wait(count * self.seconds, count * self.exposed, self.link)
 
 
 @dataclass(frozen=True)
@@ -50,8 +38,21 @@ class Stage(Rank):
 
     @functools.cached_property
     def kinds(self) -> dict[str, float]:
-        """Seconds of forward and backward by kind."""
-        return forward_and_backward(self)
+        """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
+        layout, rates, whole, hardware = self.layout, self.hardware.rates, self.whole, self.hardware
+        layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
+        other = 3 * BF16 * whole.elementwise * self.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
+        flop = 2.0 * self.tokens * layout.sequence * whole.attention / layout.tensor
+        attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
+        passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
+        logits = self.tokens * whole.head.rows / (layout.tensor * layout.pipeline)
+        head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.head.cols)
+        return {
+            "products": passes * sum(products for products, _ in layers) + head,
+            "casts": passes * sum(casts for _, casts in layers),
+            "attention": passes * attention,
+            "other": passes * other + whole.logits * logits / rates.copy,
+        }
 
     @property
     def compute(self) -> float:
@@ -60,73 +61,42 @@ class Stage(Rank):
 
     @functools.cached_property
     def fsdp(self) -> Wait:
-        """A round of the collectives of FSDP2 (and of HSDP's replicas), of which a micro-batch's compute hides some.
-
-        One block is prefetched: gathers hide behind forward, gathers and scatters, on the same wires, behind backward,
-        and so do replicas' all-reduces. Nothing hides the first gathers (the root's and block 0's) and the root's
-        scatter at the end.
-        """
-        exposed = in_forward = in_backward = 0.0
-        slowest, most = "NVLink", 0.0
-        for shards in messages.fsdp(self):
-            exposed += shards.first
-            in_forward += shards.in_forward
-            in_backward += shards.in_backward
-            for link, seconds in shards.links:
-                slowest, most = (link, seconds) if seconds > most else (slowest, most)
-        total = exposed + in_forward + in_backward
-        exposed += max(0.0, in_forward - self.compute / 3) + max(0.0, in_backward - 2 * self.compute / 3)
-        return Wait(total, exposed, slowest)
-
-    @functools.cached_property
-    def tensor(self) -> Wait:
-        """Tensor parallelism's collectives, which products wait for, as they do for torch's functional collectives."""
-        seconds = messages.tensor(self)
-        return Wait(seconds, seconds, self.hardware.link(self.layout.tensor, 1))
-
-    @functools.cached_property
-    def expert(self) -> Wait:
-        """Expert parallelism's collectives, which products wait for."""
-        seconds = messages.expert(self)
-        return Wait(seconds, seconds, self.hardware.link(self.layout.expert, 1, directly=True))
+        """A round of the collectives of FSDP2 and of HSDP's replicas, of which a micro-batch's compute hides some."""
+        return messages.fsdp(self, forward=self.compute / 3, backward=2 * self.compute / 3)
 
     @functools.cached_property
     def optimizer(self) -> float:
-        """Seconds of the optimizer's update."""
-        return update(self)
+        """Seconds of the optimizer's update of this rank's shards.
+
+        It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the
+        products; matrices but those of experts travel to them and back in bf16.
+        """
+        seconds, hardware = 0.0, self.hardware
+        for part, ranks, stride in self.shards:
+            moved = 2 * (self.state.master + self.moments(part)) + FLOAT + BF16
+            seconds += moved * part.parameters / ranks / hardware.rates.copy
+            for w in part.block if self.precision.algorithm == "muon" else ():
+                if w.cols > 1:
+                    products = orthogonalising_seconds((w.share * w.held, w.rows, w.cols), hardware.rates)
+                    sent = BF16 * w.elements / ranks * (w.split != "experts")
+                    seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
+        return seconds
 
     @functools.cached_property
     def step(self) -> Step:
         """The Step of all micro-batches and of the optimizer; a pipeline's stages wait for its first and last ones."""
         layout, count = self.layout, self.layout.micro_batches
+        tensor, expert = messages.tensor(self), messages.expert(self)
         waits = {"fsdp": self.fsdp.times(count if layout.resharded else 1)}
-        waits |= {"tensor": self.tensor.times(count), "expert": self.expert.times(count)}
+        waits |= {"tensor": tensor.times(count), "expert": expert.times(count)}
         kinds = {kind: count * seconds for kind, seconds in self.kinds.items()}
-        bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + self.tensor.seconds + self.expert.seconds)
+        bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + tensor.seconds + expert.seconds)
         total = sum(kinds.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
         flop = layout.sequences * layout.sequence * self.whole.flop(layout.sequence) / layout.gpus
         return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
 
 
-def forward_and_backward(rank: Rank) -> dict[str, float]:
-    """Return seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
-    layout, rates, whole, hardware = rank.layout, rank.hardware.rates, rank.whole, rank.hardware
-    layers = [linear(rank, weight) for weight in rank.shapes.block if weight.converted]
-    other = 3 * BF16 * whole.elementwise * rank.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
-    flop = 2.0 * rank.tokens * layout.sequence * whole.attention / layout.tensor
-    attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
-    passes = rank.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
-    logits = rank.tokens * whole.root[-1].rows / (layout.tensor * layout.pipeline)
-    head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.root[-1].cols)
-    return {
-        "products": passes * sum(products for products, _ in layers) + head,
-        "casts": passes * sum(casts for _, casts in layers),
-        "attention": passes * attention,
-        "other": passes * other + whole.logits * logits / rates.copy,
-    }
-
-
-def linear(rank: Rank, weight: Weight) -> tuple[float, float]:
+def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:
     """Return seconds of a converted weight's products and casts, forward and backward."""
     rates, name = rank.hardware.rates, rank.precision.recipe
     recipe: Recipe = getattr(recipes, "high_precision" if name == IN_BF16 else name)()
@@ -145,8 +115,8 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     """Return elements of a layer's input (of so many rows), weight and output's gradient that this rank casts.
 
     A tensor that is sent as pairs is cast before it is sent: the input of a first layer, the gradient of a second one's
-    output. Each rank casts its part of a tensor that tensor parallelism gathers; by ``Precision.elsewhere`` a token is
-    cast once for all its experts. Other tensors are cast as a whole. A weight is cast where it is sharded if it is
+    output. Each rank casts its part of a tensor that tensor parallelism gathers; by ``Precision.as_megatron`` a token
+    is cast once for all its experts. Other tensors are cast as a whole. A weight is cast where it is sharded if it is
     gathered in FP8, else as a whole; once a step if it stays gathered.
     """
     layout, precision = rank.layout, rank.precision
@@ -155,26 +125,8 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     divisor: float = 1
     if precision.pairs and weight.split in ("in", "out"):
         divisor = layout.tensor
-    elif precision.pairs and precision.elsewhere and weight.split == "experts":
+    elif precision.pairs and precision.as_megatron and weight.split == "experts":
         divisor = weight.used
     is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == rank.whole.width)
-    divisors = (divisor, 1) if is_first else (1, divisor)
-    return rows * weight.cols / divisors[0], elements, rows * weight.rows / divisors[1]
-
-
-def update(rank: Rank) -> float:
-    """Return seconds of the optimizer's update of this rank's shards.
-
-    It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the products;
-    matrices but those of experts travel to them and back in bf16.
-    """
-    master, seconds, hardware = STATE_BYTES[rank.precision.state][0], 0.0, rank.hardware
-    for part, ranks, stride in rank.shards:
-        moved = 2 * (master + rank.moments(part)) + FLOAT + BF16
-        seconds += moved * part.parameters / ranks / hardware.rates.copy
-        for w in part.block if rank.precision.algorithm == "muon" else ():
-            if w.cols > 1:
-                products = orthogonalising((w.share * w.held, w.rows, w.cols), hardware.rates)
-                sent = BF16 * w.elements / ranks * (w.split != "experts")
-                seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
-    return seconds
+    input_divisor, gradient_divisor = (divisor, 1) if is_first else (1, divisor)
+    return rows * weight.cols / input_divisor, elements, rows * weight.rows / gradient_divisor

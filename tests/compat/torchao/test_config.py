@@ -17,15 +17,6 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MODULES = [path.stem for path in Path(ours.__file__).parent.glob("[a-z]*.py")]
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    return pytest.importorskip("torchao.float8")
-
-
-def from_name(*libraries):
-    return [library.Float8LinearConfig.from_recipe_name for library in libraries]
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_has_torchaos_name_and_its_public_names(theirs, module):
     """Each file's public classes and functions stand in torchao's file of that name, but for recipe_of."""
@@ -46,8 +37,8 @@ def test_it_has_every_name(theirs):
         assert [v.short_str() for v in getattr(ours, name)] == [v.short_str() for v in getattr(theirs, name)]
     for kind in RECIPES:
         for role in ("input", "weight", "grad_output"):
-            casts = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
-            assert len(set(casts)) == 1
+            configs = (library.Float8LinearConfig.from_recipe_name(kind) for library in (ours, theirs))
+            assert len({getattr(config, f"cast_config_{role}").short_str() for config in configs}) == 1
 
 
 @pytest.mark.parametrize(

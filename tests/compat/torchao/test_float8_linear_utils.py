@@ -10,13 +10,8 @@ from torch import nn
 import octavo
 from octavo.compat import torchao as ours
 from octavo.compat.torchao import float8_linear, float8_linear_utils
-
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    return pytest.importorskip("torchao.float8")
+from tests.compat.torchao.test_config import RECIPES
+from tests.support.helpers import sqnr
 
 
 def emulated(library, name):
@@ -30,12 +25,6 @@ def results(model, x):
     output = model(x)
     output.square().mean().backward()
     return [output.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
-
-
-def signal_to_noise(actual, expected):
-    """Decibels, of the noisiest of several tensors."""
-    pairs = [(f.double(), e.double()) for f, e in zip(actual, expected, strict=True)]
-    return min(20 * torch.log10(e.norm() / (f - e).norm()).item() for f, e in pairs)
 
 
 def test_the_filter_is_the_same(theirs):
@@ -66,10 +55,9 @@ def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
     actual, expected = (results(model, x) for model in models)
     if name == "tensorwise" and dtype is torch.float32:
         # torchao multiplies the codes by their scales before it adds up, octavo the sum
-        assert signal_to_noise(actual, expected) > 120
-    elif (
-        name == "tensorwise"
-    ):  # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
+        assert min(map(sqnr, actual, expected)) > 120
+    elif name == "tensorwise":
+        # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
         for f, e in zip(actual, expected, strict=True):
             assert (f != e).float().mean() < 2e-3
             torch.testing.assert_close(f, e, rtol=2**-7, atol=0)

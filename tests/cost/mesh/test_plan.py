@@ -11,7 +11,7 @@ import torch
 
 from octavo import checkpoint_in_fp8, cli
 from octavo.cost.mesh import plan
-from octavo.cost.mesh.plan import better, in_pairs, limit, order, searched
+from octavo.cost.mesh.plan import fastest_mesh, improvements, in_pairs, limit, merit
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
@@ -62,12 +62,12 @@ def test_what_limits_and_what_to_change() -> None:
     stage = Stage(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
     assert "of the step is products" in limit(stage) and "NVLink" in limit(stage)
     small = replace(stage, hardware=replace(stage.hardware, memory=0.7 * stage.size))
-    ways = better(small)
-    orders = [order(way) for _, way in ways]
+    ways = improvements(small)
+    orders = [merit(way) for _, way in ways]
     assert ways and ways[0][1].fits and orders == sorted(orders, reverse=True)
-    assert searched(small).fits and order(searched(small)) >= order(ways[0][1])
+    assert fastest_mesh(small).fits and merit(fastest_mesh(small)) >= merit(ways[0][1])
     none = replace(stage, hardware=replace(stage.hardware, memory=1e6))
-    assert not searched(none).fits and all(way.size < none.size for _, way in better(none))
+    assert not fastest_mesh(none).fits and all(way.size < none.size for _, way in improvements(none))
     slow = replace(stage, layout=replace(layout, tensor=1), hardware=replace(stage.hardware, network=1e8))
     assert "the network between servers, on which ranks wait for fsdp" in limit(slow)
 

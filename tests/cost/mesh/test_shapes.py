@@ -23,7 +23,7 @@ def meta(model_class: type, config: object) -> torch.nn.Module:
 
 
 def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "TRACED_BLOCKS", 1)
+    monkeypatch.setattr(shapes, "MOST_BLOCKS", 1)
     model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, num_hidden_layers=2))
     short = shapes.shortened(model)
     counted = shapes.shapes_of(model, work_of(short, tokens_of(64, 64)), 64, None)
@@ -68,7 +68,7 @@ class OfBlocks(torch.nn.Module):
 
 
 def test_models_that_can_not_be_shortened_or_have_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "TRACED_BLOCKS", 1)
+    monkeypatch.setattr(shapes, "MOST_BLOCKS", 1)
     assert len(shapes.shortened(OfBlocks(8, 8, 8, 8)).blocks) == 1  # type: ignore[arg-type]
     assert len(shapes.shortened(OfBlocks(8, 16, 8, 8)).blocks) == 3  # type: ignore[arg-type]
     model = OfBlocks(8, 8, 8)

@@ -29,10 +29,6 @@ def expected_update(
     return scales, rolled
 
 
-def tensor_of(amax: float | None) -> Tensor | None:
-    return None if amax is None else torch.full((1, 1), amax)
-
-
 UPDATE = (LIMITS, [False, True, False], [0, 1, 2])
 
 
@@ -45,7 +41,8 @@ def test_a_step_rolls_each_role_once_by_its_largest_amax(powers: list[bool], len
 
     def call(amaxes: list[float | None], margins: list[int]) -> list[Tensor]:
         seen = [kernels.scales_of_pass(state.scale, state.before)]
-        kernels.delayed_update(*state, *map(tensor_of, amaxes), LIMITS, powers, margins, reduce)
+        of_roles = (None if amax is None else torch.full((1, 1), amax) for amax in amaxes)
+        kernels.delayed_update(*state, *of_roles, LIMITS, powers, margins, reduce)
         return [*seen, kernels.scales_of_pass(state.scale, state.before)]
 
     for step in range(2 * length + 6):

@@ -14,6 +14,7 @@ from octavo.kernels.reference.optimizer_state import (
     remainder_of,
     values_with,
 )
+from tests.support.definitions import same_bits
 from tests.support.fp8_weights import BITS, RESTS, amax_of, master_of, random32, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one
@@ -47,20 +48,15 @@ def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None) -> None:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two have the same bits; NaNs are one."""
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
-        a.nan_to_num(nan=0.5, posinf=math.inf, neginf=-math.inf).view(torch.int32),
-        b.nan_to_num(nan=0.5, posinf=math.inf, neginf=-math.inf).view(torch.int32),
-    )
+    return same_bits(*(torch.where(values.isnan(), math.nan, values) for values in (a, b)))
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
     """Ties away from zero, in float64: by the two bf16 numbers on either side."""
     down = floats_of(x.view(torch.int32) & -65536)
     up = floats_of((x.view(torch.int32) & -65536).long() + 65536)
-    middle = (
-        down.double()
-        + torch.where(up.isinf(), torch.copysign(torch.tensor(2.0**128, dtype=torch.float64), x.double()), up.double())
-    ) / 2
+    beyond = torch.copysign(torch.tensor(2.0**128, dtype=torch.float64), x.double())
+    middle = (down.double() + torch.where(up.isinf(), beyond, up.double())) / 2
     return torch.where(x.double().abs() >= middle.abs(), up, down)
 
 

@@ -52,11 +52,8 @@ def test_pieces_cover_each_element_once(rows, cols, first_row):
 
 
 def test_pieces_of_long_rows_and_of_many(monkeypatch):
-    check_cover(2, PIECE + 129)
-    check_cover(2, 2 * PIECE)
-    check_cover(PIECE // 64 + 3, 64)
-    check_cover(0, 0)
-    check_cover(4, 0)
+    for shape in ((2, PIECE + 129), (2, 2 * PIECE), (PIECE // 64 + 3, 64), (0, 0), (4, 0)):
+        check_cover(*shape)
     monkeypatch.setattr(optimizer_state, "PIECE", 512)
     for shape in ((7, 200), (3, 1000), (3, 1024), (9, 129), (600, 1), (1, 513)):
         check_cover(*shape)

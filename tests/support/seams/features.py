@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -214,38 +215,32 @@ class AdaptedPart(Part):
         return torch.tanh(self.linear(x) + 2 * self.lora_b(self.lora_a(x)))
 
 
+@dataclass(eq=False)
 class Feature:
     """A recipe, plain: two linear layers and torch's AdamW.
 
     Attributes:
         name: in tests and in the page's rows of exceptions.
-        heading: the table's, short.
+        heading: the table's, short; or else the name.
         part: makes a part of the model before octavo.
         last: the name of the last part's last layer.
         dtype: of the model and of its data.
         adamw: options of octavo's AdamW, which stores weights, moments or gradients otherwise; None: torch's.
-        how: options of convert.
+        how: options of convert, if not of every layer alone.
         alone: a verdict for all situations of one process, in the place of theirs.
         by_chance: the beginnings of names in the trace of what has the error of one number.
     """
 
-    alone: Verdict | None = None
-    by_chance: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        name: str,
-        recipe: octavo.Recipe,
-        heading: str = "",
-        part: Callable[[], nn.Module] = Part,
-        last: str = "linear",
-        adamw: Any = None,
-        dtype: torch.dtype = torch.float32,
-        **how: Any,
-    ) -> None:
-        self.name, self.recipe, self.heading = name, recipe, heading or name
-        self.part, self.last, self.adamw, self.dtype = part, last, adamw, dtype
-        self.how = {"select": every_layer} | how
+    name: str
+    recipe: octavo.Recipe
+    heading: str = ""
+    part: Callable[[], nn.Module] = Part
+    last: str = "linear"
+    adamw: Any = None
+    dtype: torch.dtype = torch.float32
+    how: Any = None
+    alone: ClassVar[Verdict | None] = None
+    by_chance: ClassVar[tuple[str, ...]] = ()
 
     @property
     def has_history(self) -> bool:
@@ -258,7 +253,7 @@ class Feature:
 
     def convert(self, model: nn.Module) -> nn.Module:
         """The model with octavo."""
-        return octavo.convert(model, self.recipe, **self.how)
+        return octavo.convert(model, self.recipe, **{"select": every_layer, **(self.how or {})})
 
     def optimizer(self, run: TrainingRun, parameters: Any) -> Any:
         """An optimizer of some parameters; float64's is torch's."""
@@ -342,11 +337,8 @@ class Experts(Feature):
     """Mixtures of experts, of GroupedLinear; a twin is a loop over experts."""
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        experts, quarter = model[1].experts, slice(WIDTH // 4)
-        return [
-            (experts.gate_up.weight, (slice(None), quarter)),
-            (experts.down.weight, (slice(None), slice(None), quarter)),
-        ]
+        experts, whole, part = model[1].experts, slice(None), slice(WIDTH // 4)
+        return [(experts.gate_up.weight, (whole, part)), (experts.down.weight, (whole, whole, part))]
 
 
 class Decoder(Feature):
@@ -421,11 +413,12 @@ DYNAMIC, BY_POWERS, DELAYED = recipes.dynamic(), recipes.dynamic(power_of_two=Tr
 BLOCKS = recipes.blockwise()
 FP32: Any = {"adamw": {"moments": "fp32"}}
 WITHOUT_BIAS = functools.partial(Part, bias=False)  # vectors that ranks share have other blocks
-STORED: Any = FP32 | {"part": WITHOUT_BIAS, "weight_storage": "fp8"}  # masters of 12 bits; a twin reads the codes
+# masters of 12 bits; a twin reads the codes
+STORED: Any = FP32 | {"part": WITHOUT_BIAS, "how": {"weight_storage": "fp8"}}
 MLP = functools.partial(octavo.nn.RMSNormMLP, WIDTH, WIDTH, activation="relu", recipe=DYNAMIC)
-IN_PLACE: Any = {"part": KnownPart, "last": "mlp.down_proj", "fuse": True}
-LAYER: Any = {"part": DecoderPart, "last": "layer.mlp.down_proj", "fuse": True}
-BASE: Any = {"select": lambda module, name: name.endswith("linear"), "weight_storage": "fp8"}
+IN_PLACE: Any = {"part": KnownPart, "last": "mlp.down_proj", "how": {"fuse": True}}
+LAYER: Any = {"part": DecoderPart, "last": "layer.mlp.down_proj", "how": {"fuse": True}}
+BASE: Any = {"how": {"select": lambda module, name: name.endswith("linear"), "weight_storage": "fp8"}}
 COMPACT: Any = {"part": WITHOUT_BIAS, "adamw": {"moments": "fp8", "master": "split24"}, "dtype": torch.bfloat16}
 HEADINGS = {"dynamic_with_output_hp": "output_hp", "rowwise_with_gw_hp": "gw_hp", "batch_invariant": "invariant"}
 NAMED = [name for name in recipes.NAMED if name != "high_precision"]

@@ -46,7 +46,7 @@ def lines() -> Iterator[str]:
     for group in dict.fromkeys(situation.group for situation in SITUATIONS.values()):
         members = [situation for situation in SITUATIONS.values() if situation.group == group]
         yield f"## {group}\n"
-        yield "| | " + " | ".join(feature.heading for feature in FEATURES.values()) + " |"
+        yield "| | " + " | ".join(feature.heading or feature.name for feature in FEATURES.values()) + " |"
         yield "|---|" + "---|" * len(FEATURES)
         reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for situation in members:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.weights.fsdp2 import like_sharded
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.seams.twins import TwinLinear, casts_of, twin_of
+from tests.support.sharded_weights import whole_stored
 
 if TYPE_CHECKING:
     from tests.support.seams.features import Feature
@@ -270,17 +270,8 @@ class TrainingRun:
 def whole(parameter: Any) -> Tensor:
     """The values of a weight, of all ranks that have parts of it."""
     part = local_stored(parameter)
-    if part is not None and part is not parameter:
-        codes = like_sharded(part.qdata.detach().view(torch.uint8), parameter, parameter.shape).full_tensor()
-        scales = part.scale_inv
-        if scales.numel() > 1:  # of blocks
-            shape = part.granularity.of_matrices(parameter.shape).scale_shape(parameter.shape)
-            scales = like_sharded(
-                scales.detach().float(), parameter, torch.Size(shape)
-            ).full_tensor()  # gloo has no E8M0
-        part = StoredWeight(codes.view(part.qdata.dtype), scales, part.dtype, part.granularity)
     if part is not None:
-        return values_of(part)
+        return values_of(part if part is parameter else whole_stored(part, parameter))
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 

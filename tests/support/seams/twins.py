@@ -188,10 +188,8 @@ class _Products(torch.autograd.Function):
             ctx.weight = casts.cast(weight, grad_input[1], WEIGHT, of_weight, transposed=True)
         if grad_weight is not None:
             ctx.x = casts.cast(x, grad_weight[1], INPUT, ctx.history, transposed=True)
-        ctx.amaxes = [
-            amax_of(x),
-            amax_of(weight) if owned and not isinstance(weight, StoredWeight) else torch.zeros(()),
-        ]
+        seen = owned and not isinstance(weight, StoredWeight)
+        ctx.amaxes = [amax_of(x), amax_of(weight) if seen else torch.zeros(())]
         return y
 
     @staticmethod
