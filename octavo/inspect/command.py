@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +28,14 @@ from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
-from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
+from octavo.inspect.remedies import RECIPES, merged_rules, own_recipes, with_rules
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
 from octavo.recipes import to_json as to_rules
-from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 WHAT_IF = "what_if.json"  # a file in a record's folder
 OWN = "its own"
@@ -103,7 +103,7 @@ def inspect_command(options: argparse.Namespace) -> int:
         while True:
             if (records := len(files_of(options.folder, "counts"))) != seen:
                 seen = records
-                print(_CLEAR * sys.stdout.isatty() + _report(options), flush=True)
+                print((_CLEAR if sys.stdout.isatty() else "") + _report(options), flush=True)
             time.sleep(EVERY)
     return 0
 
@@ -123,19 +123,17 @@ def write(path: Path, text: str) -> str:
     return f"wrote {path}"
 
 
-def write_rules(options: argparse.Namespace, recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
+def write_rules(options: argparse.Namespace, recipe: RecipeMap) -> str:
     """Write recipes by layer; return a line that says what reads them."""
-    path, reader = options.write, f"octavo.convert(model, {str(options.write)!r})"
-    if not isinstance(recipe, RecipeMap):  # a record of an older octavo doesn't say which recipes the model has
-        reader = f"octavo.convert(model, octavo.recipes.load({str(path)!r}, DEFAULT))"
-    return f"{write(path, to_rules(recipe))}: {f'octavo train --config {path.parent}' if options.apply else reader}"
+    path = options.write
+    reader = f"octavo train --config {path.parent}" if options.apply else f"octavo.convert(model, {str(path)!r})"
+    return f"{write(path, to_rules(recipe))}: {reader}"
 
 
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
-    what_if = _what_if(options)
-    against = None
+    what_if, against = _what_if(options), None
     if options.against is not None:
         other = load(options.against)
         against = Against(str(options.against), other, diagnose(other))
@@ -145,8 +143,8 @@ def _report(options: argparse.Namespace) -> str:
     if options.html is not None:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        rules, path = together(finding.rules for finding in findings), options.folder / RECIPES
-        parts.append(write_rules(options, onto(recipes.load(path), rules) if path.exists() else rules))
+        rules = merged_rules(finding.rules for finding in findings)
+        parts.append(write_rules(options, with_rules(recipes.load(options.folder / RECIPES), rules)))
     return "\n\n".join(parts)
 
 
@@ -232,14 +230,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [
-        f"--{name}" for name in ("html", "what-if", "against", "live") if getattr(options, name.replace("-", "_"))
-    ]:
-        raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
-    if options.write is not None and options.keep is None and options.loss is None:
-        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
-    for path in filter(None, (options.json, options.write)):
-        require_place(path)
+    _require_options_of_models(options)
     batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
 
     def select(module: nn.Module, name: str) -> bool:
@@ -260,11 +251,28 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     for path in filter(None, (options.json, record and not options.rules and record / WHAT_IF)):
         print(f"\n{write(path, json.dumps({'what_if': what_if.rows()}))}")
     if options.rules is not None:
-        print(f"\n{_beside(what_if)}")
-    if options.keep is None and options.loss is None:
-        return 0
-    chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
-    effect = check(subject.model, subject.loss, batches, chosen, select=select)
+        print(f"\n{_rules_beside_own(what_if)}")
+    if options.keep is not None or options.loss is not None:
+        chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
+        _print_map(what_if, chosen, check(subject.model, subject.loss, batches, chosen, select=select))
+        if options.write is not None:
+            print(f"\n{write_rules(options, chosen)}")
+    return 0
+
+
+def _require_options_of_models(options: argparse.Namespace) -> None:
+    """Raise WhatIfError or OSError, before minutes of work, if options are for records, or can't be followed."""
+    names = ("html", "what-if", "against", "live")
+    if for_records := [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]:
+        raise WhatIfError(f"{', '.join(for_records)}: {options.folder} is a model, and these are for records")
+    if options.write is not None and options.keep is None and options.loss is None:
+        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
+    for path in filter(None, (options.json, options.write)):
+        require_place(path)
+
+
+def _print_map(what_if: WhatIf, chosen: RecipeMap, effect: Effect) -> None:
+    """Print recipes by layer that keep to a budget: what they cost, and the effect that was measured with them."""
     print(f"\n{_summary(what_if, chosen)}\nmeasured with it: loss {100 * effect.loss:+.4f} %, ", end="")
     print(f"1 - cosine {1 - effect.cosine:.2e}, norm {effect.norm_ratio:.4f}\n")
     if costs := what_if.costs(chosen):
@@ -275,9 +283,6 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
             rows.append([cost.layer, cost.recipe, f"{share}{1e6 * cost.seconds:+.1f} us a batch, {loss}"])
         print(columns(rows), end="\n\n")
     print(to_rules(chosen))
-    if options.write is not None:
-        print(f"\n{write_rules(options, chosen)}")
-    return 0
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
@@ -294,7 +299,8 @@ def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe
     return recipes_by_name | ({} if model_recipes is None else {OWN: model_recipes}) | {options.rules.name: rules}
 
 
-def _beside(what_if: WhatIf) -> str:
+def _rules_beside_own(what_if: WhatIf) -> str:
+    """Return a table of what a file's rules, the model's own and high precision cost and change."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({what_if.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **what_if.recipes}.items():
         whole = what_if.whole.get(name)
@@ -307,7 +313,7 @@ def _beside(what_if: WhatIf) -> str:
 def _summary(what_if: WhatIf, chosen: RecipeMap) -> str:
     seconds, high = (1e3 * what_if.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
     share = 100 * sum(cost.share for cost in what_if.costs(chosen))
-    exceptions = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
+    exceptions = f"{len(chosen.rules)} exception{'' if len(chosen.rules) == 1 else 's'} from {chosen.default.name}"
     loss = f"predicted loss {100 * what_if.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
     time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({what_if.rates.device})"
     return f"{exceptions}: {loss}\nlayers take {time}"

@@ -23,33 +23,23 @@ from octavo.inspect.twin import LOSS, SLOPE
 from octavo.inspect.weights import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
-SCALARS = {
-    "loss": "loss",
-    "grad_norm": "gradients",
-    "loss_scale": "loss scale",
-    **dict.fromkeys(RATES, "learning rate"),
-}
-OF_ROLES = {"input": ("inputs", "input"), "grad_output": ("gradients", "gradient of the output")}
-FAMILIES = (
-    "learning rate",
-    "loss scale",
-    "writes",
-    "forward",
-    "inputs",
-    "loss",
-    "backward",
-    "gradients",
-    "updates",
-    "weights",
-)  # as a step goes
+SCALARS = {"loss": "loss", "grad_norm": "gradients", "loss_scale": "loss scale"} | dict.fromkeys(RATES, "learning rate")
+ROLE_FAMILIES = {"input": ("inputs", "input"), "grad_output": ("gradients", "gradient of the output")}  # and in words
+FAMILIES = (  # as a step goes
+    *("learning rate", "loss scale", "writes", "forward", "inputs", "loss"),
+    *("backward", "gradients", "updates", "weights"),
+)
+# --- limits, chosen by how many first departures of `python -m benchmarks causes` are right with them
+
 PAST = 16  # records before a change, and as many after it, that it is judged by
-LEAST = 3  # records before a change
-NOISE = 0.02  # the least noise of a logarithm: smaller changes mean nothing
-# units of numbers whose least noise is a tenth of that, three times as much, or five times
+LEAST_BEFORE = 3  # records before a change: a line through fewer has no noise
+NOISE = 0.02  # the least noise of a number's logarithm: a change by less than 2 % means nothing
+# What logarithms are multiplied by beside that noise: of numbers that are as quiet as 0.2 %, as loud as 7 %, or as 10 %
 QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
-# Of all families, beyond which a run changed, as 43 of 72 healthy runs do: by a schedule, a loss scale, or by chance
+# Logarithms of likelihoods. A run changed if all families have so much together, as also many healthy runs do: by a
+# schedule, a loss scale, or by chance
 EVIDENCE = 7.5
-BY_CHANCE = 1.0  # the mean evidence of a number that does not change, of windows of any length
+BY_CHANCE = 1.0  # the mean of a number that does not change, in windows of any length
 HOWS = ("", " for a record", " in each record")
 
 
@@ -67,9 +57,8 @@ class Departure(NamedTuple):
     def __str__(self) -> str:
         if self.times == math.inf:
             return f"{self.name} became inf or NaN"
-        return (
-            f"{self.name} {'rose' if self.times > 1 else 'fell'} {max(self.times, 1 / self.times):.3g} times{self.how}"
-        )
+        change = "rose" if self.times > 1 else "fell"
+        return f"{self.name} {change} {max(self.times, 1 / self.times):.3g} times{self.how}"
 
 
 class _Number(NamedTuple):
@@ -88,7 +77,7 @@ class _Number(NamedTuple):
         """Return the logarithms by record, 0 as a thousandth of the median; None for a number with too few values."""
         logarithms = np.log(np.abs(self.values))
         finite = logarithms[np.isfinite(logarithms)]
-        if len(finite) <= LEAST:
+        if len(finite) <= LEAST_BEFORE:
             return None
         logarithms = np.where(np.isneginf(logarithms), np.median(finite) - math.log(1e3), logarithms)
         last = np.maximum.accumulate(np.where(np.isfinite(logarithms), np.arange(len(logarithms)), 0))
@@ -99,13 +88,13 @@ def departures(record: Record) -> list[Departure]:
     """Return what changed at the record where a run changed first, one number of a family, in the order of a step."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
-        lost = min((lost for lost in map(_lost, numbers) if lost is not None), default=(len(record.steps), ""))
+        lost_at, lost_name = min(filter(None, map(_lost, numbers)), default=(len(record.steps), ""))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]
-        if lost[0] > LEAST and courses:
-            columns = np.stack([course[: lost[0]] for _, course in courses], 1)
+        if lost_at > LEAST_BEFORE and courses:
+            columns = np.stack([course[:lost_at] for _, course in courses], 1)
             if first := _at_the_change(record.steps, [number for number, _ in courses], columns):
                 return first
-    return [Departure(record.steps[lost[0]], lost[1], math.inf)] if lost[1] else []
+    return [Departure(record.steps[lost_at], lost_name, math.inf)] if lost_name else []
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:
@@ -122,12 +111,13 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     if (change := _first_change(courses, places, only_rises)) is None:
         return []
     first = []
-    for its, of_family in zip(places, change.of_families, strict=True):
-        if of_family >= change.of_families.max() / 2:
-            place = its[change.evidence[its].argmax()]
+    for places_of_family, evidence in zip(places, change.family_evidence, strict=True):
+        if evidence >= change.family_evidence.max() / 2:
+            place = places_of_family[change.evidence[places_of_family].argmax()]
             if numbers[place].family == "forward":  # of a module and those around it the innermost
-                over = [numbers[each].module for each in its if change.evidence[each] >= change.evidence[place] / 2]
-                place = next(each for each in its if numbers[each].module == innermost(over))
+                least = change.evidence[place] / 2
+                modules = {numbers[each].module: each for each in places_of_family}
+                place = modules[innermost([name for name, each in modules.items() if change.evidence[each] >= least])]
             times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
             first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
     return first
@@ -140,19 +130,19 @@ class _CourseChange(NamedTuple):
     evidence: Any
     sizes: Any
     hows: Any
-    of_families: Any
+    family_evidence: Any
 
     @property
-    def of_all(self) -> float:
-        return float(self.of_families.sum())
+    def total(self) -> float:
+        return float(self.family_evidence.sum())
 
 
 def _first_change(courses: Any, places: Sequence[Any], only_rises: Any) -> _CourseChange | None:
     """Return the change with the most evidence, or an earlier one that has enough without what came after it."""
     first, begin, end = None, 0, len(courses)
     while changes := _changes(courses[begin:end], places, only_rises):
-        change = max(changes, key=lambda each: each.of_all)
-        if change.of_all < EVIDENCE:
+        change = max(changes, key=lambda each: each.total)
+        if change.total < EVIDENCE:
             break
         end = begin + change.at
         begin = begin if first is not None else max(0, end - PAST)
@@ -165,7 +155,7 @@ def _changes(courses: Any, places: Sequence[Any], only_rises: Any) -> list[_Cour
     count, changes = len(courses), []
     for begin in range(0, max(1, count - PAST), PAST):
         window, is_last = courses[begin : begin + 2 * PAST], begin + 2 * PAST >= count
-        for at in range(LEAST if begin == 0 else PAST // 2, len(window) if is_last else PAST * 3 // 2):
+        for at in range(LEAST_BEFORE if begin == 0 else PAST // 2, len(window) if is_last else PAST * 3 // 2):
             change = _change(window, at, places, only_rises)
             changes.append(change._replace(at=begin + at))
     return changes
@@ -189,14 +179,17 @@ def _change(window: Any, at: int, places: Sequence[Any], only_rises: Any) -> _Co
     squares, least = (noise**2).sum(axis=0), len(window) * NOISE**2
     likelier = (squares + least) / (np.maximum(squares - sizes**2, 0) + least)
     evidence = (len(window) - 3) / 2 * np.log(likelier)  # three numbers are fitted: a line's two and the change
-    others = noise - (shapes / norms)[:, hows] * sizes
-    others /= np.maximum(np.sqrt((others**2).sum(axis=0)), 1e-9)
-    of_families = []
-    for its in places:
-        alike = ((others[:, its] @ others[:, its].T) ** 2).sum() / len(its)  # 1 if all are independent
-        together = (evidence[its] - BY_CHANCE).sum() / max(alike, 1.0)
-        of_families.append(max(0.0, evidence[its].max() - math.log(len(its)), together))
-    return _CourseChange(at, evidence, sizes / norms[hows], hows, np.array(of_families))
+    unexplained = noise - (shapes / norms)[:, hows] * sizes
+    unexplained /= np.maximum(np.sqrt((unexplained**2).sum(axis=0)), 1e-9)
+    family_evidence = [_family_evidence(evidence[family], unexplained[:, family]) for family in places]
+    return _CourseChange(at, evidence, sizes / norms[hows], hows, np.array(family_evidence))
+
+
+def _family_evidence(evidence: Any, noise: Any) -> float:
+    """Return a family's evidence, by that of its numbers and their noise [records, numbers], of norm 1."""
+    alike = ((noise @ noise.T) ** 2).sum() / len(evidence)  # 1 if all are independent
+    together = (evidence - BY_CHANCE).sum() / max(alike, 1.0)
+    return max(0.0, evidence.max() - math.log(len(evidence)), together)
 
 
 def _numbers(record: Record) -> Iterator[_Number]:
@@ -204,30 +197,29 @@ def _numbers(record: Record) -> Iterator[_Number]:
     for name in record.scalars:
         option, _, group = name.partition(GROUP)
         if (family := SCALARS.get(option)) is not None:
-            said = "the gradients' norm" if option == "grad_norm" else f"the {family}{group and f' of group {group}'}"
-            yield _Number(family, said, record.last(name))
+            words = "the gradients' norm" if option == "grad_norm" else f"the {family}{group and f' of group {group}'}"
+            yield _Number(family, words, record.last(name))
     ratios = record.scalar("loss") / record.scalar(LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
         name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
         yield _Number("forward", name, changes, FAINT, module)
-    sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in OF_ROLES}
+    sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in ROLE_FAMILIES}
     for (layer, role), size in sizes.items():
-        family, what = OF_ROLES[role]
+        family, what = ROLE_FAMILIES[role]
         yield _Number(family, f"the size of {layer}'s {what}", size)
     for place, layer in enumerate(record.layers):  # how far a batch's tokens agree: the same at any scale of gradients
-        if all((layer, role) in sizes for role in OF_ROLES):
-            of_operands = math.prod(sizes[layer, role] for role in OF_ROLES)
-            agreed = record.weights["gradient"][:, place] / of_operands
+        if all((layer, role) in sizes for role in ROLE_FAMILIES):
+            agreed = record.weights["gradient"][:, place] / math.prod(sizes[layer, role] for role in ROLE_FAMILIES)
             yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
     for names, measures in ((record.layers, record.weights), (record.others, record.of_others)):
         for place, name in enumerate(names if measures else ()):
-            of = {measure: values[:, place] for measure, values in measures.items()}
-            yield _Number("gradients", f"the gradient of {name}", of["gradient"])
-            if "twin_cosine" in of:
-                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - of["twin_cosine"], FAINT)
-            yield _Number("updates", f"the update of {name}", of["update"], LOUD)
-            yield _Number("weights", f"the weight of {name}", of["size"])
-            written = 1e-3 + of["outside"] / of["size"]
+            by_name = {measure: values[:, place] for measure, values in measures.items()}
+            yield _Number("gradients", f"the gradient of {name}", by_name["gradient"])
+            if (cosines := by_name.get("twin_cosine")) is not None:
+                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - cosines, FAINT)
+            yield _Number("updates", f"the update of {name}", by_name["update"], LOUD)
+            yield _Number("weights", f"the weight of {name}", by_name["size"])
+            written = 1e-3 + by_name["outside"] / by_name["size"]
             yield _Number("writes", f"the weight of {name}, by something else than the optimizer,", written)

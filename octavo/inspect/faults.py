@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from octavo.cost.text import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
+from octavo.in_flight import InFlight
 from octavo.inspect.rows import first_here, observe
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import Counted
@@ -130,7 +131,7 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = self._layers[0][1].parameters_device
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[tuple[int, Tensor, Any]] = []  # (step, _send's signals, event) on the way to the host
+        self._readings: list[tuple[int, InFlight]] = []  # steps, and _send's signals
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
         self._statistics = torch.zeros(len(roles), len(Counted.faults), device=self._device, dtype=torch.float32)
@@ -189,19 +190,15 @@ class FaultTrace:
             faulty.append((~scalars[-1].isfinite() & (number is not None)).float())
         forward, backward = (first[0].float() for first in self._first)
         signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
-        signals, event = self._ranks.gather(signals), None
+        self._readings.append((self._step, InFlight(self._ranks.gather(signals))))
         self._statistics.zero_()
         for first in self._first:
             first.zero_()
         self._weights = self._faulty_weight()
-        if self._device.type == "cuda":
-            signals = torch.empty_like(signals, device="cpu", pin_memory=True).copy_(signals, non_blocking=True)
-            event = torch.cuda.current_stream(self._device).record_event()
-        self._readings.append((self._step, signals, event))
 
     def _faulty_weight(self) -> Tensor:
         """Return 1 + the index of the first layer whose weight's first or last row has inf or NaN; 0 without one."""
-        rows = [row for _, module in self._layers for row in _ends(module)]
+        rows = [row for _, module in self._layers for row in _first_and_last_rows(module)]
         kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
         norms_by_ndim = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
         norms = torch.stack([next(norms_by_ndim[row.ndim - 1]).float() for row in rows])
@@ -211,18 +208,16 @@ class FaultTrace:
     def _receive(self, late: int, collective: bool) -> None:
         """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks call this together."""
         while len(self._readings) > late and self.fault is None:
-            step, signals, event = self._readings.pop(0)
-            if event is not None:
-                event.synchronize()
-            rows = signals.tolist()
+            step, signals = self._readings.pop(0)
+            rows = signals.wait()[0].tolist()
             self._read.append((step, *rows[0][len(SIGNALS) :]))
             for at, role in enumerate(SIGNALS):
                 faulty = [rank for rank, row in enumerate(rows) if row[at]]
                 if faulty and (self._gradients or not role.startswith("grad")):
-                    self.fault = self._named(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
+                    self.fault = self._fault_of(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
                     return
 
-    def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
+    def _fault_of(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
         """Return the Fault of a signal; ``collective``: its statistics are over all ranks."""
         steps = [at for at, *_ in self._read]
         history = self._ring[[at % len(self._ring) for at in steps]]
@@ -243,10 +238,10 @@ class FaultTrace:
             sizes = history[:, ::2, 2]  # the scale_inv of inputs
             at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
         name, module = self._layers[at]
-        of_layer = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
+        statistics = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
         before = [
             {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(module, pair)}
-            for (taken, loss, norm), pair in zip(self._read, of_layer, strict=True)
+            for (taken, loss, norm), pair in zip(self._read, statistics, strict=True)
         ]
         return Fault(step, role, name if role in ROLES else None, rank, share, before, expert)
 
@@ -255,7 +250,7 @@ class FaultTrace:
         if not (experts := sizes_of(module)[0]):
             return None
         faulty = torch.zeros(experts, device=self._device, dtype=torch.float32)
-        good = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
+        good = torch.stack(_first_and_last_rows(module)).isfinite().all(0)  # [experts here, K]
         start = first_expert(module.weight_parameter)
         faulty[start : start + len(good)] = (~good.view(len(good), -1).all(1)).float()  # zeros without experts here
         faulty = self._ranks.largest(faulty) if collective else faulty
@@ -266,7 +261,7 @@ trace_faults = FaultTrace
 """The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 
-def _ends(module: RecipeModule) -> list[Tensor]:
+def _first_and_last_rows(module: RecipeModule) -> list[Tensor]:
     """Return the first and the last row of this rank's shard of a weight [N, K]; of a weight in FP8 those of its codes.
 
     For experts [E, N, K] each of the two is [E, K]: one row of each matrix.

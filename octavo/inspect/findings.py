@@ -9,37 +9,44 @@ from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect import rules
-from octavo.inspect.incidents import KINDS, Finding, incidents, level_of, severity_of, stretch
+from octavo.inspect.incidents import KINDS, OF_WARNING, Finding, incidents, level_of, severity_of, worst_stretch
 from octavo.inspect.record import Record, np
-from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, outcome, percent, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
-from octavo.inspect.verdicts import measured
+from octavo.inspect.verdicts import checked
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
 
 # A measure beyond its limit is a finding.
 LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None} | rules.LIMITS
-# decibels, for numbers within the normal range: see docs/inspect.md; of E2M1 in blocks of 16, and rounded by chance
-FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5, "E2M1": 19.0}
-STOCHASTIC_E2M1 = 17.0
-SLACK = 8.0  # decibels that gradients may be worse
-OUTLIERS = 0.03  # at most this share of the numbers can be outliers
-GAP = 4.0  # outliers lie at least so many octaves above all other numbers
-OVER = 2.9  # at most this severity has what is too large in a single record, and over
-SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
+
+# --- limits beside these, of which docs/inspect.md has the SQNR that a cast needs; others were chosen by how many first
+# findings of `python -m benchmarks causes` are right
+
+FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5, "E2M1": 19.0}  # of numbers within the normal range; E2M1's in blocks of 16
+STOCHASTIC_E2M1 = 17.0  # of the same, rounded by chance
+SLACK = 8.0  # decibels less are enough for gradients, whose errors average out
+OUTLIERS = 0.03  # a share of a tensor's numbers: at most so many can be outliers
+GAP = 4.0  # octaves between the amax and all other numbers, from which on those above are outliers
+SUBNORMAL = 0.25  # a share of the numbers: with more of them below the smallest normal number outliers are a finding
+ALONE = 2.9  # a severity: at most this has what is too large in a single record, and over: less than a warning
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the measures that LIMITS' kinds of casts are about, by kind: [..., rows]."""
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
     rounded = np.array([_usual_sqnr(row) for row in rows]) - measures["sqnr"]
     # a block of four bits flushes what is 24 times smaller than its amax, 40 % of a GELU's outputs: its SQNR decides
     is_usual = np.array([row.cast.is_packed for row in rows], dtype=bool) & (rounded <= LIMITS["rounded"])
-    measured = {kind: measures[kind] for kind in ("nonfinite", "clipped")}
-    flushed = np.where(is_usual, 0.0, measures["flushed"])
-    return {**measured, "flushed": flushed, "stale": measures["assumed"] / room, "rounded": rounded}
+    return {
+        **{kind: measures[kind] for kind in ("nonfinite", "clipped")},
+        "flushed": np.where(is_usual, 0.0, measures["flushed"]),
+        "stale": measures["assumed"] / room,
+        "rounded": rounded,
+    }
 
 
 def _usual_sqnr(row: Row) -> float:
-    """Return the SQNR in dB that a role needs: E4M3's; of gradients less, as errors average out; or four bits'."""
+    """Return the SQNR in dB that a role needs: E4M3's; of gradients less; or four bits'."""
     if row.cast.is_packed:
         return STOCHASTIC_E2M1 if row.role == "grad_output" else FORMAT_SQNR["E2M1"]
     return FORMAT_SQNR["E5M2"] - SLACK if row.role == "grad_output" else FORMAT_SQNR["E4M3"]
@@ -81,8 +88,10 @@ def diagnose(record: Record) -> list[Finding]:
     record = _without_skips(record)
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
-    of_casts = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    return incidents(record, measured(record, [*rules.findings(record), *of_casts]))
+    findings = rules.findings(record)
+    for place in range(len(record.rows)):
+        findings += _DiagnosedCast(worst, excess, place).findings()
+    return incidents(record, checked(record, findings))
 
 
 def _without_skips(record: Record) -> Record:
@@ -94,7 +103,7 @@ def _without_skips(record: Record) -> Record:
     return record.at([at for at in range(len(record.steps)) if not is_skipped[at] or at > max(others, default=-1)])
 
 
-class _CastOf:
+class _DiagnosedCast:
     """A row of a record, whose cast is diagnosed."""
 
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
@@ -107,12 +116,8 @@ class _CastOf:
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large, flushed = self._finding("stale") or self._finding("clipped"), self._finding("flushed")
-        if (
-            large is not None
-            and (self.excess[large.kind] > LIMITS[large.kind]).sum() == 1
-            and large.worst != self.record.steps[-1]
-        ):
-            large = replace(large, severity=min(large.severity, OVER))
+        if large is not None and large.worst != self.record.steps[-1] and self._is_over(large.kind).sum() == 1:
+            large = replace(large, severity=min(large.severity, ALONE))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
             findings.append(self._finding("rounded"))
@@ -120,10 +125,10 @@ class _CastOf:
 
     def _in_plain_words(self, finding: Finding) -> Finding:
         kind, numbers = KINDS[finding.kind], finding.numbers
-        shares = {name: called(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
+        shares = {name: percent(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
         problem = kind.says.format(role=finding.role, sqnr=f"{numbers['sqnr']:.0f}", **shares)
         sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
-        lost = numbers.get(kind.lost, 0.0) * (finding.severity > OVER)
+        lost = numbers.get(kind.lost, 0.0) if finding.severity > ALONE else 0.0
         return replace(finding, level=level_of(finding.severity, lost), sentence=sentence)
 
     def _advice(self, finding: Finding) -> str:
@@ -140,21 +145,21 @@ class _CastOf:
             return f"cast it to {after.format}"
         return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
+    def _is_over(self, kind: str) -> Any:
+        return self.excess[kind] > LIMITS[kind]
+
     def _finding(self, kind: str) -> Finding | None:
-        over = self.excess[kind] > LIMITS[kind]
-        if not over.any():
+        if not (over := self._is_over(kind)).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
-        begins, worst = stretch(over, self.excess[kind])
+        begins, worst = worst_stretch(over, self.excess[kind])
         lasts = over[begins : begins + 3].sum() == 3
         if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
         finding = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
-        outgrows = (kind, finding.role) == (
-            "stale",
-            "input",
-        ) and lasts  # it outgrows its scale again and again, as a growing channel does
-        return replace(finding, severity=max(finding.severity, 3.0)) if outgrows else finding
+        if kind == "stale" and finding.role == "input" and lasts:  # it outgrows its scale again and again
+            return replace(finding, severity=max(finding.severity, OF_WARNING))
+        return finding
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
@@ -175,20 +180,20 @@ class _CastOf:
         return replace(finding, numbers=numbers, cause=cause)
 
     def _nonfinite(self, finding: Finding, worst: int) -> Finding:
-        cause = f"{called(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
+        cause = f"{percent(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
         expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
         return finding.mended(cause, without_fp8(self.row), expected)
 
     def _stale(self, finding: Finding, worst: int) -> Finding:
         beyond, numbers = finding.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
-        cause = f"{room}, so {called(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
+        cause = f"{room}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
         if self.cast.is_delayed:
             margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
             flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
             if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
-                expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
+                expected = f"room for the amax recorded; at most {percent(flushed)} flushed then"
                 return finding.mended(cause, rule, expected)
             if rule := self._with(replace(self.cast, rule=Dynamic()), worst):
                 return finding.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
@@ -204,32 +209,36 @@ class _CastOf:
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
         if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), worst)):
             more = f"{FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB"
-            return finding.mended(cause, rule, f"a digit more, about {more}; {called(flushed)} flushed")
+            return finding.mended(cause, rule, f"a digit more, about {more}; {percent(flushed)} flushed")
         return finding.mended(cause, without_fp8(self.row), "these are in high precision")
 
     def _small(self, finding: Finding, worst: int) -> Finding:
+        """Return a finding of numbers that are too small for the scale, with its cause and a remedy."""
         numbers, scale_inv = self._exponents(worst), finding.numbers["scale_inv"]
-        subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
-        unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if scale_inv * numbers.amax > 0 else 0.0
-        gap = numbers.octaves_beyond(OUTLIERS)
-        flushed, smallest = finding.numbers["flushed"], self.cast.format.smallest_subnormal
-        if scale_inv == 0:
-            why = f"a margin of {self.cast.margin} or of the amax of earlier steps"
-            cause = f"the scales of all blocks are rounded to 0, because of {why}"
-        elif unused >= 1 and numbers.below(smallest / 2 * scale_inv / 2**unused) < flushed / 2:
-            why = f"a margin of {self.cast.margin}" if self.cast.margin >= unused - 1 else "a scale of earlier steps"
-            cause = f"{why} leaves {unused:.1f} octaves above the amax unused"
-        elif gap >= GAP:
-            cause = f"at most {called(OUTLIERS)} of the numbers make the scale, {gap:.1f} octaves above all others"
-            finding = replace(finding, kind="outliers")
-        else:
-            cause = f"the numbers are spread wider than {self.cast.format} holds with such scales"
-        cause += f"; {called(flushed)} are flushed, {called(subnormal)} below the smallest normal number"
-        least = "smallest_subnormal" if flushed > LIMITS["flushed"] else "smallest_normal"
-        limit = LIMITS["flushed"] if least == "smallest_subnormal" else SUBNORMAL
+        flushed, subnormal = finding.numbers["flushed"], numbers.below(self.cast.format.smallest_normal * scale_inv)
+        cause, kind = self._why_small(finding, numbers)
+        cause += f"; {percent(flushed)} are flushed, {percent(subnormal)} below the smallest normal number"
+        least, limit = "smallest_normal", SUBNORMAL
+        if flushed > LIMITS["flushed"]:
+            least, limit = "smallest_subnormal", LIMITS["flushed"]
         options = list(remedies(self.row, self._rows(worst), numbers, scale_inv, least))
         chosen = next(option for option in options if option.share <= limit)
-        return finding.mended(cause, chosen.rules, outcome(chosen, options, least))
+        return replace(finding, kind=kind).mended(cause, chosen.rules, outcome(chosen, options, least))
+
+    def _why_small(self, finding: Finding, numbers: Exponents) -> tuple[str, str]:
+        """Return why numbers are too small for the scale, and the finding's kind by that."""
+        cast, scale_inv, flushed = self.cast, finding.numbers["scale_inv"], finding.numbers["flushed"]
+        if scale_inv == 0:
+            why = f"a margin of {cast.margin} or of the amax of earlier steps"
+            return f"the scales of all blocks are rounded to 0, because of {why}", finding.kind
+        unused = math.log2(cast.format.max * scale_inv / numbers.amax) if scale_inv * numbers.amax > 0 else 0.0
+        if unused >= 1 and numbers.below(cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
+            why = f"a margin of {cast.margin}" if cast.margin >= unused - 1 else "a scale of earlier steps"
+            return f"{why} leaves {unused:.1f} octaves above the amax unused", finding.kind
+        if (gap := numbers.octaves_beyond(OUTLIERS)) >= GAP:
+            share = f"at most {percent(OUTLIERS)} of the numbers"
+            return f"{share} make the scale, {gap:.1f} octaves above all others", "outliers"
+        return f"the numbers are spread wider than {cast.format} holds with such scales", finding.kind
 
     def _outliers_alone(self) -> Finding | None:
         """Return a finding of outliers that flush little, but leave many numbers subnormal, with fewer digits."""
@@ -238,7 +247,7 @@ class _CastOf:
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
-        finding = self._at("outliers", *stretch(over, subnormal), 0.0)
+        finding = self._at("outliers", *worst_stretch(over, subnormal), 0.0)
         times = finding.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
         return replace(finding, severity=severity_of("outliers", times))
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from octavo.inspect.record import np
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import pytree
-from octavo.scaling.delayed import State
 
 
 class Autocast(NamedTuple):
@@ -42,14 +41,14 @@ class Forward(NamedTuple):
     modes: Sequence[bool]  # whether each module is in training
     random_states: list[Any]
     autocast: Autocast | None
-    delayed: list[State | None]  # of the FP8 modules, before its backward writes them; empty where none is put back
+    delayed: list[Any]  # states of the FP8 modules, or None, before backward writes them; empty where none is put back
 
     @classmethod
     def of(cls, model: nn.Module, args: Any, kwargs: Any) -> Forward:
         """Return the forward that a model is about to run."""
         modes, autocast = [module.training for module in model.modules()], Autocast.now(device_of(model).type)
         delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
-        return cls(each(_copied, (args, kwargs)), modes, random_states(model), autocast, delayed)
+        return cls(map_tensors(_copied, (args, kwargs)), modes, random_states(model), autocast, delayed)
 
     @property
     def is_float16(self) -> bool:
@@ -64,14 +63,14 @@ class Forward(NamedTuple):
         for fp8, state in zip(_in_fp8(model), self.delayed, strict=True) if self.delayed else ():
             if fp8.state is not None and state is not None:
                 fp8.state = state.clone()
-        args, kwargs = each(_copied, self.arguments)
+        args, kwargs = map_tensors(_copied, self.arguments)
         outputs: list[Tensor] = []
         with contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast):
-            each(outputs.append, model(*args, **kwargs))
+            map_tensors(outputs.append, model(*args, **kwargs))
         return outputs
 
 
-def each(change: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Return a nested value with each of its tensors changed; of a dataclass a copy."""
 
     def changed(x: Any) -> Any:
@@ -82,7 +81,7 @@ def each(change: Callable[[Tensor], Any], value: Any) -> Any:
         copied = copy.copy(x)
         for field in dataclasses.fields(x):
             if hasattr(x, field.name):
-                object.__setattr__(copied, field.name, each(change, getattr(x, field.name)))
+                object.__setattr__(copied, field.name, map_tensors(change, getattr(x, field.name)))
         return copied
 
     return pytree.tree_map(changed, value)

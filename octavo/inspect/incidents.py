@@ -23,14 +23,17 @@ LEVELS = {
     "warning": "severity 3 or more: the training computes something else than was meant",
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
-PLACES = {level: place for place, level in enumerate(LEVELS)}
-MOST_SEVERE, OF_WARNING = 10.0, 3.0
-LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
-SOON = 2  # a cast's finding explains findings that begin within so many records
-LATER = 10  # a finding of WHOLE explains findings that begin within so many records
-NEVER = -1
+LEVEL_PLACES = {level: place for place, level in enumerate(LEVELS)}
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
-OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
+PART_OF_ROLE = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}  # in which a finding of a role begins
+
+# --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them
+
+MOST_SEVERE, OF_WARNING = 10.0, 3.0  # severities: of inf or NaN, and from which on a finding is a warning
+MOST_LOST = 0.5  # share of a tensor's numbers: a finding with more of them lost is critical
+LEAPS = 8.0  # a measure that becomes so many times as large from one record to the next begins anew
+# records after a cause's begin within which a finding begins that it explains; later in that of a cause of WHOLE
+SOON, LATER, NEVER = 2, 10, -1
 
 
 class Trait(Flag):
@@ -165,10 +168,12 @@ def severity_of(kind: str, times: float) -> float:
 
 def level_of(severity: float, lost: float = 0.0) -> str:
     """Return the level of a severity, if a share ``lost`` of the numbers is lost."""
-    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= OF_WARNING else "note"
+    if severity == MOST_SEVERE or lost > MOST_LOST:
+        return "critical"
+    return "warning" if severity >= OF_WARNING else "note"
 
 
-def stretch(over: Any, values: Any) -> tuple[int, int]:
+def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
     """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())
     leaps = np.append(False, over[:-1] & (values[1:] >= values[:-1] * LEAPS))
@@ -178,34 +183,40 @@ def stretch(over: Any, values: Any) -> tuple[int, int]:
 
 
 class _CauseAndEffect:
-    """Two findings, as EXPLAINS asks of them: the effect begins so many records after its cause."""
+    """Two findings, as EXPLAINS asks of them: the effect begins so many records after its cause.
+
+    ``is_first``: the cause is there in the first record.
+    """
 
     def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
         traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
-        is_note, is_severe = cause.level == "note", cause.severity == MOST_SEVERE
-        # casts of such data, or of such gradients
-        is_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
-        self.is_from_outside = OUTSIDE in effect_traits and not is_severe
-        self.is_large_step = effect.kind == "overwritten" and TOO_MUCH in traits
-        self.harms_all = WHOLE in traits and (not is_note or effect.level == "note" or is_of_its_step)
-        self.is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
-        self.is_milder_cast = KINDS[cause.kind].part is None and PLACES[cause.level] > PLACES[effect.level]
-        is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
-        self.goes_on = is_alike and not (records and self.is_milder_cast)  # through the layers of its step it may grow
-        # findings of the whole training have none: a note of it explains no warning of it
-        self.is_of_layer = cause.layer == effect.layer and (bool(cause.layer) or not is_note or effect.level == "note")
-        self.is_symptom = not (is_first or is_note) and (cause.level == "critical" or SYMPTOM in effect_traits)
+        is_severe, is_note = cause.severity == MOST_SEVERE, cause.level == "note"
+        explains_level = not is_note or effect.level == "note"
+        # of such data, or of such gradients
+        is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
+        is_same_kind = (cause.kind, cause.role) == (effect.kind, effect.role)
+        is_bad = not is_note and (cause.level == "critical" or SYMPTOM in effect_traits)
+        self.effect_is_from_outside = OUTSIDE in effect_traits and not is_severe
+        self.steps_explain_write = effect.kind == "overwritten" and TOO_MUCH in traits
+        self.harms_all = WHOLE in traits and (explains_level or is_cast_of_its_step)
+        self.is_over_at_once = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
+        self.is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
+        # through the layers of its step it may grow
+        self.same_kind_in_next_layer = is_same_kind and not is_first and not (records and self.is_milder_cast)
+        # findings of the whole training have no layer: a note of it explains no warning of it
+        self.is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
+        self.is_bad_enough_to_explain_symptoms = is_bad and not is_first
 
 
 # the first row that is true of two findings says within how many records the first one explains the second
 EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
-    (lambda pair: pair.is_from_outside and pair.is_large_step, SOON),
-    (lambda pair: pair.is_from_outside, NEVER),
-    (lambda pair: pair.harms_all and pair.is_over, SOON),
+    (lambda pair: pair.effect_is_from_outside and pair.steps_explain_write, SOON),
+    (lambda pair: pair.effect_is_from_outside, NEVER),
+    (lambda pair: pair.harms_all and pair.is_over_at_once, SOON),
     (lambda pair: pair.harms_all, LATER),
-    (lambda pair: pair.goes_on, SOON),
+    (lambda pair: pair.same_kind_in_next_layer, SOON),
     (lambda pair: pair.is_milder_cast, NEVER),
-    (lambda pair: pair.is_of_layer or pair.is_symptom, SOON),
+    (lambda pair: pair.is_same_layer or pair.is_bad_enough_to_explain_symptoms, SOON),
     (lambda pair: True, NEVER),
 )
 
@@ -214,29 +225,34 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings, folded under those that explain them, by level, then severity, then time."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
 
-    def at(finding: Finding) -> int:
-        return bisect_left(record.steps, finding.begins)
+    def record_of(step: int) -> int:
+        return bisect_left(record.steps, step)
 
     def order(finding: Finding) -> tuple[int, int, int, int]:
+        """Return what sorts findings as a run goes: record, part of the step, layer."""
         part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
+        if finding.kind == "forward":  # what is inside of the module comes first
+            place = len(layers)
+        if finding.role == "grad_output":
+            place = -place
+        if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products:
+            part = BETWEEN
         if part is None:
-            part = OF_ROLES.get(finding.role, FORWARD)
-        place = len(layers) if finding.kind == "forward" else place  # what is inside of the module comes first
-        part = BETWEEN if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products else part
-        level = PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
-        return at(finding), part, -place if finding.role == "grad_output" else place, level
+            part = PART_OF_ROLE.get(finding.role, FORWARD)
+        level = LEVEL_PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
+        return record_of(finding.begins), part, place, level
 
     def explains(cause: Finding, effect: Finding) -> bool:
-        begins = at(cause)
-        records = at(effect) - begins
+        begins = record_of(cause.begins)
+        records = record_of(effect.begins) - begins
         if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
-            records -= min(records, bisect_left(record.steps, cause.worst) - begins)
+            records -= min(records, record_of(cause.worst) - begins)
         pair = _CauseAndEffect(cause, effect, records, begins == 0)
         return records <= next(within for applies, within in EXPLAINS if applies(pair))
 
-    def is_last(one: Finding) -> bool:
+    def comes_last(finding: Finding) -> bool:
         """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""
-        return bool(one.products) and (one.level != "note" or one.severity < OF_WARNING)
+        return bool(finding.products) and (finding.level != "note" or finding.severity < OF_WARNING)
 
     groups: list[list[Finding]] = []
     for finding in sorted(findings, key=order):
@@ -244,7 +260,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         groups.append([finding]) if group is None else group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
-        level = min((finding.level for finding in group), key=PLACES.__getitem__)
+        level = min((finding.level for finding in group), key=LEVEL_PLACES.__getitem__)
         severity = max(finding.severity for finding in group)
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
-    return sorted(joined, key=lambda one: (PLACES[one.level], is_last(one), -one.severity, order(one)))
+    return sorted(joined, key=lambda each: (LEVEL_PLACES[each.level], comes_last(each), -each.severity, order(each)))

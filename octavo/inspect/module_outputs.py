@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.inspect.record import np
-from octavo.inspect.weights import strided, together
+from octavo.inspect.weights import padded, strided
 from octavo.weights.fsdp2 import on_this_rank
 
 
@@ -75,7 +75,7 @@ class ModuleOutputs:
         """Return by how much inputs and outputs changed since the block before, for the next one."""
         none = torch.zeros(0, dtype=torch.float32, device=device)
         samples = [self._samples.get(which, none) for which in itertools.product(self.names, range(2))]
-        lengths, values = [*map(len, samples)], together(samples)
+        lengths, values = [*map(len, samples)], padded(samples)
         last, self._last, self._samples = self._last, (lengths, values), {}
         last_lengths, last_values = last or ([-1] * len(lengths), values)
         sums = torch.stack([(values - last_values).square().sum(1), values.square().sum(1)], 1).double()

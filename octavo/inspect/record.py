@@ -39,7 +39,8 @@ from octavo.reading import read_json
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
 _STEPS = "steps.jsonl"
-SAME = 1e-3  # an input that changes by a smaller share is the same
+Scalars = dict[str, tuple[list[int], list[float]]]  # each number's steps and values, by its name
+LEAST_INPUT_CHANGE = 1e-3  # of an input's size: one that changes by less counts as one that changes by this
 
 
 class _LazyNumPy:
@@ -110,9 +111,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             lines.append(read_json(line))
     steps = range(2**63)
-    return [
-        line for line in lines if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps
-    ]
+    return [x for x in lines if isinstance(x, dict) and type(x.get("step")) is int and x["step"] in steps]
 
 
 # Measures of weights: the name of a sum of MOVED, the name of its divisor, and whether the quotient's root is taken.
@@ -186,14 +185,14 @@ class Record:
         measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
         layers: the layers whose weights were recorded.
-        weights: OF_WEIGHTS and of_twin's by name, each [steps, layers], float64; nan where no twin ran.
+        weights: OF_WEIGHTS' and twin_measures' by name, each [steps, layers], float64; nan where no twin ran.
         scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
         experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
         of_others: as ``weights``, each [steps, others].
         modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
-        of_modules: of_outputs' by name, each [steps, modules], float64; nan where no twin ran, and in the first one.
+        of_modules: output_changes' by name, each [steps, modules], float64; nan where no twin ran, and at first.
         lowest: the first exponent, -48.
 
     Example:
@@ -214,7 +213,7 @@ class Record:
     exponents: Any
     layers: list[str]
     weights: dict[str, Any]
-    scalars: dict[str, tuple[list[int], list[float]]]
+    scalars: Scalars
     events: list[tuple[int, str, str]]
     experts: OfExperts | None = None
     others: list[str] = field(default_factory=list)
@@ -246,26 +245,24 @@ class Record:
 
     def at(self, places: Sequence[int]) -> Record:
         """Return a record of these of its records alone; its scalars and events stay."""
-        measures, weights, of_others, of_modules = (
-            {name: values[places] for name, values in of.items()}
-            for of in (self.measures, self.weights, self.of_others, self.of_modules)
-        )
-        its, experts = [self.steps[place] for place in places], self.experts
+
+        def chosen(by_name: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: values[places] for name, values in by_name.items()}
+
+        experts = self.experts
         if experts is not None:
-            of_worst, tokens = (
-                {name: x[places] for name, x in of.items()} for of in (experts.measures, experts.tokens)
-            )
-            arrays = (experts.exponents[places], experts.worst[places], experts.beyond[places])
-            experts = OfExperts(of_worst, *arrays, tokens)
-        changed: dict[str, Any] = {
-            "steps": its,
-            "measures": measures,
-            "weights": weights,
-            "of_others": of_others,
-            "of_modules": of_modules,
-            "experts": experts,
-        }
-        return replace(self, exponents=self.exponents[places], **changed)
+            arrays = experts.exponents[places], experts.worst[places], experts.beyond[places]
+            experts = OfExperts(chosen(experts.measures), *arrays, chosen(experts.tokens))
+        return replace(
+            self,
+            steps=[self.steps[place] for place in places],
+            measures=chosen(self.measures),
+            exponents=self.exponents[places],
+            weights=chosen(self.weights),
+            experts=experts,
+            of_others=chosen(self.of_others),
+            of_modules=chosen(self.of_modules),
+        )
 
     def loads(self) -> list[Load]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
@@ -321,64 +318,81 @@ def _record_in(folder: Path) -> Record:
     for step, path in files_of(folder, "rows").items():
         with _reading(path):
             tables[step] = [Row.of(row) for row in read_json(path)]
-    places = {row: place for place, row in enumerate(dict.fromkeys(itertools.chain(*tables.values())))}
-    layers = list(dict.fromkeys(row.layer for row in places))
     files = files_of(folder, "counts")
-    shape = len(files), len(places)
-    counts = {"sums": np.zeros((*shape, len(Counted.sums))), "extremes": np.zeros((*shape, len(Counted.extremes)))}
-    counts["exponents"] = np.zeros((*shape, Counted.exponents), dtype="float32")
-    tokens = {row.layer: np.full((len(files), row.experts), np.nan) for row in places if row.experts}
-    of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
-    worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
-    moved, of_twins = np.zeros((len(files), len(layers), len(MOVED))), np.zeros((len(files), len(layers), 3))
-    others: dict[str, Any] = {}
-    outputs: dict[str, Any] = {}
+    counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
     for at, (step, path) in enumerate(files.items()):
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
         if first_step is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        rows = tables[first_step]
-        where, of_experts = [places[row] for row in rows], [places[row] for row in rows if row.experts]
         with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
-            for name, values in counts.items():
-                values[at, where] = of_worst[name][at, where] = arrays[name]
-                if of_experts:
-                    of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
+            counts.read(at, tables[first_step], arrays)
+    return counts.record(list(files), *_steps(folder))
+
+
+class _RecordedCounts:
+    """The counts of all recorded steps in arrays [steps, ...], into which files are read; zeros where nothing was."""
+
+    def __init__(self, rows: list[Row], steps: int) -> None:
+        self.rows, self.layers = rows, list(dict.fromkeys(row.layer for row in rows))
+        self.places = {row: place for place, row in enumerate(rows)}
+        shape = steps, len(rows)
+        self.of_rows = {
+            "sums": np.zeros((*shape, len(Counted.sums))),
+            "extremes": np.zeros((*shape, len(Counted.extremes))),
+            "exponents": np.zeros((*shape, Counted.exponents), dtype="float32"),
+        }
+        self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
+        self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
+        self.worst, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
+        self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
+        self.others: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
+        """Read the arrays of a recorded step that counts these rows."""
+        places, of_experts = [self.places[row] for row in rows], [self.places[row] for row in rows if row.experts]
+        for name, values in self.of_rows.items():
+            values[at, places] = self.of_worst[name][at, places] = arrays[name]
             if of_experts:
-                worst[at, of_experts], beyond[at, of_experts] = arrays["worst"].T
-                for layer, tokens_E in by_layer(rows, arrays["tokens"]).items():
-                    tokens[layer][at] = tokens_E
-            columns = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
-            moved[at, columns, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
-            if "twin" in arrays:
-                of_twins[at, columns] = arrays["twin"]
-            for name, sums in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
-                others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = sums
-            for name, sums in zip(arrays["modules"], arrays["outputs"], strict=True) if "outputs" in arrays else ():
-                outputs.setdefault(str(name), np.zeros((len(files), 4)))[at] = sums
-    scalars, events = _steps(folder)
-    measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
-    if tokens:
-        measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
-        experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
-    exponents, weights = counts["exponents"], of_weights(moved) | of_twin(of_twins)
-    of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
-    fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
-    of_modules = of_outputs(np.stack([*outputs.values()], 1)) if outputs else {}
-    return Record(*fields, [*others], of_others, [*outputs], of_modules)
+                self.of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
+        if of_experts:
+            self.worst[at, of_experts], self.beyond[at, of_experts] = arrays["worst"].T
+            for layer, tokens in by_layer(rows, arrays["tokens"]).items():
+                self.tokens[layer][at] = tokens
+        columns = [self.layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
+        self.moved[at, columns] = arrays["moved"]
+        if "twin" in arrays:
+            self.twins[at, columns] = arrays["twin"]
+        pairs = [(self.others, "others", "others_moved"), (self.outputs, "modules", "outputs")]
+        for by_name, names, sums in pairs if "outputs" in arrays else pairs[:1]:
+            for name, values in zip(arrays[names], arrays[sums], strict=True):
+                by_name.setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
+
+    def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
+        """Return the record of these steps."""
+        counts, worst, experts = self.of_rows, self.of_worst, None
+        if self.tokens:
+            measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
+            experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
+        measures, weights = measures_of(self.rows, counts["sums"], counts["extremes"]), weight_measures(self.moved)
+        others = weight_measures(np.stack([*self.others.values()], 1)) if self.others else {}
+        outputs = output_changes(np.stack([*self.outputs.values()], 1)) if self.outputs else {}
+        fields = measures, counts["exponents"], self.layers, weights | twin_measures(self.twins), scalars, events
+        return Record(self.rows, steps, *fields, experts, [*self.others], others, [*self.outputs], outputs)
 
 
-def of_outputs(sums: Any) -> dict[str, Any]:
+def output_changes(sums: Any) -> dict[str, Any]:
     """Return by how much modules' outputs of one batch changed, [steps, modules], from counts [steps, modules, 4].
 
     "output": the change over the output's size; "own": that over the change of the input, where it has one.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        of_input, output = (
+        input_change, output_change = (
             np.where(size > 0, np.sqrt(change / size), np.nan)
             for change, size in ((sums[..., 0], sums[..., 1]), (sums[..., 2], sums[..., 3]))
         )
-    return {"output": output, "own": output / np.fmax(np.nan_to_num(of_input, nan=1.0), SAME)}
+    least = np.fmax(np.nan_to_num(input_change, nan=1.0), LEAST_INPUT_CHANGE)
+    return {"output": output_change, "own": output_change / least}
 
 
 @contextlib.contextmanager
@@ -433,7 +447,7 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
         }
 
 
-def of_weights(moved: Any) -> dict[str, Any]:
+def weight_measures(moved: Any) -> dict[str, Any]:
     """Return OF_WEIGHTS' measures by name, from counts [..., layers, 18]."""
     sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -445,26 +459,26 @@ def of_weights(moved: Any) -> dict[str, Any]:
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 
 
-def of_twin(products: Any) -> dict[str, Any]:
+def twin_measures(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    ``products`` are twin.py's, [..., layers, 3]. One factor for all layers is left out of the error, as clipping and a
-    loss scale are of the step's gradients alone.
+    ``products`` are twin.py's, <g, t>, <g, g> and <t, t>: [..., layers, 3]. One factor for all layers is left out of
+    the error, as clipping and a loss scale are of the step's gradients alone.
     """
-    between, of_step, twins = np.moveaxis(products, -1, 0)
+    gt, gg, tt = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        factor = between.sum(-1, keepdims=True) / twins.sum(-1, keepdims=True)
-        apart = np.maximum(of_step - 2 * factor * between + factor**2 * twins, 0)
+        factor = gt.sum(-1, keepdims=True) / tt.sum(-1, keepdims=True)
+        squared_error = np.maximum(gg - 2 * factor * gt + factor**2 * tt, 0)
         return {
             # 0 where FP8 leaves no gradient
-            "twin_cosine": np.where(twins > 0, np.where(of_step == 0, 0.0, between / np.sqrt(of_step * twins)), np.nan),
-            "twin_error": np.where(twins > 0, np.sqrt(apart / twins) / np.abs(factor), np.nan),
-            "twin_norm": np.where(twins > 0, np.sqrt(twins), np.nan),
+            "twin_cosine": np.where(tt > 0, np.where(gg == 0, 0.0, gt / np.sqrt(gg * tt)), np.nan),
+            "twin_error": np.where(tt > 0, np.sqrt(squared_error / tt) / np.abs(factor), np.nan),
+            "twin_norm": np.where(tt > 0, np.sqrt(tt), np.nan),
         }
 
 
-def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list[tuple[int, str, str]]]:
-    scalars: dict[str, tuple[list[int], list[float]]] = {}
+def _steps(folder: Path) -> tuple[Scalars, list[tuple[int, str, str]]]:
+    scalars: Scalars = {}
     events = []
     for line in read_lines(folder):
         step = line.pop("step")

@@ -16,44 +16,34 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
+from octavo.in_flight import InFlight
 from octavo.inspect.findings import severities
 from octavo.inspect.first_batch import OUTPUTS
 from octavo.inspect.module_outputs import OutputChanges
-from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
+from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import (
-    CONTROL,
-    COSINE,
-    LEFT,
-    LOSS,
-    NO_HOOKS,
-    NO_TWIN,
-    OTHER_GRADIENTS,
-    OTHERS,
-    SLOPE,
-    Comparison,
-    Twin,
-)
-from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, facts_of, others_of, tied_of
+from octavo.inspect.twin import CONTROL, CONTROL_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, Twin
+from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, optimizer_facts, other_parameters, tied_names
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
+ByStep = dict[int, dict[str, float]]  # numbers by step and name
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
-class _InFlight(NamedTuple):
+class _Reading(NamedTuple):
     """Numbers on their way to the host: the counts of a recorded step, and the scalars of the steps until then."""
 
     step: int
     table: Table
-    scalars: list[tuple[int, str, Scalar]]  # tensors' values are in tensors["scalars"], in this order
-    tensors: dict[str, Tensor]
-    event: Any
+    scalars: list[tuple[int, str, Scalar]]  # tensors' values are the last tensor of ``in_flight``, in this order
+    names: tuple[str, ...]  # of the counts
+    in_flight: InFlight  # the counts, and the scalars' values
     others: Sequence[str]  # names of parameters that are no layer's weight
-    outputs: OutputChanges | None  # of modules, whose tensors are among ``tensors``
+    outputs: OutputChanges | None  # of modules, whose tensors are among the counts
 
 
 class Recorder:
@@ -125,14 +115,14 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._tied, self._updates = tied_of(model), Updates(optimizer)
+        self._tied, self._updates = tied_names(model), Updates(optimizer)
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
         self._outputs: OutputChanges | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
-        self._readings: list[_InFlight] = []
+        self._readings: list[_Reading] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -144,26 +134,11 @@ class Recorder:
             scalars: other numbers by name.
         """
         comparison = None if self._twin is None else self._twin.take()
-        if self._goes_on:
-            facts = facts_of(self.optimizer) if self._is_recorded else {}
-            last_value = self._options.get
-            changed_facts = {
-                name: fact for name, fact in facts.items() if isinstance(fact, Tensor) or last_value(name) != fact
-            }
-            self._options |= {name: fact for name, fact in changed_facts.items() if GROUP in name}
-            optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
-            if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
-                skipped = getattr(self.schedule, "left_out", None)
-            numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+        if self._continues:
+            numbers = {**self._changed_facts(), "loss": loss, "grad_norm": grad_norm, **scalars}
+            numbers[SKIPPED] = self._steps_skipped()
             if comparison is not None:
-                numbers[CONTROL] = comparison.control
-                numbers[LEFT] = comparison.left
-                numbers[SLOPE] = comparison.slope
-            if comparison is not None and comparison.others is not None:
-                between, of_step, twins = comparison.others
-                numbers[OTHERS] = torch.where(of_step == 0, 0.0, between / (of_step * twins).sqrt())
-            if comparison is not None and loss is not None:
-                numbers[LOSS] = comparison.beside(loss, scalars.get("loss_scale"))
+                numbers |= comparison.scalars(loss, scalars.get("loss_scale"))
             for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
@@ -174,7 +149,7 @@ class Recorder:
             self._switches += 1
         if self._is_recorded:
             self._read(self._count(comparison) if self._table.rows else {})
-        while self._readings and (self._readings[0].event is None or self._readings[0].event.query()):
+        while self._readings and self._readings[0].in_flight.has_arrived:
             self._write(self._readings.pop(0))
         self._step += 1
         self._begin()
@@ -199,8 +174,6 @@ class Recorder:
         if self._scalars:
             self._read({})
         for reading in self._readings:
-            if reading.event is not None:
-                reading.event.synchronize()
             self._write(reading)
         self._readings = []
 
@@ -211,12 +184,12 @@ class Recorder:
         self.close()
 
     @property
-    def _goes_on(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
+    def _continues(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
         return self._writer is not None or self._ranks.size > 1
 
     @property
     def _is_recorded(self) -> bool:
-        return self._goes_on and self._step % self.every == 0
+        return self._continues and self._step % self.every == 0
 
     @contextlib.contextmanager
     def _or_ends(self) -> Iterator[None]:
@@ -235,17 +208,30 @@ class Recorder:
         if is_new := not self._table.is_of(self.model):
             self._table.attach(False)
             self._tabulate()
-        for names in sorted(self._tied - tied_of(self.model)):
+        for names in sorted(self._tied - tied_names(self.model)):
             self.event("untied", names)
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
-            last_others, others = self._others, others_of(self.model, self._table.layers)
+            last_others, others = self._others, other_parameters(self.model, self._table.layers)
             self._others = [*others]
             modules = [module for module, _ in self._table.layers]
             self._updates.begin([*modules, *others.values()], is_as_before=self._others == last_others and not is_new)
             if self._twin is not None:
                 self._twin.begin(self._table.layers)
+
+    def _changed_facts(self) -> dict[str, Scalar | None]:
+        """Return the optimizer's facts in a recorded step; of its groups' options those that changed."""
+        facts = optimizer_facts(self.optimizer) if self._is_recorded else {}
+        facts = {name: x for name, x in facts.items() if isinstance(x, Tensor) or self._options.get(name) != x}
+        self._options |= {name: fact for name, fact in facts.items() if GROUP in name}
+        return facts
+
+    def _steps_skipped(self) -> Scalar | None:
+        """Return a number that is not 0 in a step that changed nothing; None where no optimizer or schedule counts."""
+        optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
+        skipped: Scalar | None = getattr(optimizer, "left_out", None)
+        return getattr(self.schedule, "left_out", None) if skipped is None else skipped
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
@@ -267,8 +253,8 @@ class Recorder:
         if comparison is None:
             return counts
         self._outputs = outputs = comparison.outputs
-        of_outputs = {} if outputs is None else {"outputs": outputs.sums, "samples": outputs.values}
-        return counts | {"twin": comparison.products, "moved_loss": comparison.moved} | of_outputs
+        counts |= {"twin": comparison.products, "moved_loss": comparison.moved}
+        return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         scalars, self._scalars = self._scalars, []
@@ -276,77 +262,82 @@ class Recorder:
             return
         device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
         values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device, dtype=torch.float32)
-        tensors, event = {**counts, "scalars": values}, None
-        if device.type == "cuda":
-            pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
-            tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
-            event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others, self._outputs))
+        in_flight = InFlight(*counts.values(), values)
+        names = tuple(counts)
+        self._readings.append(_Reading(self._step, self._table, scalars, names, in_flight, self._others, self._outputs))
 
-    def _write(self, reading: _InFlight) -> None:
+    def _write(self, reading: _Reading) -> None:
+        """Write the numbers of a reading when they have arrived, and call ``on_record`` with them."""
+        *counts, values = reading.in_flight.wait()
         if self._writer is None:
             return
-        rows: dict[int, dict[str, float]] = {}
-        arrived = iter(reading.tensors["scalars"].tolist())
+        numbers, events = self._scalars_by_step(reading, values)
         with self._or_ends():
-            for step, name, value in reading.scalars:
-                value = next(arrived) if isinstance(value, Tensor) else value
-                if name == CONTROL and not self._is_controlled:
-                    self._is_controlled = True
-                    if value < COSINE:
-                        text = OTHER_GRADIENTS.format(value)
-                        self._writer.add_lines({"step": step, "event": NO_TWIN, "text": text})
-                elif name != SKIPPED:
-                    rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
-                elif value != 0:
-                    text = "neither the weights nor the optimizer's state were touched"
-                    self._writer.add_lines({"step": step, "event": SKIPPED, "text": text})
-            self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
-            if "sums" in reading.tensors:
-                self._say_unwatched(reading)
-                if self._written is not reading.table:
-                    rows_of = [row.as_dict() for row in reading.table.rows]
-                    self._writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows_of, indent=1))
-                    self._written = reading.table
-                    if self._recipes is not None:
-                        self._writer.write(RECIPES, to_json(self._recipes))
-                arrays = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
-                layers, names = len(reading.table.layers), reading.others
-                counts = arrays_of(reading.table.rows, arrays["sums"], arrays["extremes"]) | {
-                    "moved": arrays["moved"][:layers]
-                }
-                if "twin" in arrays:
-                    counts["twin"] = arrays["twin"]
-                    if self._twin is not None:
-                        self._twin.arrived(reading.tensors["twin"], reading.tensors["moved_loss"])
-                if reading.outputs is not None and "outputs" in arrays:
-                    modules = np.array(reading.outputs.modules, dtype=str)
-                    counts |= {"outputs": arrays["outputs"], "modules": modules}
-                    samples = {"lengths": reading.outputs.lengths, "values": arrays["samples"], "modules": modules}
-                    self._writer.write_arrays(OUTPUTS, samples)
-                others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
-                self._writer.add_counts(reading.step, counts | others)
+            self._writer.add_lines(*events, *({"step": step, **scalars} for step, scalars in numbers.items()))
+            if counts:
+                arrays = self._write_counts(self._writer, reading, dict(zip(reading.names, counts, strict=True)))
                 if self.on_record is not None:
-                    rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
+                    numbers.setdefault(reading.step, {}).update(_by_name(reading.table.rows, arrays))
         if self.on_record is not None:
-            for step, values in rows.items():
-                self.on_record(step, values)
+            for step, values_of_step in numbers.items():
+                self.on_record(step, values_of_step)
 
-    def _say_unwatched(self, reading: _InFlight) -> None:
+    def _scalars_by_step(self, reading: _Reading, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
+        """Return a reading's scalars by step and name, and the lines of events that they tell of."""
+        numbers: ByStep = {}
+        events = []
+        arrived = iter(values.tolist())
+        for step, name, scalar in reading.scalars:
+            value = next(arrived) if isinstance(scalar, Tensor) else scalar
+            if name == CONTROL and not self._is_controlled:
+                self._is_controlled = True
+                if value < CONTROL_COSINE:
+                    events.append({"step": step, "event": NO_TWIN, "text": OTHER_GRADIENTS.format(value)})
+            elif name != SKIPPED:
+                numbers.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+            elif value != 0:
+                text = "neither the weights nor the optimizer's state were touched"
+                events.append({"step": step, "event": SKIPPED, "text": text})
+        return numbers, events
+
+    def _write_counts(self, writer: RecordWriter, reading: _Reading, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
+        self._say_unwatched(writer, reading.step, tensors["moved"])
+        if self._written is not reading.table:
+            rows = [row.as_dict() for row in reading.table.rows]
+            writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows, indent=1))
+            self._written = reading.table
+            if self._recipes is not None:
+                writer.write(RECIPES, to_json(self._recipes))
+        counts, layers = {name: tensor.numpy() for name, tensor in tensors.items()}, len(reading.table.layers)
+        arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
+        arrays["moved"] = counts["moved"][:layers]
+        if "twin" in counts:
+            arrays["twin"] = counts["twin"]
+            if self._twin is not None:
+                self._twin.arrived(tensors["twin"], tensors["moved_loss"])
+        if reading.outputs is not None and "outputs" in counts:
+            modules = np.array(reading.outputs.modules, dtype=str)
+            arrays |= {"outputs": counts["outputs"], "modules": modules}
+            samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], "modules": modules}
+            writer.write_arrays(OUTPUTS, samples)
+        arrays |= {"others": np.array(reading.others, dtype=str), "others_moved": counts["moved"][layers:]}
+        writer.add_counts(reading.step, arrays)
+        return arrays
+
+    def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED, reading.tensors["moved"].T, strict=True))
-        if self._writer is None or not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
+        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
+        if not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
-        unrecorded = (
-            "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
-        )
-        text = f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}"
+        missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
+        text = f"optimizer.step() runs no hooks, as if it is compiled: {missing}"
         events = {UNWATCHED: text} | ({} if self._twin is None else {NO_TWIN: NO_HOOKS})
-        self._writer.add_lines(*({"step": reading.step, "event": kind, "text": each} for kind, each in events.items()))
+        writer.add_lines(*({"step": step, "event": kind, "text": each} for kind, each in events.items()))
 
 
-def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
+def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     """Return a step's finite measures by "layer.role.measure".
 
     A layer of experts also has those of the worst expert, and the fewest and the most tokens that an expert got.
@@ -356,14 +347,14 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     names = [".".join(filter(None, part)) for part in parts]
     tables = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
-        of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
-        worst = [row for _, row in of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
-        tables.append(([name for name, _ in of_experts], measures_of(*worst)))
+        rows_of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
+        worst = [row for _, row in rows_of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        tables.append(([name for name, _ in rows_of_experts], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
         ends = {"least_tokens": min, "most_tokens": max}
         tables.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
-    tables.append((layers, of_weights(counts["moved"])))
+    tables.append((layers, weight_measures(counts["moved"])))
     return {
         ".".join(filter(None, (name, measure))): float(value)
         for names_of_rows, measures in tables
@@ -386,24 +377,24 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
         worst                        [rows of experts, 2]: its index, how many experts have a measure beyond its limit
         tokens                       each expert's tokens [E], one layer after the other
     """
-    lines = [row.experts or 1 for row in rows]
-    ends = np.cumsum(lines)
-    starts = ends - lines
+    line_counts = [row.experts or 1 for row in rows]
+    ends = np.cumsum(line_counts)
+    starts = ends - line_counts
     arrays = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
-    of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
-    if not of_experts:
+    rows_of_experts = [(row, slice(*span)) for row, *span in zip(rows, starts, ends, strict=True) if row.experts]
+    if not rows_of_experts:
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
     severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
-    worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
-    beyond = [(severity[its] > 1).sum() for _, its in of_experts]
+    worst = np.array([lines.start + severity[lines].argmax() for _, lines in rows_of_experts])
+    beyond = [(severity[lines] > 1).sum() for _, lines in rows_of_experts]
     arrays |= _counts("worst_", counts[worst], extremes[worst])
-    arrays["worst"] = np.stack([worst - [its.start for _, its in of_experts], beyond], 1)
-    layers: dict[str, list[tuple[Any, ...]]] = {}
-    for row, its in of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
-        place = not counts[its, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
-        layers.setdefault(row.layer, []).append((*place, its.start, counts[its, 0] / row.features))
-    tokens = [np.rint(min(its, key=lambda row: row[:3])[-1]) for its in layers.values()]
+    arrays["worst"] = np.stack([worst - [lines.start for _, lines in rows_of_experts], beyond], 1)
+    candidates: dict[str, list[tuple[Any, ...]]] = {}
+    for row, lines in rows_of_experts:  # tokens are counted from a row that was cast; if possible from grad_output's:
+        place = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
+        candidates.setdefault(row.layer, []).append((*place, lines.start, counts[lines, 0] / row.features))
+    tokens = [np.rint(min(counted, key=lambda each: each[:3])[-1]) for counted in candidates.values()]
     return arrays | {"tokens": np.concatenate(tokens).astype("int64")}
 
 

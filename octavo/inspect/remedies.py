@@ -92,8 +92,10 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
     """
     cast, finer, with_e5m2 = row.cast, [], []
     changes: list[dict[str, Any]] = [{}]
-    changes += [{"rule": Dynamic()}] * cast.is_delayed
-    changes += [{"format": E5M2}] * (cast.format is not E5M2 and not cast.is_packed)  # E2M1's blocks are its alone
+    if cast.is_delayed:
+        changes.append({"rule": Dynamic()})
+    if cast.format is not E5M2 and not cast.is_packed:  # E2M1's blocks are its alone
+        changes.append({"format": E5M2})
     # leave out a margin that the numbers did not need
     is_unused = float(numbers.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
@@ -101,11 +103,12 @@ def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float
         if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
             share = float(numbers.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, numbers)))
             finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
-            with_e5m2 += [rules] * ("format" in change)
+            if "format" in change:
+                with_e5m2.append(rules)
     shared = math.prod(cast.tile) if isinstance(cast.granularity, PerBlock) else math.inf
     for tile, recipe in _FINER:
         if tile < shared or cast.is_packed:
-            finer.append(Remedy(_of(row, recipe()), numbers.bound(tile, E4M3, _least(E4M3, least)), True))
+            finer.append(Remedy(_rules(row, recipe()), numbers.bound(tile, E4M3, _least(E4M3, least)), True))
     # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
     yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and remedy.rules in with_e5m2)
     yield Remedy(without_fp8(row), 0.0, False)
@@ -127,10 +130,8 @@ def _least(format: Format, least: str) -> float:
 
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
     """Return the rule that changes a row's cast in the products that read it; None if no recipe can have it."""
-    casts = {
-        (other.role, product): read_cast for other in rows for product, read_cast in _by_product(other, other.cast)
-    }
-    changed = {(row.role, product): read_cast for product, read_cast in _by_product(row, cast)}
+    casts = {(other.role, product): each for other in rows for product, each in _by_product(other, other.cast)}
+    changed = {(row.role, product): each for product, each in _by_product(row, cast)}
     pairs: dict[str, Any] = {}
     for product, roles in OPERANDS.items():
         if all((role, product) in casts for role in roles):
@@ -140,7 +141,7 @@ def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule
     except ValueError:
         return None
     after = {product: pairs[product] for _, product in changed if product in pairs}
-    return _of(row, after) if after else None
+    return _rules(row, after) if after else None
 
 
 def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
@@ -153,10 +154,10 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
 
 def without_fp8(row: Row) -> dict[str, RecipeRule]:
     """Return the rule that puts the products that read a row in high precision."""
-    return _of(row, dict.fromkeys(row.products))
+    return _rules(row, dict.fromkeys(row.products))
 
 
-def _of(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
+def _rules(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
     return {glob.escape(row.layer): rule}
 
 
@@ -167,7 +168,7 @@ def as_text(rules: Mapping[str, RecipeRule]) -> str:
     return "{" + ", ".join(f"{pattern!r}: {text}" for pattern, text in zip(rules, short, strict=True)) + "}"
 
 
-def together(rules_of_remedies: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
+def merged_rules(rules_of_remedies: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
     """Return the rules of several remedies; of two for the same product of a layer the first."""
     chosen: dict[str, RecipeRule] = {}
     for rules in rules_of_remedies:
@@ -187,7 +188,7 @@ def own_recipes(model: nn.Module) -> RecipeMap | None:
     return RecipeMap(default, {glob.escape(name): recipe for name, recipe in layers.items() if recipe != default})
 
 
-def onto(recipe_map: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
+def with_rules(recipe_map: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
     """Return a model's ``own_recipes`` with remedies applied."""
     merged = dict(recipe_map.rules)
     for pattern, rule in rules.items():
@@ -197,8 +198,8 @@ def onto(recipe_map: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
     return RecipeMap(recipe_map.default, merged)
 
 
-def called(share: float) -> str:
-    """Return a share as a percentage of two digits."""
+def percent(share: float) -> str:
+    """Return a share in words: as a percentage of two digits."""
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
 
 
@@ -206,10 +207,10 @@ def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
     """Return a sentence on the effect of a chosen remedy; for high precision also on finer scales that may do too."""
     problem = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
     if chosen is not options[-1]:
-        return f"{'at most ' * chosen.is_bound}{called(chosen.share)} {problem}, by the exponents recorded"
+        return f"{'at most ' if chosen.is_bound else ''}{percent(chosen.share)} {problem}, by the exponents recorded"
     text = f"nothing is {problem}: these products are in high precision"
     best = min((option for option in options if option.is_bound), key=lambda option: option.share, default=None)
     if best is None:
         return text
-    bound = f"of its finer scales only a bound is known, at most {called(best.share)}"
+    bound = f"of its finer scales only a bound is known, at most {percent(best.share)}"
     return f"{text}; {as_text(best.rules)} may do too: {bound}"

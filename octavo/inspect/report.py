@@ -79,18 +79,17 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     if not record.steps:
         return "no step is recorded yet"
     steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
-    number = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
+    number = f"{len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}"
     lines = [f"{len(record.layers)} layers, {steps}, {number}"]
     lines += [f"{verdict(record, findings)}."]
     lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
     for place, finding in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
-        lines += [f"    {finding.cast}"] * bool(finding.cast)
-        lines += [f"    {finding.cause}", f"    {finding.remedy}"]
-        lines += [f"      {finding.expected}"] * bool(finding.expected)
-        if finding.consequences:
-            lines += [f"    so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS]]
-            lines += [f"    and {len(finding.consequences) - EFFECTS} more"] * (len(finding.consequences) > EFFECTS)
+        indented = [finding.cast, finding.cause, finding.remedy, finding.expected and f"  {finding.expected}"]
+        indented += [f"so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS]]
+        if (more := len(finding.consequences) - EFFECTS) > 0:
+            indented.append(f"and {more} more")
+        lines += [f"    {line}" for line in indented if line]
     if len(findings) > top:
         lines += ["", f"and {len(findings) - top} more: --top {len(findings)}"]
     if against is not None:
@@ -100,14 +99,16 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     if loads := record.loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
-        lines += [f"    and {len(loads) - top} more"] * (len(loads) > top)
+        if len(loads) > top:
+            lines.append(f"    and {len(loads) - top} more")
     return "\n".join(lines)
 
 
 def _title(finding: Finding) -> str:
-    where = f"{finding.layer} {finding.role}".strip() + f" of {' and '.join(finding.products)}" * bool(finding.products)
-    since = f"from step {finding.begins}" + f", worst at {finding.worst}" * (finding.worst != finding.begins)
-    return f"{where or 'the run'}: {finding.kind} {since}"
+    where = f"{finding.layer} {finding.role}".strip() or ("" if finding.products else "the run")
+    products = f" of {' and '.join(finding.products)}" if finding.products else ""
+    worst = "" if finding.worst == finding.begins else f", worst at {finding.worst}"
+    return f"{where}{products}: {finding.kind} from step {finding.begins}{worst}"
 
 
 def to_json(

@@ -86,7 +86,7 @@ class Table:
         self._recipes = [(name, m.recipe) for name, m in layers]
         planned = [(name, m, {role: _casts(m.recipe, role) for role in ROLES}) for name, m in layers]
         self.rows = [
-            Row(name, role, *cast, *_of_experts(m, role))
+            Row(name, role, *cast, *_experts_and_columns(m, role))
             for name, m, roles in planned
             for role, casts in roles.items()
             for cast in casts
@@ -99,11 +99,11 @@ class Table:
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
-            of_roles = [
+            pairs = [
                 (next(places) if as_is else None, next(places) if transposed else None)
                 for as_is, transposed in roles.values()
             ]
-            self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module), set())))
+            self.layers.append((module, LayerCounts(module.recipe, pairs, first_here(module), set())))
         self._is_attached = False
 
     def is_of(self, model: nn.Module) -> bool:
@@ -130,7 +130,7 @@ def first_here(module: RecipeModule) -> int:
     return 0 if exchange is None else exchange.local_experts(sizes_of(module)[0] // exchange.size).start
 
 
-def _of_experts(module: RecipeModule, role: str) -> tuple[int, int]:
+def _experts_and_columns(module: RecipeModule, role: str) -> tuple[int, int]:
     """Return how many experts a layer has and how many columns a role's tensor has, 0 and 0 for other layers."""
     experts, columns, rows = sizes_of(module)
     return (experts, rows if role == "grad_output" else columns) if experts else (0, 0)

@@ -1,11 +1,13 @@
 """The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
 
-A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. Limits were
-chosen by the faults of benchmarks/training/causes.py and of draws that its history has.
+A test yields hits of all rows that name it, which it gets in the order of the table; see training.py. A comment before
+a row says what its limit is compared with. Limits were chosen by how many first findings of `python -m benchmarks
+causes` are right with them, and how many of its healthy runs have one above a note.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from octavo.inspect import training as tests
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import Rule, Training
-from octavo.inspect.twin import COSINE
+from octavo.inspect.twin import CONTROL_COSINE
 
 # parts of sentences and remedies of several rows
 SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
@@ -36,6 +38,9 @@ FALL = "the gradients are {share} of those before"
 BACKWARD = "look at hooks, autograd functions, detach(), and what checkpoints compute again, with which random numbers"
 TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
+
+_nonfinite = functools.partial(Rule, "nonfinite", 0.0, tests.first_nonfinite)
+_frozen = functools.partial(Rule, "frozen", 0.0, tests.frozen)
 
 RULES: Sequence[Rule] = (
     # times the highest earlier one, after a step that hardly raised it
@@ -104,8 +109,8 @@ RULES: Sequence[Rule] = (
         "the loss is inf or NaN, though no layer has one: as of a batch without a label",
         LOOK,
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite, "inf or NaN began between two recorded steps"),
+    _nonfinite(
+        "inf or NaN began between two recorded steps",
         "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
     ),
     Rule(
@@ -113,34 +118,27 @@ RULES: Sequence[Rule] = (
         f"{LOOK}; then {RESTORE}",
         "the other layers had none before",
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
         RECOVERY,
         advice=SKIP,
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
-        "has inf or NaN in its weight, or in what is computed up to {then}: its input has none",
-        RESTORE,
-    ),
+    _nonfinite("has inf or NaN in its weight, or in what is computed up to {then}: its input has none", RESTORE),
     Rule(
         *("loss scale", 0.0, tests.first_nonfinite, "gradients overflow at a loss scale{scale}"),
         "take a loss scale that is lower: let GradScaler halve it",
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "gets a gradient with inf or NaN, which the layers behind it did not have",
         *(RECOVERY, "leaves out steps with such gradients", SKIP),
     ),
-    Rule(
-        *("nonfinite", 0.0, tests.first_nonfinite),
+    _nonfinite(
         "the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or what "
         "changes gradients after backward",
         *(RECOVERY, "leaves out steps with such gradients", SKIP),
     ),
-    Rule("nonfinite", 0.0, tests.first_nonfinite, f"has inf or NaN in its weight {AFTER}", RESTORE),
-    Rule("nonfinite", 0.0, tests.first_nonfinite, f"inf or NaN are in the weights {AFTER}", RESTORE),
+    _nonfinite(f"has inf or NaN in its weight {AFTER}", RESTORE),
+    _nonfinite(f"inf or NaN are in the weights {AFTER}", RESTORE),
     # share of the last layer's gradients that became 0
     Rule(
         *("loss scale", 0.3, tests.underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
@@ -180,7 +178,7 @@ RULES: Sequence[Rule] = (
     Rule("gradients", 0.0, tests.left, "gradients of the step before are left when backward begins", CLEAR),
     # their cosine with those of the same step, computed once more
     Rule(
-        *("gradients", COSINE, tests.changed),
+        *("gradients", CONTROL_COSINE, tests.changed),
         "the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
         "look at what changes gradients after backward: hooks, what ranks send, an average with other steps' gradients",
     ),
@@ -199,14 +197,9 @@ RULES: Sequence[Rule] = (
         *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
-    Rule(
-        *("frozen", 0.0, tests.frozen),
-        "does not train{others}, though it has gradients: no group of the optimizer has it",
-        TRAINS,
-    ),
-    Rule("frozen", 0.0, tests.frozen, "does not train{others}, and gets no gradient", TRAINS),
-    Rule(
-        *("frozen", 0.0, tests.frozen),
+    _frozen("does not train{others}, though it has gradients: no group of the optimizer has it", TRAINS),
+    _frozen("does not train{others}, and gets no gradient", TRAINS),
+    _frozen(
         "no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
         "look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or NaN",
     ),
@@ -271,11 +264,11 @@ def findings(record: Record) -> list[Finding]:
     """Return what the rules find in a record."""
     if not record.steps or not record.layers:
         return []
-    run, of_rules = Training(record), []
+    run, all_findings = Training(record), []
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
         for test, rules in itertools.groupby(RULES, key=lambda rule: rule.test):
             hits = list(test(run, *rules))
             run.fired |= {test} if hits else set()
-            of_rules += [hit.finding() for hit in hits]
-    return of_rules
+            all_findings += [hit.finding() for hit in hits]
+    return all_findings

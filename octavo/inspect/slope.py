@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from octavo.distributed.ranks import Ranks
 from octavo.weights.fsdp2 import on_this_rank
 
-# By how much the loss should change, in parts of a loss that the model returns, or other outputs' products with
-# their gradients in root mean squares of their terms: far more than it is rounded by, and bent by less. In float32 a
-# fifth.
-OF_LOSS, OF_OUTPUTS, IN_FLOAT32 = 0.01, 0.5, 0.2
+# --- limits: by how much the loss should change: far more than it is rounded by, and so little that its curvature
+# changes the slope by less than the limits that rules.py has for "backward"
+
+LOSS_CHANGE = 0.01  # of a loss that the model returns
+OUTPUTS_CHANGE = 0.5  # of other outputs: of the root mean square of the terms of their product with their gradients
+FLOAT32_SHARE = 0.2  # of these in a model of float32, which rounds less
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
     """Return by how much an output's product with its gradient should change, in a model of float32 or of bfloat16."""
-    product = (dot(y, y) * dot(grad, grad)).sqrt() * (IN_FLOAT32 if is_float32 else 1.0)
-    return product * (OF_LOSS if y.numel() == 1 else OF_OUTPUTS / math.sqrt(max(1, y.numel())))
+    product = (dot(y, y) * dot(grad, grad)).sqrt() * (FLOAT32_SHARE if is_float32 else 1.0)
+    return product * (LOSS_CHANGE if y.numel() == 1 else OUTPUTS_CHANGE / math.sqrt(max(1, y.numel())))
 
 
 def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
@@ -66,22 +68,22 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
         return aim.new_zeros(2)
     is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
     squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
-    of_grads, of_weights = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
-    shares = torch.where(of_grads > 0, of_weights / of_grads, 0.0)  # each weight by the same part of its size
+    grad_norms, weight_norms = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
+    shares = torch.where(grad_norms > 0, weight_norms / grad_norms, 0.0)  # each weight by the same part of its size
     # of gradients that are inf or NaN, or all 0, no weight moves: the forward gets no NaN
-    steps = (aim * shares / (of_grads * of_weights).sum()).nan_to_num(0.0, 0.0, 0.0)
+    steps = (aim * shares / (grad_norms * weight_norms).sum()).nan_to_num(0.0, 0.0, 0.0)
     weights = [weight.clone() for weight, _ in moved]
     try:
         for (weight, grad), step in zip(moved, steps, strict=True):
             weight.copy_(_moved(weight, grad, step))
-        says = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
+        predicted = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
         reshard(model)
         changed = change()
     finally:
         for (weight, _), w in zip(moved, weights, strict=True):
             weight.copy_(w)
         reshard(model)
-    return torch.stack([changed, says * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
+    return torch.stack([changed, predicted * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,32 +16,50 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from octavo.inspect.departures import RATES
-from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, stretch
+from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of, worst_stretch
 from octavo.inspect.record import Record, innermost, is_inside, np
-from octavo.inspect.remedies import called
-from octavo.inspect.twin import CONTROL, LEFT, SAME, SLOPE
+from octavo.inspect.remedies import percent
+from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
 DECOUPLED = f"decoupled_weight_decay{GROUP}"
-BEFORE = 8  # a jump is measured against the median of so many earlier records
-IN_TURN = 4  # at most so many batches repeat in turn
-FEW = 3  # records or steps in a row that a fault has to last
-ERRORS = 4.0  # a mean of losses rises by so many times its error
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
-WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
-JUMP = (
-    2.5  # times its size before has an input, where the loss rises with it; the last gradient of an output twice that
-)
 LOOK = "look at that step's data and labels, and at what the forward computes otherwise: code, mode, checkpoint"
 SAME_FORWARD = "look at that step's data and labels: of the first recorded batch modules compute what they did"
-SAME_LEAP = 3.0  # by fewer times more than ever a module's output changes in a healthy run
-CHANGED = 0.1  # an output that changes by a smaller share of its size means nothing
-NEAR_0 = 0.01  # of the largest layer's size: a weight that begins with less begins at 0
-UNMOVED = 0.9  # share of a weight's numbers that a step does not change
 USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
-STOPPED = 1e-3  # a rate below this share of its highest trains nothing
-FLOAT16 = 2.0**13  # finite gradients of this size, where others are inf, are float16's
+
+# --- limits beside those of rules.py, chosen by how many first findings of `python -m benchmarks causes` are right with
+# them, and by how many of its healthy runs have one above a note
+
+# counts of records, or of steps
+BEFORE = 8  # a measure is compared with the median of so many earlier records
+LOSSES_BEFORE = 16  # a loss with so many earlier steps'
+FEW = 3  # a fault has to last for so many
+IN_TURN = 4  # at most so many batches repeat in turn
+BUSY = 16  # the last record's tokens for each expert: with fewer an expert may get none by chance
+# a measure over what it is compared with
+CERTAIN, LIKELY = 8.0, 4.0  # over its limit: of a fault that has no measure, as it is one or not
+JUMP = 2.5  # an input's size over that before, where the loss rises with it; the last gradient of an output's, too
+SAME_LEAP = 3.0  # the change of a module's output over the largest one before: by less it computes the same
+# a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
+# direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
+EXPLAINED = 3
+ERRORS = 4.0  # the rise of a mean of losses over its standard error
+WARMING = 1.2  # a learning rate over that of the step before: with more it is a warm-up that raises it
+STEADY = 1.5  # the highest learning rate of FEW over the lowest: with less it stays where it is
+NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
+LARGER = 2.0  # an update over those before: with more it isn't the rate that makes a step too large
+LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in which they have more a leap goes on
+# a share
+WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
+CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
+NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
+UNMOVED = 0.9  # of a weight's numbers: a step does not change so many
+NOISY = 0.75  # of losses' changes: if fewer are falls, the losses differ from batch to batch
+STOPPED = 1e-3  # a learning rate over its highest: with less nothing trains
+# a size of gradients
+FLOAT16 = 2.0**13  # finite ones, where others are inf: so large they are float16's
 
 
 class Rule(NamedTuple):
@@ -67,10 +85,6 @@ class Rule(NamedTuple):
     advice: str = ""
     level: str = ""
 
-    def texts(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield text, remedy, expected effect and advice, with these values."""
-        return (text.format_map(values) for text in (self.text, self.remedy, self.expected, self.advice))
-
 
 class Hit(NamedTuple):
     """A fault that a test found, by its rule; ``times``: its measure over the limit; ``values``: those that texts name.
@@ -88,20 +102,22 @@ class Hit(NamedTuple):
 
     def finding(self) -> Finding:
         """Return the finding, in the rule's words."""
-        kind, (layer, role) = self.rule.kind, self.where
-        text, remedy, expected, advice = self.rule.texts(self.values)
+        rule, kind, (layer, role) = self.rule, self.rule.kind, self.where
+        formats = rule.text, rule.remedy, rule.expected, rule.advice
+        text, remedy, expected, advice = (each.format_map(self.values) for each in formats)
         since = f"{'at' if ONCE in KINDS[kind].traits else 'since'} step {self.begins}"
         subject = f"{layer} {text}" if layer else f"{text[:1].upper()}{text[1:]}"
         sentence = f"{subject} {since}: {advice or remedy.split(';')[0]}"
         severity, worst = severity_of(kind, self.times), self.begins if self.worst is None else self.worst
-        said: Any = text, remedy, expected, severity, {}, self.rule.level or level_of(severity), sentence
-        return Finding(kind, layer, role, (), "", self.begins, worst, dict(self.numbers), *said)
+        level, numbers = rule.level or level_of(severity), dict(self.numbers)
+        where = kind, layer, role, (), "", self.begins, worst
+        return Finding(*where, numbers, text, remedy, expected, severity, level=level, sentence=sentence)
 
 
 class Training:
     """A record's numbers that belong to the training as a whole, for the tests below.
 
-    ``names``: of all parameters, the layers' weights before the others; ``of``: their measures, [steps, names].
+    ``names``: of all parameters, the layers' weights before the others; ``weights``: their measures, [steps, names].
     ``fired``: the tests that found something so far.
     """
 
@@ -111,12 +127,14 @@ class Training:
         self.norms = {step: value for step, value in zip(*norm, strict=True) if math.isfinite(value)}
         self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
-        others = np.full((len(self.steps), len(record.others)), np.nan)
-        measures = record.weights.items()
-        self.of = {name: np.concatenate([layers, record.of_others.get(name, others)], 1) for name, layers in measures}
+        unmeasured = np.full((len(self.steps), len(record.others)), np.nan)
+        self.weights = {
+            name: np.concatenate([of_layers, record.of_others.get(name, unmeasured)], 1)
+            for name, of_layers in record.weights.items()
+        }
         self.rms = np.stack([self.measure("rms", layer, "weight") for layer in self.layers], 1)
-        sizes = self.of["size"][:, : len(self.layers)]
-        np.copyto(sizes, self.rms, where=~(sizes > 0))  # an older octavo recorded no sizes
+        sizes = self.weights["size"][:, : len(self.layers)]
+        np.copyto(sizes, self.rms, where=~(sizes > 0))  # of a weight with inf or NaN, or whose sampled numbers are 0
         self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
         self.fired: set[Callable[..., Iterator[Hit]]] = set()
 
@@ -175,8 +193,8 @@ class Training:
         """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
         row = self.places[layer, "input"]
         measures = self.record.of_worst.measures
-        sizes = [float(np.nanmax(self.measure("elements", layer, role))) for role in ROLES]
-        features = self.record.rows[row].features or math.sqrt(sizes[0] * sizes[1] / sizes[2])
+        input_size, weight_size, output_size = (np.nanmax(self.measure("elements", layer, role)) for role in ROLES)
+        features = self.record.rows[row].features or math.sqrt(input_size * weight_size / output_size)
         return float(measures["nonfinite"][at, row]) * features < 0.5
 
     def worst(self, values: Any, *rules: Rule) -> Iterator[Hit]:
@@ -184,17 +202,17 @@ class Training:
         over = values > rules[0].limit
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
-            begins, worst = stretch(over[:, place], values[:, place])
-            numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.of.items()}
+            begins, worst = worst_stretch(over[:, place], values[:, place])
+            numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in self.weights.items()}
             rule, value = rules[-1 if numbers["master_update"] > 0 else 0], float(values[worst, place])
-            texts = {"share": called(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
+            texts = {"share": percent(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
             at = self.steps[begins], value / rule.limit
             yield Hit(rule, *at, texts, (self.layers[place], "weight"), self.steps[worst], numbers)
 
     @cached_property
     def always_updates(self) -> bool:
         """Whether the optimizer changed weights in each recorded step, or in none: each step has an update."""
-        changes = (self.of["update"] > 0).any(axis=1)
+        changes = (self.weights["update"] > 0).any(axis=1)
         return bool(changes.all() or not changes.any())
 
     @cached_property
@@ -203,9 +221,9 @@ class Training:
 
         [steps, names], by the optimizer, in that step and until this one, or by something else.
         """
-        update = self.of["update"]
+        update = self.weights["update"]
         last_updates = np.concatenate([np.full_like(update[:1], np.nan), update[:-1]])
-        sums = sum(np.nan_to_num(values) for values in (last_updates, self.of["between"], self.of["outside"]))
+        sums = sum(np.nan_to_num(values) for values in (last_updates, self.weights["between"], self.weights["outside"]))
         return np.where(sums > 0, np.fmax(1.0, sums / earlier(sums, np.nanmax)), 1.0)
 
     @cached_property
@@ -215,14 +233,14 @@ class Training:
         The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
         0 where it means nothing.
         """
-        modules, of = self.record.modules, self.record.of_modules
+        modules, changes = self.record.modules, self.record.of_modules
         if not modules:
             return np.zeros((len(self.steps), 0))
-        leaps = np.fmin(*(of[name] / earlier(of[name], np.nanmax) for name in ("own", "output")))
+        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in ("own", "output")))
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier records to compare with
-        return np.where(of["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
+        return np.where(changes["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     def where_to_look(self, step: int) -> str:
         """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
@@ -234,41 +252,63 @@ class Training:
         return LOOK if (self.forward_leaps[around] > SAME_LEAP).any() else SAME_FORWARD
 
     @cached_property
-    def leaps(self) -> Leaps:
-        """The factors by which updates, gradients and norms grow, and the changes that the optimizer did not make."""
-        measures, count = self.of, len(self.layers)
-        size, updates = measures["size"], measures["update"]
-        last_size = np.concatenate([size[:1], size[:-1]])
+    def rates_by_record(self) -> Any:
+        """The learning rate at each record, [steps, 1]; 1 where it is 0 or was not recorded."""
         rates = self.by_record(*RATES)[:, None]
-        rates = np.where(rates > 0, rates, 1.0)
-        # a schedule changes updates too: the usual ones are those of this rate, and so a leap is beyond both
-        usual, ratio = earlier(updates / rates) * rates, self.rms / size[:, :count]
-        jumps = np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan)
-        # of inf there is no factor; its origin is another test's
-        gradients = np.where(np.isinf(measures["gradient"]), np.nan, measures["gradient"])
+        return np.where(rates > 0, rates, 1.0)
+
+    @cached_property
+    def usual_updates(self) -> Any:
+        """The median of earlier updates, [steps, names], as large as this record's rate makes them."""
+        return earlier(self.weights["update"] / self.rates_by_record) * self.rates_by_record
+
+    @cached_property
+    def largest_moves(self) -> Any:
+        """The most by which the optimizer may have moved weights since the last record's update, [steps, names].
+
+        Each number by an update a step, all in one direction.
+        """
+        updates, rates = self.weights["update"], self.rates_by_record
+        by_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / rates
+        by_rate[1:] = np.fmax(by_rate[1:], updates[:-1] / rates[:-1])
+        return EXPLAINED * by_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
+
+    @cached_property
+    def written(self) -> Any:
+        """The change of weights by something but the optimizer, over their root mean squares: [steps, names]."""
+        count, size, updates = len(self.layers), self.weights["size"], self.weights["update"]
+        between, outside = self.weights["between"], self.weights["outside"]
+        last_size = np.concatenate([size[:1], size[:-1]])
+        written = np.fmax(between - self.largest_moves, outside - earlier(outside) * EXPLAINED) / last_size
+        # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
+        moved, ratio = (between + updates * self.gaps)[1:, :count] * EXPLAINED, self.rms / size[:, :count]
+        unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved / last_size[1:, :count]
+        written[1:, :count] = np.fmax(written[1:, :count], unexplained)
+        return np.nan_to_num(written, nan=0, posinf=1e30)
+
+    @cached_property
+    def leaps(self) -> Leaps:
+        """The factors by which updates, gradients and norms grow over those of earlier records."""
+        updates, gradients = self.weights["update"], self.weights["gradient"]
+        gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.by_record("loss_scale"), nan=1.0)[:, None]
-        risen, norms, outputs = (values / earlier(positive(values)) for values in (gradients, norms, outputs))
-        highest = gradients / earlier(gradients, np.nanmax)
-        # between two records the optimizer may have moved each number by an update a step, all in one direction at most
-        of_rate = np.fmax(updates, np.nan_to_num(usual)) / rates
-        of_rate[1:] = np.fmax(of_rate[1:], updates[:-1] / rates[:-1])
-        expected = 3 * of_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
-        outside = measures["outside"] - earlier(measures["outside"]) * 3
-        written = np.fmax(measures["between"] - expected, outside) / last_size
-        # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
-        moved = (measures["between"] + updates * self.gaps)[1:, :count] * 3 / last_size[1:, :count]
-        unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
-        written[1:, :count] = np.fmax(written[1:, :count], unexplained)
-        written = np.nan_to_num(written, nan=0, posinf=1e30)
-        # what was written changes gradients, and is the cause then
-        over = (written > WRITTEN).any(axis=1)
-        for values in (jumps, risen, highest, norms, outputs):
-            values[over] = np.nan
-        for values in (risen, highest, norms, outputs):
-            values[:FEW] = np.nan  # too few earlier records to compare with
-        return Leaps(jumps, risen, highest[:, :count], norms[:, 0], outputs, written)
+        # a schedule changes updates, too: a leap is beyond those of this rate and those that there were
+        usual = self.usual_updates
+        leaps = Leaps(
+            np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan),
+            gradients / earlier(positive(gradients)),
+            (gradients / earlier(gradients, np.nanmax))[:, : len(self.layers)],
+            (norms / earlier(positive(norms)))[:, 0],
+            outputs / earlier(positive(outputs)),
+        )
+        is_written = (self.written > WRITTEN).any(axis=1)  # which changes gradients, and is the cause then
+        for factors in leaps:
+            factors[is_written] = np.nan
+        for factors in leaps[1:]:
+            factors[:FEW] = np.nan  # too few earlier records to compare with
+        return leaps
 
 
 class Leaps(NamedTuple):
@@ -277,7 +317,6 @@ class Leaps(NamedTuple):
     ``updates``, ``gradients`` as the optimizer gets them, [steps, names]; ``highest``, [steps, layers]: such gradients
     over the largest of those records, not their median. ``norms``, [steps]: of all gradients, before they are clipped;
     ``outputs``, [steps, layers]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes.
-    ``written``, [steps, names]: the change by something but the optimizer, over the weight's root mean square.
     """
 
     updates: Any
@@ -285,7 +324,6 @@ class Leaps(NamedTuple):
     highest: Any
     norms: Any
     outputs: Any
-    written: Any
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
@@ -314,24 +352,28 @@ def rates(run: Training, rises: Rule, falls: Rule, zero: Rule, below: Rule) -> I
 
     def first(group: str, steps: list[int], values: list[float]) -> Hit | None:
         texts: dict[str, Any] = {"name": f"the learning rate{f' of group {group}' if group else ''}"}
-        flat = 0
+        last_fall = 0  # or step at which it stayed: a warm-up has none
         for at, value in enumerate(values):
-            previous, top, next_values = values[max(0, at - 1)], max(values[: flat + 1]), values[at : at + FEW + 1]
-            highest, lasts = max(values[:at], default=math.inf), len(next_values) > FEW
-            jumps = at > 1 and previous <= 1.2 * values[at - 2] and value > rises.limit * highest > 0
+            previous, next_values = values[max(0, at - 1)], values[at : at + FEW + 1]
+            top, top_before = max(values[: last_fall + 1]), max(values[:at], default=math.inf)
+            lasts, was_steady = len(next_values) > FEW, at > 1 and previous <= WARMING * values[at - 2]
             texts |= {"value": value, "previous": previous}
             if value < 0:
-                return Hit(below, steps[at], 8, texts)
+                return Hit(below, steps[at], CERTAIN, texts)
             if lasts and not any(next_values):  # a choice, where a schedule gets there by steps as before, near the end
                 is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
-                return Hit(zero._replace(level="note") if is_end else zero, steps[at], 8, texts)
-            if lasts and 0 < max(next_values) < min(previous / falls.limit, 1.5 * min(next_values)):
-                return Hit(falls, steps[at], 8, texts)
-            if jumps or (0 < flat < at and value > rises.limit * top > 0):
-                at, top = (at, highest) if jumps else (flat + 1, top)
-                most = max(values[at:])
-                return Hit(rises, steps[at], most / top / rises.limit, texts | {"top": top, "most": most})
-            flat = at if at and value <= previous else flat
+                return Hit(zero._replace(level="note") if is_end else zero, steps[at], CERTAIN, texts)
+            if lasts and 0 < max(next_values) < min(previous / falls.limit, STEADY * min(next_values)):
+                return Hit(falls, steps[at], CERTAIN, texts)
+            if was_steady and value > rises.limit * top_before > 0:
+                begins, top = at, top_before
+            elif 0 < last_fall < at and value > rises.limit * top > 0:
+                begins = last_fall + 1
+            else:
+                last_fall = at if at and value <= previous else last_fall
+                continue
+            most = max(values[begins:])
+            return Hit(rises, steps[begins], most / top / rises.limit, texts | {"top": top, "most": most})
         return None
 
     names = filter(is_rate, run.record.scalars)
@@ -350,7 +392,7 @@ def options(run: Training, leaps: Rule, decays: Rule) -> Iterator[Hit]:
         texts, is_decay = {"group": group, "option": option}, option == "weight_decay"
         for at in range(1, len(numbers)):
             low, high = sorted(numbers[at - 1 : at + 1])
-            times = high / low / leaps.limit if low > 0 else 8 * (high > low)
+            times = high / low / leaps.limit if low > 0 else CERTAIN * (high > low)
             if numbers[at - 1] == numbers[max(0, at - 2)] and times > 1:
                 rule = leaps._replace(kind=decays.kind) if is_decay else leaps
                 yield Hit(rule, steps[at], times, {**texts, "was": values[at - 1], "now": values[at]})
@@ -361,38 +403,40 @@ def options(run: Training, leaps: Rule, decays: Rule) -> Iterator[Hit]:
         if is_unusual and f"lr{GROUP}{group}" in run.record.scalars and not is_coupled:
             taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}")[1], strict=True))
             if taken > decays.limit:
-                yield Hit(decays, steps[0], taken / decays.limit, {**texts, "share": called(taken)})
+                yield Hit(decays, steps[0], taken / decays.limit, {**texts, "share": percent(taken)})
 
 
 def state(run: Training, written: Rule, new: Rule) -> Iterator[Hit]:
     """Yield a state that is new, and second moments that can't be a mean of the last ones and the gradient."""
     for (_, then), (step, now) in itertools.pairwise(zip(*run.scalar("state_age"), strict=True)):
         if now < then:
-            yield Hit(new, step, 8, {"now": now, "then": then})
-    values, squares = run.of["second_moment"], run.of["gradient"] ** 2
+            yield Hit(new, step, CERTAIN, {"now": now, "then": then})
+    values, squares = run.weights["second_moment"], run.weights["gradient"] ** 2
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         decay, limit = np.array(run.filled(name)[1])[1:, None] ** run.gaps[1:], written.limit
         now, then, is_next = values[1:], values[:-1], run.gaps[1:] == 1
-        off = (now * limit < decay * then) | (is_next & (now > 5 * limit * np.fmax(then, squares[1:])))
+        off = (now * limit < decay * then) | (is_next & (now > NO_MEAN * limit * np.fmax(then, squares[1:])))
         for at in np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
-            yield Hit(written, run.steps[at + 1], 8)
+            yield Hit(written, run.steps[at + 1], CERTAIN)
 
 
 def step_sizes(run: Training, warmup: Rule, high: Rule) -> Iterator[Hit]:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
-    ages, of_run, losses_of_run = run.scalar("state_age")[1], run.rate[1], run.loss[1]
+    ages, rates_of_steps, losses_of_steps = run.scalar("state_age")[1], run.rate[1], run.loss[1]
     begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
     sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
-    shares = np.nanmedian(run.of["update"][:, : len(run.layers)] / sizes, axis=1)
-    is_fresh = bool(of_run and ages) and ages[0] <= 1
-    is_lost = len(losses_of_run) > FEW and not np.median(losses_of_run[-FEW:]) < losses_of_run[0]  # a random guess's
-    if is_fresh and of_run[0] >= max(of_run) / 2 and shares[0] > warmup.limit and not is_lost:
-        yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, {"share": called(shares[0]), "rate": max(of_run)})
-    elif of_run and rates not in run.fired:
-        over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > 2)
+    shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
+    is_fresh = bool(rates_of_steps and ages) and ages[0] <= 1 and rates_of_steps[0] >= max(rates_of_steps) / 2
+    last_losses = losses_of_steps[-FEW:] if len(losses_of_steps) > FEW else []
+    is_lost = bool(last_losses) and not np.median(last_losses) < losses_of_steps[0]  # whose first is a random guess's
+    if is_fresh and shares[0] > warmup.limit and not is_lost:
+        texts = {"share": percent(shares[0]), "rate": max(rates_of_steps)}
+        yield Hit(warmup, run.steps[0], shares[0] / warmup.limit, texts)
+    elif rates_of_steps and rates not in run.fired:
+        over = (shares > high.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
         if over.any():
             at, worst = int(over.argmax()), int(np.where(over, shares, 0).argmax())
-            texts = {"share": called(shares[worst]), "times": shares[worst] / (high.limit / 5)}
+            texts = {"share": percent(shares[worst]), "times": shares[worst] / (high.limit / 5)}
             yield Hit(high, run.steps[at], shares[worst] / high.limit, texts, worst=run.steps[worst])
 
 
@@ -402,7 +446,7 @@ def elements(run: Training, rule: Rule) -> Iterator[Hit]:
     for at in range(2 * FEW, len(numbers) - FEW + 1):
         share = float(np.nanmax(numbers[at:]) / np.nanmin(numbers[:at]))
         if share <= rule.limit:
-            yield Hit(rule, run.steps[at], 2 / share, {"share": called(share)}, worst=run.steps[-1])
+            yield Hit(rule, run.steps[at], 2 / share, {"share": percent(share)}, worst=run.steps[-1])
             return
 
 
@@ -410,17 +454,17 @@ def losses(run: Training, stays: Rule, climbs: Rule) -> Iterator[Hit]:
     """Yield a loss that rises and stays up, or goes on to rise."""
     (steps, loss), lasting = run.loss, []
     for at in range(4, len(loss) - FEW + 1):
-        earlier_losses, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
+        earlier_losses, later = loss[max(0, at - LOSSES_BEFORE) : at], loss[at : at + 2 * FEW]
         level, now = float(np.mean(earlier_losses)), float(np.mean(later))
         error = float(np.std(earlier_losses)) * math.sqrt(1 / len(earlier_losses) + 1 / len(later))
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
             lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
-        at, goes_on = _where_it_rises(np.array(loss), at)
+        at, climbs_on = _where_it_rises(np.array(loss), at)
         more = run.largest_rise(bisect_left(run.steps, steps[at]))
         texts = {"was": level, "now": now, "more": more, "look": run.where_to_look(steps[at])}
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
-        rule = climbs._replace(level="" if is_beyond else "note") if goes_on else stays
+        rule = climbs._replace(level="" if is_beyond else "note") if climbs_on else stays
         yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
 
 
@@ -429,18 +473,18 @@ def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:
 
     Before that place the loss is constant with noise; from it on it is constant too, or a line that begins there.
     """
-    window = loss[max(0, near - 16) : near + 4 * FEW]
-    first = max(0, near - 16)
+    first = max(0, near - LOSSES_BEFORE)
+    window = loss[first : near + 4 * FEW]
     errors = []
     for at in range(max(1, near - FEW), min(near + 2 * FEW, len(loss) - 1)):
         before, since = window[: at - first], window[at - first :]
         level, places = before.mean(), np.arange(1, len(since) + 1)
         slope = (places * (since - level)).sum() / (places**2).sum()
-        of_before = ((before - level) ** 2).sum()
-        errors.append((of_before + ((since - since.mean()) ** 2).sum(), at, False))
-        errors.append((of_before + ((since - level - slope * places) ** 2).sum(), at, True))
-    _, at, goes_on = min(errors)
-    return at, goes_on
+        error_before = ((before - level) ** 2).sum()
+        errors.append((error_before + ((since - since.mean()) ** 2).sum(), at, False))
+        errors.append((error_before + ((since - level - slope * places) ** 2).sum(), at, True))
+    _, at, climbs_on = min(errors)
+    return at, climbs_on
 
 
 def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -450,8 +494,8 @@ def repeats(run: Training, rule: Rule) -> Iterator[Hit]:
         change = loss[turn:] - loss[:-turn]
         falls, bend = change < 0, np.abs(np.diff(change))
         for at in range(6, len(bend) - 2 * FEW + 1):
-            usual, now = float(np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
-            was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
+            usual, now = float(np.median(bend[max(0, at - LOSSES_BEFORE) : at])), float(bend[at : at + 2 * FEW].max())
+            was_noisy = falls[max(0, at - LOSSES_BEFORE) : at].mean() < NOISY and falls[at : at + 2 * FEW].all()
             if was_noisy and usual > 0 and now < rule.limit * usual:
                 yield Hit(rule, steps[at], usual / max(now, 1e-9 * usual), {"turn": turn})
                 return
@@ -495,7 +539,7 @@ def first_nonfinite(
         amax = run.measure("amax", *where)[at]
         if gradients[-1] == last and ("loss_scale" in record.scalars or amax > FLOAT16):
             rule, where = overflow, ("", "")
-    elif np.isinf(run.of["gradient"][at]).any() or not math.isfinite(run.by_record("grad_norm")[at] or 0):
+    elif np.isinf(run.weights["gradient"][at]).any() or not math.isfinite(run.by_record("grad_norm")[at] or 0):
         rule = arrived
     else:
         rule, where = (one_update, (names[weights[0]], "weight")) if len(weights) == 1 else (update, where)
@@ -509,8 +553,8 @@ def underflow(run: Training, scaled: Rule, unscaled: Rule) -> Iterator[Hit]:
     over = zeros > rule.limit + np.nan_to_num(zeros[0])
     if over.any():
         at = int(over.argmax())
-        texts = {"share": called(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
-        yield Hit(rule, run.steps[at], 8, texts)
+        texts = {"share": percent(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
+        yield Hit(rule, run.steps[at], CERTAIN, texts)
 
 
 # --- weights
@@ -521,7 +565,7 @@ def untied(run: Training, rule: Rule) -> Iterator[Hit]:
     for step, kind, names in run.record.events:
         if kind == rule.kind:
             layer = next((name for name in run.layers if f"{name}.weight" in names.split(" and ")), "")
-            yield Hit(rule, step, 8, {"names": names}, (layer, ""))
+            yield Hit(rule, step, CERTAIN, {"names": names}, (layer, ""))
 
 
 def dead(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -532,25 +576,25 @@ def dead(run: Training, rule: Rule) -> Iterator[Hit]:
         if (over := zeros > rule.limit + 2 * zeros[0]).any():
             layers_over.append((int(over.argmax()), float(zeros.max()), layer))
     for at, share, layer in layers_over if len(layers_over) <= len(run.layers) / 2 else ():
-        yield Hit(rule, run.steps[at], 4, {"share": called(share)}, (layer, "weight"))
+        yield Hit(rule, run.steps[at], LIKELY, {"share": percent(share)}, (layer, "weight"))
 
 
 def written(run: Training, one: Rule, many: Rule, ranks: Rule) -> Iterator[Hit]:
     """Yield the first step in which something but the optimizer wrote weights."""
-    over = run.leaps.written > one.limit
+    over = run.written > one.limit
     if not over.any():
         return
     at = int(over.any(axis=1).argmax())
-    count, share, where = int(over[at].sum()), float(run.leaps.written[at].max()), ("", "")
+    count, share, where = int(over[at].sum()), float(run.written[at].max()), ("", "")
     texts: dict[str, Any] = {"count": count, "all": len(run.names)}
     if count > 1 and count >= len(run.layers) / 2:
         is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
-        is_permuted &= run.leaps.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
+        is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule, share = ranks if is_permuted.mean() > 0.5 else many, max(share, 4 * one.limit)  # no accident of sampling
     else:
-        rule, place = one, int(run.leaps.written[at].argmax())
+        rule, place = one, int(run.written[at].argmax())
         where, is_layer = (run.names[place], "weight"), place < len(run.layers)
-        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.of["size"][:, place])
+        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.weights["size"][:, place])
         texts = {"name": name, "was": sizes[max(0, at - 1)], "now": sizes[at]}
     yield Hit(rule, run.steps[at], share / one.limit, texts, where, numbers={"changed": share})
 
@@ -560,7 +604,7 @@ def left(run: Training, rule: Rule) -> Iterator[Hit]:
     if run.always_updates:
         for step, share in zip(*run.scalar(LEFT), strict=True):
             if share > rule.limit:
-                yield Hit(rule, step, 8)
+                yield Hit(rule, step, CERTAIN)
                 return
 
 
@@ -571,17 +615,17 @@ def changed(run: Training, rule: Rule) -> Iterator[Hit]:
     """
     steps, cosines = run.scalar(CONTROL)
     before = [1.0, *cosines]
-    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > SAME]
+    low = [place for place, cosine in enumerate(cosines) if cosine < rule.limit and before[place] > REPRODUCED_COSINE]
     if low and left not in run.fired and run.always_updates:
-        yield Hit(rule, steps[low[0]], 8, {"cosine": cosines[low[0]]})
+        yield Hit(rule, steps[low[0]], CERTAIN, {"cosine": cosines[low[0]]})
 
 
 def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[Hit]:
     """Yield gradients of all layers that leap, or that fall."""
-    of = run.leaps
+    grown = run.leaps
     # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
-    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (of.gradients, of.highest, of.outputs))
-    fallen = np.fmin(typical, np.maximum(of.norms, outputs))  # clipping makes up for a fall
+    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
+    fallen = np.fmin(typical, np.maximum(grown.norms, outputs))  # clipping makes up for a fall
     # at once, but for half a step before it, and for the next records too
     falls = fallen < 2 * np.roll(fallen, 1) / fall.limit
     for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
@@ -591,10 +635,10 @@ def leaps(run: Training, rise: Rule, fall: Rule, scaled_fall: Rule) -> Iterator[
     elif falls.any():
         at = int(falls.argmax())
         share = float(fallen[at])
-        rule = scaled_fall if of.norms[at] > rise.limit else fall  # gradients are clipped
+        rule = scaled_fall if grown.norms[at] > rise.limit else fall  # gradients are clipped
         times = 1 / max(share, 1e-9) / rise.limit
         worst = run.steps[at + FEW]
-        yield Hit(rule, run.steps[at], times, {"share": called(share)}, worst=worst, numbers={"times": share})
+        yield Hit(rule, run.steps[at], times, {"share": percent(share)}, worst=worst, numbers={"times": share})
 
 
 def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
@@ -602,35 +646,24 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
 
     It begins in the record with the largest part of the leap.
     """
-    begins, worst = stretch(over, times_of)
-    while begins > 2 and times_of[begins - 1] > 1.2:
+    begins, worst = worst_stretch(over, times_of)
+    while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
     times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms.get(run.steps[begins - 1], math.nan)}
-    of_worst, severe = (run.steps[worst], {"times": times}), times * max(1.0, ratio) / rule.limit
-    rule = rule._replace(level="note" * (ratio < 1))  # an optimizer that divides by their size makes no larger steps
-    return Hit(rule, run.steps[begins], severe, texts, ("", ""), *of_worst)
+    if ratio < 1:  # an optimizer that divides by their size makes no larger steps
+        rule = rule._replace(level="note")
+    over_limit = times * max(1.0, ratio) / rule.limit
+    return Hit(rule, run.steps[begins], over_limit, texts, worst=run.steps[worst], numbers={"times": times})
 
 
 def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
-    gradients, count, names = run.of["gradient"], len(run.layers), [n for n in run.record.scalars if is_rate(n)]
-    rates_of_groups = [values for _, values in map(run.filled, names)]
+    gradients, count, scales = run.weights["gradient"], len(run.layers), run.by_record("loss_scale")
+    rates_of_groups = [run.filled(name)[1] for name in run.record.scalars if is_rate(name)]
     is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
-    still = (run.of["update"] == 0) & ~(run.of["master_update"] > 0)
-    still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
-    changed = np.where(still, np.nan, run.of["changed"])
-    lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
-    places_by_record: dict[int, list[int]] = {}
-    for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
-        at = int(lasts[:, place].argmax())
-        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
-        should_change = has_gradients and min(run.rate[1][-FEW:], default=0) > 0
-        should_change &= not np.nanmedian(changed) < 1 - UNMOVED  # else rounding stops weights
-        if ((changed[at:] > 0.5).mean() > 0.25 or should_change) and (at or place < count):
-            places_by_record.setdefault(at, []).append(place)
-    for at, places in places_by_record.items():
+    for at, places in _stopped_weights(run).items():
         if not np.isfinite(gradients[at:]).any() and len(places) < len(run.names):
             continue
         layers = [place for place in places if place < count] or places
@@ -641,16 +674,35 @@ def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule)
             rule, where = everything, ("", "")
         if is_stopped and rule in (with_gradients, everything):
             continue
-        scales = run.by_record("loss_scale")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
         is_choice = at == 0 and rule is without  # as the base of an adapter
-        yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], 4, texts, where)
+        yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], LIKELY, texts, where)
+
+
+def _stopped_weights(run: Training) -> dict[int, list[int]]:
+    """Return the places of weights that should change and don't, by the record from which on they don't."""
+    gradients, count = run.weights["gradient"], len(run.layers)
+    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
+    still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
+    changed = np.where(still, np.nan, run.weights["changed"])
+    trains = (
+        min(run.rate[1][-FEW:], default=0) > 0 and not np.nanmedian(changed) < 1 - UNMOVED
+    )  # or rounding stops them
+    lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
+    places_by_record: dict[int, list[int]] = {}
+    for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
+        at = int(lasts[:, place].argmax())
+        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
+        others_change = (changed[at:] > 0.5).mean() > 0.25
+        if (others_change or (has_gradients and trains)) and (at or place < count):
+            places_by_record.setdefault(at, []).append(place)
+    return places_by_record
 
 
 def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
     """Yield updates that rounding loses, where it is worst; the second rule is of weights with a master."""
-    weights = {name: values[:, : len(run.layers)] for name, values in run.of.items()}
+    weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}
     has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
     changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
     yield from run.worst(1 - np.where(has_master, weights["master_changed"], changed), *rules)
@@ -658,7 +710,7 @@ def unmoved(run: Training, *rules: Rule) -> Iterator[Hit]:
 
 def second_moments(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield second moments that are flushed, where it is worst."""
-    yield from run.worst(run.of["second_flushed"][:, : len(run.layers)], rule)
+    yield from run.worst(run.weights["second_flushed"][:, : len(run.layers)], rule)
 
 
 # --- layers
@@ -668,9 +720,9 @@ def idle_experts(run: Training, rule: Rule) -> Iterator[Hit]:
     """Yield experts that get no tokens up to the last record."""
     for load in run.record.loads():
         for expert, step in load.idle.items():
-            if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
+            if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
                 texts, where = {"expert": expert, "count": len(load.tokens)}, (load.layer, "input")
-                yield Hit(rule, step, 4, texts, where, numbers={"expert": expert})
+                yield Hit(rule, step, LIKELY, texts, where, numbers={"expert": expert})
 
 
 def forward(run: Training, rule: Rule) -> Iterator[Hit]:
@@ -680,12 +732,11 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
     """
     modules, leap = run.record.modules, run.forward_leaps
     if (over := leap > rule.limit).any():
-        of = run.record.of_modules
-        at = int(over.any(axis=1).argmax())
+        changes, at = run.record.of_modules["output"], int(over.any(axis=1).argmax())
         layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
         place = modules.index(layer)
-        numbers = {"now": float(of["output"][at, place]), "most": float(np.nanmax(of["output"][:at, place]))}
-        texts = {**{name: called(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
+        numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
+        texts = {**{name: percent(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
 
 

@@ -38,7 +38,7 @@ from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
-from octavo.inspect.forwards import Forward, device_of, each, random_states, set_random_states
+from octavo.inspect.forwards import Forward, device_of, map_tensors, random_states, set_random_states
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
@@ -53,13 +53,19 @@ NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high pr
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # the same: Comparison.control
 SLOPE = "twin_slope"  # the same: Comparison.slope
-COSINE = 0.8  # the first step's gradients are not those of its run once more in FP8 if theirs is less
-SAME = 0.99  # a part of them comes by another way than the model's outputs if theirs is less: later ones prove nothing
-# With less, a layer's gradient differs from its twin's, and later steps run once more in FP8, by the delayed scales
-# that they had: the same bits, if nothing changed it. In 35 of 36 healthy runs the third least of five is 0.983
-ALIKE = 0.95
-# of what the loss differs by from the twin's: if a run once more in FP8 has as much, outputs were of other weights
-MOVED = 0.1
+
+# --- limits, of cosines of gradients as the optimizer gets them, and chosen by `python -m benchmarks causes`
+
+# With the gradients of the step's run once more in FP8: of all weights, or of a layer, in the first recorded step.
+# Below the first, these are not the step's gradients; below the other a part of them comes by another way than the
+# model's outputs, and in later steps a low cosine proves nothing. A run that changes nothing has the same bits: 1.
+CONTROL_COSINE, REPRODUCED_COSINE = 0.8, 0.99
+# With the twin's, of a layer in a step. Below it FP8 differs, and later steps run once more in FP8, with their scales.
+# In the benchmark's 78 healthy runs with twins the third least of five in turn is at least 0.949, or of four bits 0.924
+DIFFERING_COSINE = 0.95
+# |loss of the run once more in FP8, less the step's| over |the twin's, less the step's|: beyond it, outputs were of
+# other weights
+MOVED_LOSS = 0.1
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
@@ -73,7 +79,7 @@ OTHER_GRADIENTS = (
     "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
     "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}"
 )
-OTHER_WEIGHTS = (
+WRITTEN_WEIGHTS = (
     "weights were written between the forward and the update of the optimizer that octavo.inspect.record has, such as "
     "by another optimizer: give it the one that updates first"
 )
@@ -93,8 +99,8 @@ class Comparison(NamedTuple):
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
         control: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
-            COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer. In later steps
-            that run once more in FP8 the lowest one of a layer.
+            CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer. In
+            later steps that run once more in FP8 the lowest one of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
@@ -113,7 +119,15 @@ class Comparison(NamedTuple):
     slope: Tensor
     outputs: OutputChanges | None
 
-    def beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
+    def scalars(self, loss: float | Tensor | None, loss_scale: float | Tensor | None) -> dict[str, Tensor | None]:
+        """Return the record's scalars by name; ``loss``, ``loss_scale``: of the step."""
+        scalars = {CONTROL: self.control, LEFT: self.left, SLOPE: self.slope}
+        if self.others is not None:
+            gt, gg, tt = self.others
+            scalars[OTHERS] = torch.where(gg == 0, 0.0, gt / (gg * tt).sqrt())
+        return scalars if loss is None else scalars | {LOSS: self._loss_beside(loss, loss_scale)}
+
+    def _loss_beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
 
         A loss that the model returns is compared by its ratio, which no scale, mean over batches or rank changes.
@@ -254,7 +268,7 @@ class Twin:
 
         ``products``, ``moved``: Comparison's, on the CPU.
         """
-        self.runs_in_fp8 |= bool((_cosines(products) < ALIKE).any()) or float(moved) > MOVED
+        self.runs_in_fp8 |= bool((_cosines(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -295,7 +309,7 @@ class Twin:
             return cast(Tensor, _NotesGradient.apply(y, output))
 
         with self._or_reason():
-            return each(noted, result)
+            return map_tensors(noted, result)
         return None
 
     @contextlib.contextmanager
@@ -314,65 +328,84 @@ class Twin:
             self._left = self._squares([module.weight_parameter.grad for module, _ in self._layers])
 
     def _before_update(self) -> None:
+        """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
         if torch.compiler.is_compiling() or not self._hooks:
             return
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         left, layers, calls = self._left, self._layers, [call for call in self._calls if call.gradients()]
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
-            self.reason = self.reason or IN_BACKWARD * bool(calls)
+            if calls:
+                self.reason = self.reason or IN_BACKWARD
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
-        weights = [module.weight_parameter for module, _ in layers]
-        others = [] if any(weight.grad is not None for weight in weights) else trained
-        versions, is_first = _versions(self._model), self._control is None
-        if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
-            self.reason = IN_BACKWARD
-        elif not calls:
-            self.reason = self.reason or NO_OUTPUT
-        elif any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items()):
-            self.reason = OTHER_WEIGHTS
-        if self._has_reason():
-            return
-        if (twin := self._run(calls, [*weights, *others], recipes.high_precision(), is_twin=True)) is None:
-            return
+        self.reason = self._reason_against(calls, trained)
+        if not self._has_reason():
+            self._comparison = self._compared(calls, layers, trained, left)
+
+    def _compared(
+        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
+    ) -> Comparison | None:
+        """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
+        weights: list[Tensor] = [module.weight_parameter for module, _ in layers]
+        has_others = all(weight.grad is None for weight in weights)
+        weights += trained if has_others else []
+        if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
+            return None
         products = self._products(twin.pairs, len(layers))
-        squares = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
-        share = self._share_of(squares, products, layers)
-        is_left = torch.cat([squares, torch.zeros_like(squares[:1])]).unsqueeze(1) != 0
-        lowest, moved = None, torch.zeros_like(twin.loss_change)
-        if self._ranks.any(is_first or self.runs_in_fp8):
+        squares_left = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
+        share_left = self._share_left(squares_left, products, layers)
+        change, lowest, moved = twin.loss_change, None, torch.zeros_like(twin.loss_change)
+        if self._ranks.any(self._control is None or self.runs_in_fp8):
             with _not_counted(layers):
-                control = self._run(calls, [*weights, *others], own_recipes(self._model))
+                control = self._run(calls, weights, own_recipes(self._model))
             if control is None:
-                return
-            of_control = self._products(control.pairs, len(layers))
-            cosines = _cosines(torch.cat([of_control, of_control.sum(0, keepdim=True)]))
-            if self._control is None:
-                self._control, lowest = cosines, cosines[-1]
-            else:
-                lowest = cosines.masked_fill(self._control < SAME, 1.0).min()
-            each = zip(control.pairs, twin.pairs, strict=True)
-            runs = [(None if g is None else again, t) for (g, again), (_, t) in each]
-            products = self._products(runs, len(layers), are_runs=True)
-            moved = (control.loss_change / twin.loss_change).abs()
-            twin = twin._replace(loss_change=twin.loss_change - control.loss_change)
-        change_along, says = self._ranks.sum(twin.slope)
+                return None
+            lowest = self._lowest_cosine(self._products(control.pairs, len(layers)))
+            products = self._products(_run_pairs(control, twin), len(layers), are_runs=True)
+            moved, change = (control.loss_change / change).abs(), change - control.loss_change
+        change_along, predicted = self._ranks.sum(twin.slope)
         doubt = self._doubt()
-        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (twin.loss_change, twin.loss))
-        is_float16 = any(call.forward.is_float16 for call in calls)
-        products = products.masked_fill(is_left, 0.0) + doubt[:-1, None] + doubt[-1]
-        both = products[:-1], products[-1] if others else None
-        self._comparison = Comparison(
-            *both, change, loss, is_float16, lowest, share, moved, change_along / says, twin.outputs
+        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (change, twin.loss))
+        products[:-1].masked_fill_(squares_left.unsqueeze(1) != 0, 0.0)
+        products = products + doubt[:-1, None] + doubt[-1]
+        return Comparison(
+            products=products[:-1],
+            others=products[-1] if has_others else None,
+            loss_change=change,
+            loss=loss,
+            is_float16=any(call.forward.is_float16 for call in calls),
+            control=lowest,
+            left=share_left,
+            moved=moved,
+            slope=change_along / predicted,
+            outputs=twin.outputs,
         )
+
+    def _reason_against(self, calls: Sequence[_Call], trained: Sequence[Tensor]) -> str:
+        """Return why this step has no twin; empty if it has one."""
+        if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
+            return IN_BACKWARD
+        if not calls:
+            return self.reason or NO_OUTPUT
+        versions = _versions(self._model)
+        is_written = any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items())
+        return WRITTEN_WEIGHTS if is_written else self.reason
+
+    def _lowest_cosine(self, products: Tensor) -> Tensor:
+        """Return Comparison.control, from the products of gradients with those of the step's run once more in FP8."""
+        cosines = _cosines(torch.cat([products, products.sum(0, keepdim=True)]))
+        if self._control is None:
+            self._control = cosines
+            return cosines[-1]
+        return cosines.masked_fill(self._control < REPRODUCED_COSINE, 1.0).min()
 
     def _doubt(self) -> Tensor:
         """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
         assert self._control is not None
-        return torch.where(self._control < COSINE, math.nan, 0.0)
+        return torch.where(self._control < CONTROL_COSINE, math.nan, 0.0)
 
-    def _share_of(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
+    def _share_left(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         places = [place for place, (module, _) in enumerate(layers) if id(module.weight_parameter) in trained]
@@ -382,7 +415,8 @@ class Twin:
     def _has_reason(self) -> bool:
         """Return whether a rank has a reason for no twin; then all have one."""
         has_one = self._ranks.any(bool(self.reason))
-        self.reason = self.reason or OTHER_RANK * has_one
+        if has_one and not self.reason:
+            self.reason = OTHER_RANK
         return has_one
 
     def _run(
@@ -485,7 +519,7 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     """
     leaves = [
         *model.parameters(),
-        *(x for of_one in map(vars, model.modules()) for x in of_one.values() if _is_leaf(x)),
+        *(x for attributes in map(vars, model.modules()) for x in attributes.values() if _is_leaf(x)),
     ]
     gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
@@ -517,9 +551,9 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
 
 def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
-    of_modules = [vars(module) for module in model.modules()]
-    held = [x for of_one in of_modules for x in of_one.values() if type(x) in (dict, list)]
-    return [(each, copy.copy(each)) for each in (*of_modules, *held)]
+    by_module = [vars(module) for module in model.modules()]
+    collections = [x for attributes in by_module for x in attributes.values() if type(x) in (dict, list)]
+    return [(each, copy.copy(each)) for each in (*by_module, *collections)]
 
 
 @contextlib.contextmanager
@@ -534,10 +568,16 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
             observe(module, counts=counts)
 
 
+def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[_StepAndTwin]:
+    """Return the gradients of both runs, of each weight that has one of the step."""
+    each = zip(control.pairs, twin.pairs, strict=True)
+    return [(None if of_step is None else again, exact) for (of_step, again), (_, exact) in each]
+
+
 def _cosines(products: Tensor) -> Tensor:
     """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
-    between, of_g, of_t = products.unbind(1)
-    return (between / (of_g * of_t).sqrt()).nan_to_num(1.0).masked_fill((of_g == 0) != (of_t == 0), 0.0)
+    gt, gg, tt = products.unbind(1)
+    return (gt / (gg * tt).sqrt()).nan_to_num(1.0).masked_fill((gg == 0) != (tt == 0), 0.0)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -9,37 +9,43 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from octavo.inspect.departures import LEAST, Departure, departures
+from octavo.inspect.departures import LEAST_BEFORE, Departure, departures
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
-from octavo.inspect.twin import LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
+from octavo.inspect.twin import DIFFERING_COSINE, LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
 
-# FP8 differs where so many of so many compared steps in turn are beyond a limit: the loss is so far above the twin's,
-# or below it, or a layer's gradient has so low a cosine. In 245 runs of the first four draws without a fault of FP8 the
-# third of five losses is at most 0.6 % and the cosine at least 0.89, but where something wrote weights; in 36 healthy
-# runs 0.37 % and 0.983, but for one with 0.41, whose loss scale doubles in each second step, beyond delayed scales.
-# With a fault of FP8 that changes either it is at least 0.66 %, or at most 0.947.
-OVER, AMONG = 3, 5
-APART, COSINE = 0.006, 0.95
-OTHERWISE = 2.0  # times these limits, where something else than a cast is found: it disturbs scales
-BEGINS = 0.25  # of the usual distance of such steps has the first: a step before may be beyond the limit by chance
-FAR = 0.3  # of the loss, beyond which its change to first order is no number to be said
-OF_LOSS, OF_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that read these
-# kinds that read what layers compute, which changes once FP8 has raised the loss
-EFFECTS = (*OF_LOSS, *OF_GRADIENTS, "idle expert", "logits")
-ONLY_GRADIENTS, HARMS = (f"FP8 {does} gradients, though not the loss so far" for does in ("changes", "harms"))
-BLAMES = "FP8 is the cause", "FP8 takes part, though not first", HARMS
-HARMED = 0.9  # the cosine of a layer's gradient, in most steps of so many, below which FP8 harms it
-OTHER_WEIGHTS = "all weights that are no layer's"
-# the factor of a change of gradients whose finding has none, and the least factor: a fall to 0 counts as one to this
-LEAP, LEAST_FACTOR = 4.0, 1e-9
-SAID = 3  # departures that the sentence names
+# --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all
+
+# FP8 differs from a step on where so many of so many compared steps in turn are beyond a limit: that of the loss below,
+# or that of a layer's gradient, twin.DIFFERING_COSINE
+BEYOND, IN_TURN = 3, 5
+# A step's loss over its twin's, less 1, above or below. In the benchmark's 78 healthy runs with twins the third largest
+# of five in turn is at most 0.0059
+LOSS_DIFFERS = 0.006
+FIRST_SHARE = 0.25  # the first of these steps has so much of their median distance: else it is beyond by chance
+LIMIT_FACTOR_IF_OTHER_FAULT = 2.0  # both limits are doubled if a finding that is no cast's was made: it disturbs scales
+HARMFUL_COSINE = 0.9  # of a layer's gradient and its twin's, median of IN_TURN steps: below, FP8 harms it
+FIRST_ORDER = 0.3  # |loss less twin's| over the loss: known to first order, a loss further away is no number to be said
+LEAP = 4.0  # the factor of a change of gradients whose finding has none
+LEAST_FACTOR = 1e-9  # a fall of gradients to 0 counts as one to this factor
+
+# --- words
+
+FROM_LOSS, FROM_GRADIENTS = ("batch", "drift"), ("gradients", "frozen")  # kinds of findings that are made from these
+# kinds made from what layers compute, which changes once FP8 has raised the loss
+EFFECTS = (*FROM_LOSS, *FROM_GRADIENTS, "idle expert", "logits")
+CAUSE, TAKES_PART = "FP8 is the cause", "FP8 takes part, though not first"
+SUFFERS = "FP8 is not the cause, though it suffers"
+HARMS, CHANGES = (f"FP8 {does} gradients, though not the loss so far" for does in ("harms", "changes"))
+BLAMES = CAUSE, TAKES_PART, HARMS
+OTHER_PARAMETERS = "all weights that are no layer's"
+NAMED = 3  # departures, or steps, that a sentence names
 
 
 def verdict(record: Record, findings: Sequence[Finding]) -> str:
@@ -62,199 +68,231 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
         'Nothing exceeds its limit in 1 recorded step'
     """
     worst = next((finding for finding in findings if finding.level != "note"), None)
-    return f"{of_fp8(record, worst)}. {of_run(record) if worst is None else worst.sentence}"
+    return f"{answer_of_twin(record, worst)}. {first_departures(record) if worst is None else worst.sentence}"
 
 
-def measured(record: Record, findings: Sequence[Finding]) -> list[Finding]:
+def checked(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings as far as the twin agrees with them.
 
     A cast's is a note where FP8 changes neither loss nor gradients, or suffers from something earlier. What high
     precision does not have is left out as an effect of FP8: a rise of the loss, another size of gradients that differ
     from then on, and what layers do after FP8 became the cause of a loss.
     """
-    twins = _Twins(record)
+    twins = _ComparedSteps(record)
     return [
-        replace(finding, level="note") if finding.products and twins.clear(finding) else finding
+        replace(finding, level="note") if finding.products and twins.clears(finding) else finding
         for finding in findings
         if not (finding.kind in EFFECTS and twins.has_alone(finding))
     ]
 
 
-def of_fp8(record: Record, worst: Finding | None = None) -> str:
+def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
     """Return a sentence on whether FP8 is the cause of what a run does, from the twins of its recorded steps."""
-    twins = _Twins(record)
+    twins = _ComparedSteps(record)
     if not twins.steps:
         reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
         return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
     lost = next((at for at, loss in enumerate(twins.losses) if not math.isfinite(loss)), None)
-    if lost is not None and math.isfinite(twins.of_twins[lost]):
-        at, where, cause = lost, None, "FP8 is the cause"
-    elif (first := twins.first_apart(worst) or twins.at_the_cast(worst)) is not None:
-        at, where = first
-        cause = twins.cause(worst, at, where is not None)
-    else:
-        at, where, cause = twins.usual(worst), None, "FP8 changes little"
-        cause = cause if worst is None or worst.products else "FP8 is not the cause"
-        return f"{cause}: in high precision the same batch has nearly the same {twins.said(at, worst)}"
-    if where is None:
-        return f"{cause}: {'at' if at == lost else 'from'} step {twins.steps[at]} the loss is {twins.beside(at)}"
-    low = f"a cosine of {twins.cosines[at, where]:.2f} with that in high precision"
-    return f"{cause}: from step {twins.steps[at]} the gradient of {[*record.layers, OTHER_WEIGHTS][where]} has {low}"
+    if lost is not None and math.isfinite(twins.twin_losses[lost]):
+        return f"{CAUSE}: at step {twins.steps[lost]} the loss is {twins.both_losses(lost)}"
+    if (first := twins.difference(worst)) is None:
+        cause = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
+        return f"{cause}: in high precision the same batch has nearly the same {twins.both_in_words(worst)}"
+    since = f"{twins.part_of_fp8(worst, first)}: from step {twins.steps[first.at]}"
+    if first.layer is None:
+        return f"{since} the loss is {twins.both_losses(first.at)}"
+    low = f"a cosine of {twins.cosines[first.at, first.layer]:.2f} with that in high precision"
+    return f"{since} the gradient of {[*record.layers, OTHER_PARAMETERS][first.layer]} has {low}"
 
 
-class _Twins:
+class _Difference(NamedTuple):
+    """A place among the compared steps where FP8 differs, and whose gradient does; ``layer`` None: the loss does."""
+
+    at: int
+    layer: int | None
+
+
+class _ComparedSteps:
     """The compared steps of a record: losses of the step and of the twin, and cosines [steps, layers + 1].
 
-    The last cosine is of all weights that are no layer's; nan where something is not measured.
+    The last cosine is of all weights that are no layer's; nan where something is not measured. ``twin_norms``: of the
+    median layer's gradient. ``loss_distances``: the loss over the twin's, less 1.
     """
 
     def __init__(self, record: Record) -> None:
-        self.record = record
+        self.record, self.compared_layers = record, record.layers if "twin_cosine" in record.weights else []
         loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
         cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
         compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
         self.steps, self.cosines, self.losses = [record.steps[at] for at in compared], cosines[compared], loss[compared]
         # a loss that is far from the twin's while all gradients agree was multiplied before its backward
         least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
-        is_multiplied = (abs(loss - twin)[compared] > FAR * abs(self.losses)) & (least > COSINE) & (least <= 1)
+        is_far = abs(loss - twin)[compared] > FIRST_ORDER * abs(self.losses)
+        is_multiplied = is_far & (least > DIFFERING_COSINE) & (least <= 1)
         is_multiplied |= is_multiplied.sum() > 1  # as of a sum whose mean is recorded
-        self.of_twins = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
-        norms = np.array([_median(of_layers) for of_layers in record.weights.get("twin_norm", cosines[:, :0])])
-        self.norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]  # the median layer's
+        self.twin_losses = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
+        norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
+        self.twin_norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
-        self.apart = (self.losses / self.of_twins - 1) / _factor(record)[compared]
+        self.loss_distances = (self.losses / self.twin_losses - 1) / _factor_of_loss(record)[compared]
 
-    def clear(self, finding: Finding) -> bool:
+    def clears(self, finding: Finding) -> bool:
         """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
         if not self.steps or finding.kind == "nonfinite":
             return False
-        first = self.first_apart(finding) or self.at_the_cast(finding)
-        return first is None or self.cause(finding, first[0], first[1] is not None) not in BLAMES
+        first = self.difference(finding)
+        return first is None or self.part_of_fp8(finding, first) not in BLAMES
 
     def has_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
-        at, first = bisect_left(self.steps, finding.begins), self.first_of_all
-        if first is not None and first[0] <= at and first[1] is None and self.part(first[0]) > 0:
+        at, first = bisect_left(self.steps, finding.begins), self.first_lasting(None)
+        if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
             return True
-        if finding.kind in OF_GRADIENTS:
+        if finding.kind in FROM_GRADIENTS:
             return self.has_gradients_alone(finding, at)
-        parts = [(self.losses[soon], self.of_twins[soon]) for soon in (slice(at, at + OVER), slice(at, None))]
-        rises = [(_median(loss - twin), _median(loss) - _median(self.losses[:at])) for loss, twin in parts]
-        return finding.kind in OF_LOSS and any(part > rise / 2 > 0 for part, rise in rises)
+        if finding.kind not in FROM_LOSS:
+            return False
+        for since in (slice(at, at + BEYOND), slice(at, None)):
+            by_fp8 = _median(self.losses[since] - self.twin_losses[since])
+            if by_fp8 > (_median(self.losses[since]) - _median(self.losses[:at])) / 2 > 0:
+                return True
+        return False
 
     def has_gradients_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
         A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
-        first, layers = self.first_of_gradients, self.record.layers[: self.cosines.shape[1] - 1]
+        (first, _), layers = _first_beyond(self.distances[:, 2:]) or (None, 0), self.compared_layers
         if finding.kind == "frozen" and finding.layer in layers:
-            cosines = self.cosines[at : at + OVER, layers.index(finding.layer)]
-            first = at if _median(cosines) < COSINE else None
+            cosines = self.cosines[at : at + BEYOND, layers.index(finding.layer)]
+            first = at if _median(cosines) < DIFFERING_COSINE else None
         if first is None or first > at:
             return False
-        change = _median(self.norms[at : at + OVER]) / _median(self.norms[:first])
-        said = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
-        return change > 0 and abs(math.log(change)) < abs(math.log(max(said, LEAST_FACTOR))) / 2
+        twins_factor = _median(self.twin_norms[at : at + BEYOND]) / _median(self.twin_norms[:first])
+        factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
+        return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
     @cached_property
-    def first_of_all(self) -> tuple[int, int | None] | None:
-        """The place where FP8 differs first, whatever findings there are; see ``first_apart``."""
-        return self.first_apart(None)
+    def distances(self) -> Any:
+        """Distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
+        of_losses = np.stack([self.loss_distances, -self.loss_distances], 1) / LOSS_DIFFERS
+        return np.concatenate([of_losses, (1 - self.cosines) / (1 - DIFFERING_COSINE)], 1)
 
     @cached_property
     def departures(self) -> list[Departure]:
         return departures(self.record)
 
-    def first_apart(self, worst: Finding | None) -> tuple[int, int | None] | None:
-        """Return where FP8 differs first: the place of the step, and of the layer or None for the loss."""
-        first = _first_beyond(self.times() / (1.0 if worst is None or worst.products else OTHERWISE))
-        return first and (first[0], None if first[1] < 2 else first[1] - 2)
+    def difference(self, worst: Finding | None) -> _Difference | None:
+        """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
+        return self.first_lasting(worst) or self.at_the_cast(worst)
 
-    @cached_property
-    def first_of_gradients(self) -> int | None:
-        """The place of the step where a layer's gradient differs first, whatever the loss does."""
-        first = _first_beyond(self.times()[:, 2:])
-        return first and first[0]
+    def first_lasting(self, worst: Finding | None) -> _Difference | None:
+        """Return where FP8 differs first, in most of some steps in turn."""
+        is_alone = worst is None or worst.products
+        first = _first_beyond(self.distances / (1.0 if is_alone else LIMIT_FACTOR_IF_OTHER_FAULT))
+        return first and _Difference(first[0], _layer_of(first[1]))
 
-    def times(self) -> Any:
-        """Return distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
-        apart = np.stack([self.apart, -self.apart], 1) / APART
-        return np.concatenate([apart, (1 - self.cosines) / (1 - COSINE)], 1)
-
-    def at_the_cast(self, worst: Finding | None) -> tuple[int, int | None] | None:
+    def at_the_cast(self, worst: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
-        for step in () if worst is None or not worst.products else (worst.begins, worst.worst):
+        for step in (worst.begins, worst.worst) if worst is not None and worst.products else ():
             at = self.steps.index(step) if step in self.steps else None
-            if at is not None and len(columns := np.flatnonzero(self.times()[at] > 1)):
-                return at, None if columns[0] < 2 else int(columns[0]) - 2
+            if at is not None and len(columns := np.flatnonzero(self.distances[at] > 1)):
+                return _Difference(at, _layer_of(int(columns[0])))
         return None
 
-    def part(self, at: int) -> float:
+    def rise_by_fp8(self, at: int) -> float:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
-        soon = slice(at, at + AMONG)
-        of_twin = _median(self.of_twins[soon]) - _median(self.of_twins[:at])
-        return _median(self.losses[soon] - self.of_twins[soon]) - max(of_twin, 0.0)
+        since = slice(at, at + IN_TURN)
+        rise_of_twin = _median(self.twin_losses[since]) - _median(self.twin_losses[:at])
+        return _median(self.losses[since] - self.twin_losses[since]) - max(rise_of_twin, 0.0)
 
-    def cause(self, worst: Finding | None, at: int, is_gradient: bool) -> str:
-        """Return what FP8 is, if it differs from a place on, by its part of what the loss has more than before it."""
-        soon, before = slice(at, at + AMONG), self.of_twins[:at]
-        if not is_gradient and self.part(at) > 0:
-            return "FP8 is the cause"
-        is_raised = at >= LEAST and _median(self.of_twins[at:]) > np.max(before[np.isfinite(before)], initial=-math.inf)
-        has_departed = is_raised and any(each.step < self.steps[at] for each in self.departures[:1])
-        if has_departed or (worst is not None and not worst.products and worst.begins <= self.steps[at]):
-            has_none = is_gradient and _median(np.nan_to_num(self.cosines[soon], nan=1.0)) == 0  # all is flushed
-            is_part = has_none or (worst is not None and not has_departed and self.is_over(worst))
-            return "FP8 takes part, though not first" if is_part else "FP8 is not the cause, though it suffers"
-        if worst is not None or not is_gradient or is_raised:
-            return "FP8 is the cause"
-        is_harmed = (np.median(np.nan_to_num(self.cosines[soon], nan=1.0), axis=0) < HARMED).any()
-        return HARMS if is_harmed else ONLY_GRADIENTS
-
-    def is_over(self, worst: Finding) -> bool:
+    def got_over(self, finding: Finding) -> bool:
         """Return whether in high precision the loss got over a finding that reads it or the forward, or had nothing."""
-        halves = np.split(self.of_twins, [bisect_left(self.steps, worst.begins)])
+        halves = np.split(self.twin_losses, [bisect_left(self.steps, finding.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
         is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
-        return worst.kind in (*OF_LOSS, "forward") and is_well
+        return is_well and finding.kind in (*FROM_LOSS, "forward")
 
-    def usual(self, worst: Finding | None) -> int:
-        """Return the place of a step of the worst finding whose loss is as far from its twin's as in most."""
-        begins = 0 if worst is None else worst.begins
-        places = [at for at, step in enumerate(self.steps) if step >= begins] or [len(self.steps) - 1]
-        apart = np.nan_to_num(abs(self.apart[places]), nan=math.inf)
-        return places[int(apart.argsort(kind="stable")[(len(places) - 1) // 2])]
+    def part_of_fp8(self, worst: Finding | None, first: _Difference) -> str:
+        """Return what FP8 is, if it differs from a place on, beside the worst finding."""
+        situation = _Situation(self, worst, first)
+        return next(part for holds, part in PARTS if holds(situation))
 
-    def said(self, at: int, worst: Finding | None) -> str:
-        """Return what a step's twin has, in words."""
-        cosines = self.cosines[at][np.isfinite(self.cosines[at])]
-        said = [f"loss ({self.of_twins[at]:.4g}, in FP8 {self.losses[at]:.4g})"] * math.isfinite(self.of_twins[at])
-        said += [f"gradients (cosine {float(np.median(cosines)):.3f})"] if len(cosines) else []
-        single = [step for step, is_over in zip(self.steps, (self.times() > 1).any(axis=1), strict=True) if is_over]
-        later = "; later steps were not compared" if worst is not None and self.steps[at] < worst.begins else ""
-        but = f", but for {', '.join(map(str, single[:SAID]))}{' and others' * (len(single) > SAID)}" * bool(single)
-        return f"{' and '.join(said)} at step {self.steps[at]}{but}{later}"
-
-    def beside(self, at: int) -> str:
-        loss, twin = self.losses[at], self.of_twins[at]
-        if math.isfinite(loss) and abs(loss - twin) > FAR * abs(loss):
+    def both_losses(self, at: int) -> str:
+        """Return a step's loss and its twin's in words."""
+        loss, twin = self.losses[at], self.twin_losses[at]
+        if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
             return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
         return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
 
+    def both_in_words(self, worst: Finding | None) -> str:
+        """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
 
-def _first_beyond(times: Any) -> tuple[int, int] | None:
+        It is one of the worst finding's steps, if any of these was compared.
+        """
+        begins = 0 if worst is None else worst.begins
+        places = [at for at, step in enumerate(self.steps) if step >= begins] or [len(self.steps) - 1]
+        distances = np.nan_to_num(abs(self.loss_distances[places]), nan=math.inf)
+        at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
+        parts, cosines = [], self.cosines[at][np.isfinite(self.cosines[at])]
+        if math.isfinite(self.twin_losses[at]):
+            parts.append(f"loss ({self.twin_losses[at]:.4g}, in FP8 {self.losses[at]:.4g})")
+        if len(cosines):
+            parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
+        sentence = f"{' and '.join(parts)} at step {self.steps[at]}"
+        if single := [self.steps[place] for place in np.flatnonzero((self.distances > 1).any(axis=1))]:
+            more = " and others" if len(single) > NAMED else ""
+            sentence += f", but for {', '.join(map(str, single[:NAMED]))}{more}"
+        return f"{sentence}; later steps were not compared" if self.steps[at] < begins else sentence
+
+
+class _Situation:
+    """A first difference of FP8 and the worst finding of a run, as PARTS asks of them."""
+
+    def __init__(self, twins: _ComparedSteps, worst: Finding | None, first: _Difference) -> None:
+        at, step, before = first.at, twins.steps[first.at], twins.twin_losses[: first.at]
+        cosines = np.nan_to_num(twins.cosines[at : at + IN_TURN], nan=1.0)
+        highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
+        self.has_finding, self.is_of_loss = worst is not None, first.layer is None
+        self.raises_loss = self.is_of_loss and twins.rise_by_fp8(at) > 0
+        self.twin_rises = at >= LEAST_BEFORE and _median(twins.twin_losses[at:]) > highest_before
+        has_departed = self.twin_rises and any(each.step < step for each in twins.departures[:1])
+        self.is_second = has_departed or (worst is not None and not worst.products and worst.begins <= step)
+        self.flushes_all = not self.is_of_loss and _median(cosines) == 0
+        self.outlasts_first = worst is not None and not has_departed and twins.got_over(worst)
+        self.harms_a_layer = bool((np.median(cosines, axis=0) < HARMFUL_COSINE).any())
+
+
+# the first row that is true says what FP8 is
+PARTS: tuple[tuple[Callable[[_Situation], bool], str], ...] = (
+    (lambda case: case.raises_loss, CAUSE),
+    (lambda case: case.is_second and (case.flushes_all or case.outlasts_first), TAKES_PART),
+    (lambda case: case.is_second, SUFFERS),
+    (lambda case: case.has_finding or case.is_of_loss or case.twin_rises, CAUSE),
+    (lambda case: case.harms_a_layer, HARMS),
+    (lambda case: True, CHANGES),
+)
+
+
+def _layer_of(column: int) -> int | None:
+    """Return the layer of a column of ``distances``; None for one of the two of the loss."""
+    return None if column < 2 else column - 2
+
+
+def _first_beyond(distances: Any) -> tuple[int, int] | None:
     """Return the first step and column from which on distances, over their limits, stay beyond them; or None."""
-    for at in range(len(times)):
-        soon = np.nan_to_num(times[at : at + AMONG])
-        begins = (soon[0] > np.maximum(1, np.median(soon, axis=0) * BEGINS)) & ((soon[:3] > 1).sum(axis=0) >= 2)
-        columns = np.flatnonzero(begins & ((soon > 1).sum(axis=0) >= OVER))
+    for at in range(len(distances)):
+        since = np.nan_to_num(distances[at : at + IN_TURN])
+        is_first = since[0] > np.maximum(1, np.median(since, axis=0) * FIRST_SHARE)
+        is_soon, is_lasting = (since[:3] > 1).sum(axis=0) >= 2, (since > 1).sum(axis=0) >= BEYOND
+        columns = np.flatnonzero(is_first & is_soon & is_lasting)
         if len(columns):
             return at, int(columns[0])
     return None
 
 
-def _factor(record: Record) -> Any:
+def _factor_of_loss(record: Record) -> Any:
     """Return how many times as large as the least earlier ones the last layer's gradients are by record: at least 1."""
     where = record.layers[-1] if record.layers else "", "grad_output"
     if (place := record.places.get(where)) is None:
@@ -270,10 +308,10 @@ def _median(values: Any) -> float:
     return float(np.median(finite)) if len(finite) else math.nan
 
 
-def of_run(record: Record) -> str:
+def first_departures(record: Record) -> str:
     """Return a sentence on what changed first in a run, whatever it is."""
-    nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
+    nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' if len(record.steps) != 1 else ''}"
     if not (first := departures(record)):
         return nothing
-    said = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:SAID]))
-    return f"{nothing}. What changed first: {said}"
+    names = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:NAMED]))
+    return f"{nothing}. What changed first: {names}"

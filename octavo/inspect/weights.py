@@ -164,7 +164,7 @@ class Updates:
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in all_gradients]
         empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before[1][0, 0, :0])
         gradients = [empty if grad is None else strided(grad) for grad in plain]
-        return [len(grad) for grad in gradients], together(gradients)
+        return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights:
@@ -184,22 +184,26 @@ class Updates:
         numbers, gradients = self._gradients or self._read_gradients()
         between = begun - (begun if self._last is None else self._last[1][0])
         change = after - before  # of the weight, of the distance to the next number, and of the master
-        changed = (change != 0).sum(-1, dtype=torch.float64)
+        changed, _, master_changed = (change != 0).sum(-1, dtype=torch.float64)
+        names = "update", "grid", "master_update", "between", "weight", "gradient", "outside"
         terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
-        update, grid, of_master, *others = torch.stack(terms).double().square().sum(-1)
+        sums = dict(zip(names, torch.stack(terms).double().square().sum(-1), strict=True))
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
-        counts = _on_device(tuple(sizes), after.device)
-        columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
-        more = [*others[1:], together([sample.second for sample in new]).double().sum(-1)]
+        counts = _on_device(tuple(sizes), after.device).unbind(1)
+        sums |= zip(("elements", "moments", "masters", "gradients", "seconds", "seen"), counts, strict=True)
+        if not is_watched:  # gradients that are left are known to be of this step where the weight changed
+            sums["gradients"] = sums["gradients"] * (changed > 0)
+        sums |= {"changed": changed, "master_changed": master_changed}
+        sums["first_flushed"], sums["second_flushed"] = _flushed(new)
+        sums["second"] = padded([sample.second for sample in new]).double().sum(-1)
         self._last = [each.master for each in new], after
-        sampled = counts[:, 3:4] if is_watched else counts[:, 3:4] * (changed[0] > 0).unsqueeze(1)
-        return torch.cat([counts[:, :3], torch.stack(columns, 1), sampled, counts[:, 4:], torch.stack(more, 1)], 1)
+        return torch.stack([sums[name] for name in MOVED], 1)
 
 
-def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return an optimizer's options and age, as numbers by name for a record; nothing waits for the device.
 
     "lr" is the largest of its groups', "state_age" the steps that the state of its first weight has seen. A group's
@@ -224,7 +228,7 @@ def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Te
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn.Parameter]:
+def other_parameters(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn.Parameter]:
     """Return {name: parameter} of those that are no recorded layer's weight: norms' weights, biases, embeddings."""
     recorded = {id(weight_of(module)) for module, _ in layers}
     others = {name: param for name, param in model.named_parameters() if id(param) not in recorded}
@@ -232,7 +236,7 @@ def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn
     return {name: param for name, param in others.items() if param.is_floating_point() and param.device in devices}
 
 
-def tied_of(model: nn.Module) -> set[str]:
+def tied_names(model: nn.Module) -> set[str]:
     """Return the parameters that several modules share, each as "a.weight and b.weight"."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -252,7 +256,7 @@ def _distance(elements: int) -> int:
     return max(1, (elements // SAMPLED - 1) | 1)
 
 
-def together(samples: Sequence[Tensor]) -> Tensor:
+def padded(samples: Sequence[Tensor]) -> Tensor:
     """Return samples as one tensor [samples, SAMPLED], padded with zeros, in few launches however many they are."""
     if all(len(sample) == SAMPLED for sample in samples):
         return torch.stack([*samples])
@@ -290,12 +294,12 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
 
 
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
-    return together([sample.low_bits for sample in samples if sample.low_bits is not None])
+    return padded([sample.low_bits for sample in samples if sample.low_bits is not None])
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, distances and masters [samples, SAMPLED], float32, of plain weights."""
-    elements, (first, *_) = together([sample.elements for sample in samples]), samples
+    elements, (first, *_) = padded([sample.elements for sample in samples]), samples
     values = elements.float()
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
@@ -307,7 +311,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_read_plain`` does, of weights in FP8, from their codes and each element's scale_inv."""
-    codes, (first, *_) = together([sample.elements for sample in samples]), samples
+    codes, (first, *_) = padded([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
     scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
     scales = torch.cat([*scales_by_weight, codes.new_zeros(1, dtype=torch.float32)])
@@ -346,6 +350,6 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
     """Return how many codes of each first moment are 0 where the second's are not, and the other way round."""
     none = torch.zeros(SAMPLED, dtype=torch.uint8, device=samples[0].elements.device)
-    first, second = (together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
+    first, second = (padded([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
     no_first, no_second = first & 0x7F == 0, second == 0
     return [only.sum(-1, dtype=torch.float64) for only in (no_first & ~no_second, no_second & ~no_first)]

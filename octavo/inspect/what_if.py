@@ -39,7 +39,6 @@ from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
-from octavo.scaling.delayed import State
 from octavo.scaling.recipe import OPERANDS, Recipe, RecipeMap
 from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.plain import weight_of
@@ -52,7 +51,7 @@ EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
-LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
+LEAST_LEFT = 0.8  # of a layer's predicted loss: another recipe is taken if it leaves less, as more may be chance
 SHOWN = 10  # layers of each recipe, in a table
 
 LEGEND = """\
@@ -152,8 +151,8 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        of_all = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
-        if len(of_all) < len(self.recipes):
+        plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
+        if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
         choices, objective = [], self._costs if keep is None else self._losses
         for name in self.recipes if keep is None else self._faster or self.recipes:
@@ -164,9 +163,9 @@ class WhatIf:
                 choice = {layer: WITHOUT if layer in layers_kept else name for layer in self.works}
             choices.append((name, choice))
         default, chosen = min(choices, key=lambda pair: self._sum(objective, pair[1]))
-        values = {**of_all, WITHOUT: None}
+        values = {**plain_recipes, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
-        return RecipeMap(of_all[default], rules)
+        return RecipeMap(plain_recipes[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
         """Return the predicted loss under a map from ``recipe_map``: the sum of its layers' losses."""
@@ -235,7 +234,7 @@ class WhatIf:
     def _worth(self, change: tuple[str, str], present: str) -> tuple[float, float]:
         """Return the loss that a layer's change saves, divided by its cost, and the loss itself."""
         unchanged = change[0], present
-        if self._losses[change] >= LEAST * self._losses[unchanged]:
+        if self._losses[change] >= LEAST_LEFT * self._losses[unchanged]:
             return -math.inf, 0.0
         saved, cost = self._losses[unchanged] - self._losses[change], self._costs[change] - self._costs[unchanged]
         return (saved / cost if cost > 0 else math.inf), saved
@@ -253,8 +252,8 @@ class WhatIf:
             ranked = self.ranked(recipe)
             rows = [[recipe, *OPERANDS, "loss", "1 - cosine", "norm", "predicted loss"]]
             rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
-            more = len(ranked) - SHOWN
-            lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
+            more = [f"and {len(ranked) - SHOWN} more layers"] if len(ranked) > SHOWN else []
+            lines += [columns(rows), *more, ""]
         return "\n".join([*lines, LEGEND])
 
     __repr__ = __str__
@@ -314,11 +313,7 @@ def compare(
         True
     """
     wanted = COMPARED if recipes is None else recipes
-    pairs = (
-        wanted.items()
-        if isinstance(wanted, Mapping)
-        else ((getattr(value, "name", str(value)), value) for value in wanted)
-    )
+    pairs = wanted.items() if isinstance(wanted, Mapping) else ((getattr(x, "name", str(x)), x) for x in wanted)
     named = [(name, as_recipe(value)) for name, value in pairs]
     batches, chosen = list(batches), dict(named)
     if not named or len(chosen) < len(named) or any(getattr(value, "is_high_precision", False) for _, value in named):
@@ -379,7 +374,7 @@ class _Passes:
     """Runs a model in high precision and with layers in FP8; has the results by layer and recipe.
 
     ``local``: the squared norms of the three products' errors and of the products.
-    ``first``: the change of this batch's loss, of first order in the output's errors.
+    ``first_order``: the change of this batch's loss, of first order in the output's errors.
     """
 
     def __init__(
@@ -395,14 +390,14 @@ class _Passes:
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
-        self.first: dict[Key, float] = {}
+        self.first_order: dict[Key, float] = {}
         self.changes: dict[tuple[str | None, str], list[Change]] = {}  # of each batch; None: of all layers together
-        self.states: dict[Key, State] = {}
-        self.run: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
+        self.states: dict[Key, Any] = {}  # of delayed recipes, which go on from one batch to the next
+        self.run_alone: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
 
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
-        last_states, self.first = dict(self.states), {}
+        last_states, self.first_order = dict(self.states), {}
         hooks = [
             layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
             for name, layer in self.layers.items()
@@ -412,17 +407,17 @@ class _Passes:
             hook.remove()
         if not math.isfinite(exact[0]) or exact[0] == 0:
             raise WhatIfError(f"loss(model, batch) is {exact[0]} in high precision: nothing is relative to it")
-        if not self.run:
+        if not self.run_alone:
             self._choose(exact[1], max(most, 1))
-        for recipe, chosen in self.run.items():
+        for recipe, chosen in self.run_alone.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
                 states = {layer_name: last_states.get((layer_name, recipe)) for layer_name in names}
-                changed = self.gradient(batch, self.of(self.recipes[recipe], names), states)
-                first = sum(self.first.get((layer_name, recipe), 0.0) for layer_name in names)
-                self.changes.setdefault((name, recipe), []).append(_against(exact, changed, first))
+                changed = self.gradient(batch, self.recipes_for(self.recipes[recipe], names), states)
+                first = sum(self.first_order.get((layer_name, recipe), 0.0) for layer_name in names)
+                self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first))
 
-    def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
+    def recipes_for(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
         return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
@@ -430,11 +425,11 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            of_layer = squares.get(id(weight_of(layer)), 0.0)
-            self.gradient_share[name] = of_layer / whole if whole else 0.0
+            square = squares.get(id(weight_of(layer)), 0.0)
+            self.gradient_share[name] = square / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
-            self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
+            self.run_alone[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
 
     def _noise(self, name: str, recipe: str) -> float:
         """Estimate the squared norm of the gradient's error over the gradient's; see the top of the file."""
@@ -447,13 +442,13 @@ class _Passes:
         return output, grad_input, grad_weight
 
     def gradient(
-        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
+        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, Any] = EMPTY
     ) -> Gradient:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
         for name, recipe in recipes.items():
-            self._put(name, recipe, states.get(name))
+            self._set_recipe(name, recipe, states.get(name))
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
@@ -463,10 +458,10 @@ class _Passes:
                 raise WhatIfError(f"loss(model, batch) gave {returned}: it must be a scalar with a gradient")
             gradients = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
-            self._put(name, high_precision())
+            self._set_recipe(name, high_precision())
         return float(value.detach()), gradients
 
-    def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
+    def _set_recipe(self, name: str, recipe: Recipe, state: Any = None) -> None:
         self.layers[name].recipe = recipe
         if state is not None:
             self.layers[name].fp8.state = state.clone()
@@ -485,11 +480,11 @@ class _Passes:
             first = next(gradient for gradient in gradients if gradient is not None)
             whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
             with autocast:
-                self._count(name, x, torch.cat(whole, -1), offsets)
+                self._compare_products(name, x, torch.cat(whole, -1), offsets)
 
         torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
-    def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
+    def _compare_products(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
         exact = _products(layer, x, grad, offsets)
         experts, columns, rows = sizes_of(layer)
@@ -497,18 +492,18 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            self._put(name, self.of(value, [name])[name], self.states.get(key))
+            self._set_recipe(name, self.recipes_for(value, [name])[name], self.states.get(key))
             products = _products(layer, x, grad, offsets)
             if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
-            self._put(name, high_precision())
+            self._set_recipe(name, high_precision())
             squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()
                     squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
             first = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
-            self.first[key] = self.first.get(key, 0.0) + float(first)
+            self.first_order[key] = self.first_order.get(key, 0.0) + float(first)
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
@@ -517,7 +512,7 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.changes[name, recipe]) for name in self.run[recipe]}
+            measured = {name: _mean(self.changes[name, recipe]) for name in self.run_alone[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), change) for name, change in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
@@ -547,7 +542,7 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return full_tensor(output.detach()), grad_input, grad_weight
 
 
-def _against(exact: Gradient, changed: Gradient, first: float) -> Change:
+def _change_between(exact: Gradient, changed: Gradient, first: float) -> Change:
     """Return an Effect's loss, curvature, cosine, norm_ratio; ``first``: the first-order term of the loss's change."""
     (exact_loss, x), (loss, y) = exact, changed
     dot, norm, other = (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.in_flight import InFlight
 from octavo.optim import state as states
 from octavo.optim.layout import is_sharded
 from octavo.weights.fsdp2 import groups_of
@@ -81,18 +82,12 @@ class Resolution:
             self.on(states.local(next(iter(self.params)).detach()).device).copy_(sums)
 
 
-class SumsInFlight:
-    """Sums on their way to the host; they travel while work goes on."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums = sums.to("cpu", non_blocking=True)  # into pinned memory
-        self._event = torch.cuda.current_stream(sums.device).record_event() if sums.is_cuda else None
+class SumsInFlight(InFlight):
+    """Sums on their way to the host."""
 
     def sums(self) -> Tensor:
         """Return the sums on the CPU; waits for the work that was launched before ``take``, and no later work."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._sums
+        return self.wait()[0]
 
     def ratio(self) -> float:
         """Return updates' root mean square over that of the grid's rounding noise, step / sqrt(12); nan without any."""

@@ -262,7 +262,7 @@ def test_numbers_that_are_late_are_waited_for_at_the_end(
 
     def read_late(self: Recorder, counts: Any) -> None:
         read(self, counts)
-        self._readings[-1] = self._readings[-1]._replace(event=Late())
+        self._readings[-1].in_flight._event = Late()
 
     def full(*args: Any, **kwargs: Any) -> None:
         called.append(args)

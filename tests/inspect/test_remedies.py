@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
-from octavo.inspect.remedies import Exponents, as_text, outcome, remedies, together, with_cast
+from octavo.inspect.remedies import Exponents, as_text, merged_rules, outcome, remedies, with_cast
 from octavo.inspect.rows import Row, Table
 from octavo.kernels.arguments import Counted
 from octavo.scaling.recipe import OPERANDS
@@ -181,7 +181,7 @@ def test_a_layers_name_is_matched_as_it_is(name: str) -> None:
 def test_remedies_of_one_layer_together() -> None:
     off, pair = None, recipes.dynamic().output
     offered = [{"0": {"output": off}}, {"1": recipes.mx()}, {"0": {"output": pair, "grad_weight": pair}}, {"1": None}]
-    assert together([*offered, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
+    assert merged_rules([*offered, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
         "0": {"output": off, "grad_input": off},
         "1": recipes.mx(),
     }
