@@ -28,12 +28,12 @@ from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.observer import Observer
 from octavo.autograd.rows import DENSE, Rows
-from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
+from octavo.autograd.shared_casts import CastReader, ReadTensor
 from octavo.errors import HigherOrderGradientError
 from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
-from octavo.scaling.delayed import State, entering_input
+from octavo.scaling.delayed import NO_CAST, UNKNOWN_CAST, State, entering_input
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
@@ -56,16 +56,17 @@ class Layer(NamedTuple):
 class BackwardPlan(NamedTuple):
     """A layer's settings for the computation of its gradients in backward, besides the tensors that are saved.
 
-    ``layer`` has no tensors but the delayed state; ``dtype`` is that of results; ``input_cast``: the number of the
-    input's cast, see shared_casts.py; ``first_state``: the state by which the first backward pass cast grad_output, if
-    it kept the graph; ``weight_is_swapped``: whether the weight is saved [..., K, N].
+    ``layer`` has no tensors but the delayed state; ``dtype`` is that of results; ``input_cast``: a number that two
+    layers have only if they read the same cast of their input, or UNKNOWN_CAST; ``first_state``: the state by which the
+    first backward pass cast grad_output, if it kept the graph; ``weight_is_swapped``: whether the weight is saved
+    [..., K, N].
     """
 
     layer: Layer
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None = None
-    input_cast: int = UNKNOWN
+    input_cast: int = UNKNOWN_CAST
     weight_is_swapped: bool = False
     first_state: State | None = None
 
@@ -74,7 +75,7 @@ _SAVED = Operands()  # stands for the weight's operands, whose tensors autograd 
 
 
 def backward_plan(
-    layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, input_cast: int = UNKNOWN
+    layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, input_cast: int = UNKNOWN_CAST
 ) -> BackwardPlan:
     """Return the plan of a layer's backward, with results of this dtype."""
     (_, recipe, state, commits, observers, rows), source = layer, layer.weight.source
@@ -203,7 +204,7 @@ def cast_gradient(
     elif plan.first_state is not None:  # another pass over the graph: the first one has entered forward's amaxes
         g = cast_role(source, request, plan.first_state, rows)
         if g.amax is not None:
-            with entering_input(state, 0):
+            with entering_input(state, NO_CAST):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
     elif saved.x_amax is None:  # nothing enters the input's history
         g = cast_and_commit(source, request, state, forward_amax, rows)
@@ -222,7 +223,7 @@ def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tenso
     """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
     _, recipe, state, commits, _, rows = plan.layer
     if state is not None and commits and plan.first_state is None:
-        with entering_input(state, 0 if x_amax is None else plan.input_cast):
+        with entering_input(state, NO_CAST if x_amax is None else plan.input_cast):
             commit(state, recipe, (x_amax, weight_amax, None), rows.parts)
 
 
@@ -357,13 +358,13 @@ def input_operands(
 ) -> tuple[Tensor | None, Operands, int]:
     """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
     if gathered is not None:
-        return None, gathered.operands, UNKNOWN
+        return None, gathered.operands, UNKNOWN_CAST
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
     if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
     request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw, only_products=True)
     x = cast_role(x_TK, request, layer.state, layer.rows)
-    return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
+    return x_TK, x, UNKNOWN_CAST if read is None else read.add(reader, needs_dw, x)
 
 
 class _LinearFunction(torch.autograd.Function):

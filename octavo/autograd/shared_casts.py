@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from octavo.private import FakeTensor, current_graph_task_id, current_raw_stream, tracing_state
-from octavo.scaling.delayed import State, have_same_inputs
+from octavo.scaling.delayed import UNKNOWN_CAST, State, have_same_inputs
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import version_of
 from octavo.tensor.pair import Operands
 
 MOST_HELD = 4  # tensors a thread: layers that share an input have few others between them
-UNKNOWN = 1  # the number of a cast that is not shared
-_numbers = itertools.count(UNKNOWN + 1)
+_numbers = itertools.count(UNKNOWN_CAST + 1)
 
 
 class CastReader(NamedTuple):

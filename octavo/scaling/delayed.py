@@ -35,6 +35,8 @@ from octavo.step_count import version_of
 
 NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
 FACTS = "_octavo_facts"  # on a scale: its StateFacts
+IN_CUDA_GRAPH = 0  # a history's id, see have_same_inputs
+NO_CAST, UNKNOWN_CAST = 0, 1  # instead of a cast's number: nothing enters the input's history; a cast nobody shares
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
@@ -50,13 +52,14 @@ class StateFacts:
     def __init__(self, version: int, maybe_empty: bool) -> None:
         self.version = version
         self.maybe_empty = maybe_empty  # whether a role may have no scale
-        self.history_id: int | None = None  # equal ids mean equal histories of the input, on the same device
+        self.history_id: int | None = None  # see have_same_inputs
         # {id of a layer: an object that all calls of its weight's load_state_dict share; None: it is loaded next}
         self.loads: dict[int, object] = {}
 
     def is_of(self, layer: nn.Module, load: object) -> bool:
         """Whether the state belongs to the weight of this layer that this ``load_state_dict`` loads."""
-        return any(self.loads.get(id(layer), self) is one for one in (None, load))
+        owner = self.loads.get(id(layer), self)
+        return owner is None or owner is load
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()
@@ -68,7 +71,9 @@ def facts_of(scale: Tensor) -> StateFacts:
     if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
         facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
     elif facts.version != version:
-        facts.version, facts.maybe_empty, facts.history_id, facts.loads = version, False, None, {}
+        facts.version, facts.maybe_empty, facts.loads = version, False, {}
+        if facts.history_id != IN_CUDA_GRAPH:  # whose replays enter more after any write
+            facts.history_id = None
     return facts
 
 
@@ -138,13 +143,14 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
-    history_id = None if role in (None, INPUT) else facts_of(state.scale).history_id
+    history_id = facts_of(state.scale).history_id
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
-    facts_of(state.scale).history_id = history_id
+    if role not in (None, INPUT):
+        facts_of(state.scale).history_id = history_id
 
 
 def note_empty(scale: Tensor) -> None:
@@ -162,20 +168,26 @@ def may_be_empty(scale: Tensor) -> bool:
     return torch.compiler.is_compiling() or facts_of(scale).maybe_empty
 
 
-_NEVER = 0  # the history of a layer in a captured CUDA graph, whose replays enter more
 _fresh_histories = itertools.count(1)
 
 
 def have_same_inputs(a: State, b: State) -> bool:
     """Whether two layers' histories of the input are the same, bit for bit, so that both would cast it alike.
 
-    They stay the same for as long as the layers share each input. Where something unknown wrote one (new or loaded
-    states, a compiled graph's) their values are compared, once, for which the host waits.
+    They stay the same for as long as the layers share each input's cast, which their history ids tell:
+
+        None             something unknown wrote the history: a user, a load, a compiled graph, or a commit of a cast
+                         without a number. The values are compared, once, for which the host waits
+        IN_CUDA_GRAPH    replays of a captured graph write it, unseen: it is like no other
+        other integers   equal ones mean equal histories, on the same device: the number of a history that was
+                         compared, and from a commit on the hash of (the id before it, the pass, the cast's number)
     """
     of_a, of_b = facts_of(a.scale).history_id, facts_of(b.scale).history_id
+    if IN_CUDA_GRAPH in (of_a, of_b):
+        return False
     if of_a is not None and of_b is not None:
-        return of_a == of_b != _NEVER
-    if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return of_a == of_b
+    if a.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
@@ -196,19 +208,19 @@ def have_same_inputs(a: State, b: State) -> bool:
 
 
 @contextmanager
-def entering_input(state: State, number: int) -> Iterator[None]:
-    """Update a layer's input history around a commit; ``number``: of the input's cast, 0 for none."""
+def entering_input(state: State, input_cast: int) -> Iterator[None]:
+    """Renew the id of a layer's input history around a commit; ``input_cast``: the number of the cast that enters."""
     if torch.compiler.is_compiling():
         yield
         return
-    history = facts_of(state.scale).history_id
+    before = after = facts_of(state.scale).history_id
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
-        history = _NEVER
-    elif history and number:
-        history = hash((history, current_graph_task_id(), number))
-    if history is not None:
-        facts_of(state.scale).history_id = history
+        after = IN_CUDA_GRAPH
+    elif before and input_cast != NO_CAST:
+        after = None if input_cast == UNKNOWN_CAST else hash((before, current_graph_task_id(), input_cast))
+    if before is not None or after is not None:
+        facts_of(state.scale).history_id = after
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
 """Layers that read one tensor share its cast, with the bits of layers that cast for themselves."""
 
+import copy
 import dataclasses
 import gc
+import random
 import warnings
 import weakref
 
@@ -15,6 +17,7 @@ from octavo import recipes
 from octavo.autograd import shared_casts
 from octavo.autograd.shared_casts import MOST_HELD
 from octavo.scaling import delayed
+from octavo.scaling.delayed import IN_CUDA_GRAPH, facts_of
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
@@ -188,3 +191,67 @@ def test_what_was_cast_by_an_older_scale_is_cast_anew():
     model[0](x)
     region(model, input_of(seed=2) * 5).sum().backward()
     assert casts_in(lambda: model[1](x))[0] == 2
+
+
+def squares(layers_and_inputs):
+    outputs = [layer(x) for layer, x in layers_and_inputs]
+    return outputs, sum(y.square().sum() for y in outputs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layers_compute_what_layers_of_copied_inputs_do(seed):
+    """Bit for bit, in any order of inputs that are shared, read alone, or cast without a number (parameters, norms)."""
+    draw, torch_draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    recipe = recipes.delayed(4, draw.choice(["max", "most_recent"]))
+    norm = octavo.nn.LayerNormLinear(K, K, recipe=recipe)
+    model = nn.ModuleList([*layers(recipe, 2), norm.linear])  # the last one is called alone, and behind the norm
+    twin, twin_norm = copy.deepcopy((model, norm))
+    optimizer = torch.optim.SGD([*model.parameters(), *twin.parameters()], lr=1e-6)
+
+    def data(make):
+        return make(torch.randn(T, K, generator=torch_draw) * 10 ** draw.uniform(-2, 2))
+
+    for _ in range(10):
+        x, own = data(lambda x: x.requires_grad_() * 1), [data(nn.Parameter) for _ in range(3)]
+        inputs = draw.choices([[x, x, x], own, [x, x, own[0]], draw.choices([x, *own], k=3)], [6, 4, 1, 1])[0]
+        is_normed, retains_graph = draw.random() < 0.3, draw.random() < 0.2
+        order = draw.choice([[0, 1, 2], [2, 1, 0], [1, 0, 2], draw.choices(range(3), k=4)])
+        reads = [(norm if is_normed and i == 2 else model[i], inputs[i]) for i in order]
+        copied_reads = [
+            (twin_norm if is_normed and i == 2 else twin[i], inputs[i].detach().clone().requires_grad_()) for i in order
+        ]
+        (outputs, loss), (expected, copied_loss) = squares(reads), squares(copied_reads)
+        assert all(map(torch.equal, outputs, expected))
+        for _ in range(1 + retains_graph):
+            loss.backward(retain_graph=retains_graph)
+            copied_loss.backward(retain_graph=retains_graph)
+        for layer, other in zip(model, twin, strict=True):
+            assert all(map(torch.equal, layer.fp8.state[:2], other.fp8.state[:2]))
+            assert layer.weight.grad is None or torch.equal(layer.weight.grad, other.weight.grad)
+        if draw.random() < 0.7:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_layers_that_have_read_parameters_of_their_own_share_no_cast_but_by_equal_histories():
+    first, second = model = layers(recipes.delayed(), 2)
+    region(model, input_of()).sum().backward()
+    (first(nn.Parameter(input_of() * 100)) + second(nn.Parameter(input_of()))).sum().backward()
+    assert casts_in(lambda: region(model, input_of()))[0] == 4
+    for layer in model:
+        layer.reset_delayed_state()
+    region(model, input_of()).sum().backward()
+    (first(nn.Parameter(input_of())) + second(nn.Parameter(input_of()))).sum().backward()
+    assert casts_in(lambda: region(model, input_of()))[0] == 3
+
+
+def test_a_layer_whose_history_a_cuda_graph_writes_shares_no_cast_though_it_is_emptied_or_loaded():
+    first, _ = model = layers(recipes.delayed(), 2)
+    region(model, input_of()).sum().backward()
+    facts_of(first.fp8.state.scale).history_id = IN_CUDA_GRAPH  # as a captured commit leaves it
+    assert casts_in(lambda: region(model, input_of()))[0] == 4
+    for layer in model:
+        layer.reset_delayed_state()
+    assert casts_in(lambda: region(model, input_of()))[0] == 4
+    octavo.nn.load_delayed_state_dict(model, octavo.nn.delayed_state_dict(model))
+    assert casts_in(lambda: region(model, input_of()))[0] == 4
