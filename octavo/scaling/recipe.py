@@ -14,6 +14,7 @@ of the same tensor (per tensor; 128x128) it is cast once and used twice; else it
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -513,8 +514,10 @@ class RecipeMap:
             if isinstance(rule, Mapping):
                 if unknown := sorted(set(rule) - set(FIELDS)):
                     raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(FIELDS)}")
-                changed = replace(self.default, **rule)  # raises now for changes that the default can't have
-                rule = {name: getattr(changed, name) for name in rule}  # lists as the tuples that they mean
+                alone = Recipe(**rule)  # raises for what no recipe can have
+                if not any(isinstance(earlier, Mapping) for earlier in rules.values()):  # which may change any recipe
+                    _check_change(rule, self.default, [earlier or _HIGH_PRECISION for earlier in rules.values()])
+                rule = {name: getattr(alone, name) for name in rule}  # lists as the tuples that they mean
             rules[pattern] = rule
         object.__setattr__(self, "rules", rules)
 
@@ -547,6 +550,15 @@ class RecipeMap:
 
 
 _HIGH_PRECISION = Recipe(name="high_precision")
+
+
+def _check_change(change: Mapping[str, Any], default: Recipe, others: Iterable[Any]) -> None:
+    """Raise the default's TypeError or ValueError if neither that recipe nor any of the others can have this change."""
+    for recipe in others:
+        with contextlib.suppress(ValueError):
+            replace(recipe, **change)
+            return
+    replace(default, **change)
 
 
 @functools.cache

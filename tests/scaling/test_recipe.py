@@ -204,6 +204,20 @@ def test_rules_apply_in_order_each_on_what_the_ones_before_gave():
     assert RecipeMap(DYNAMIC, {"a": None, "*": {"output": (TENSOR, TENSOR)}}).of("a") == Recipe((TENSOR, TENSOR))
 
 
+def test_a_change_is_refused_only_where_no_recipe_that_it_may_change_can_have_it():
+    delayed, change = recipes.delayed(), {"grad_weight": (Cast(E5M2, PerTensor(), Delayed(4)), TENSOR)}
+    plain = {product: getattr(DYNAMIC, product) for product in ("output", "grad_input", "grad_weight")}
+    for before in (DYNAMIC, None, plain):
+        recipe = RecipeMap(delayed, {"x.*": before, "x.fc": change})
+        expected = dataclasses.replace(DYNAMIC if before else Recipe(), **change)
+        assert recipe.of("x.fc") == expected and recipe.of("fc") is delayed
+        with pytest.raises(ValueError, match="one kind of history"):
+            RecipeMap(delayed, {"x.*": before, "*fc": change}).of("fc")  # as the default stays its recipe
+    for rules in ({"*": change}, {"x": recipes.delayed(8), "*": change}, {"*": change, "x": DYNAMIC}):
+        with pytest.raises(ValueError, match="one kind of history"):
+            RecipeMap(delayed, rules)
+
+
 def test_layers_share_one_recipe_named_after_its_own():
     recipe = RecipeMap(DYNAMIC, {"*.fc2": {"grad_weight": None}})
     assert recipe.of("a.fc2") is recipe.of("b.fc2")
