@@ -295,7 +295,7 @@ class _DerivedOfRecipe:
     grad_output_casts: RoleCasts
     casts: tuple[RoleCasts, RoleCasts, RoleCasts]  # these three, by role
     weight_key: str  # weight_casts, as a compiled graph can compare them
-    rows_unit: int  # of N: blocks begin at its multiples
+    rows_unit: int  # layers are joined by multiples of it in N, so that no block spans two
     pads: bool  # whether padding each contraction to a multiple of PADDING leaves the number of scales as it is
     packs: bool  # whether a cast is to E2M1
     is_high_precision: bool  # no product is in FP8
@@ -386,7 +386,11 @@ class Recipe(_DerivedOfRecipe):
         return self
 
     def _rename(self) -> None:
-        """Note the fields that the name stands for; rename what dataclasses.replace changed under an old name."""
+        """Note the fields that the name stands for; rename what dataclasses.replace changed under an old name.
+
+        A frozen value has to remember them: ``replace`` calls __init__ with all fields, the old ``_named`` too, and
+        nothing else says that ``name`` was not given anew.
+        """
         values, old_values = {name: getattr(self, name) for name in FIELDS}, self._named
         if old_values is not None and old_values["name"] == self.name:
             if changed := [name for name in FIELDS if old_values[name] != values[name]]:
@@ -451,6 +455,7 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
 
 
 def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
+    """Return the least number of output features that is whole blocks in each cast of what joined layers share."""
     along = [(weight.as_is, 0), (weight.transposed, 1), (grad_output.as_is, 1), (grad_output.transposed, 0)]
     return math.lcm(*(cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL))
 
