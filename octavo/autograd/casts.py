@@ -29,6 +29,9 @@ from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above
+# the tensor that the cast op reads, its arguments of an activation, by place, and other options, by name; a plain tuple
+# costs each cast a call less than a NamedTuple
+_OpInput = tuple[Tensor, Sequence[Any], dict[str, Any]]
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
@@ -48,11 +51,16 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
     return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
-class CastByScale(NamedTuple):
-    """A cast to codes of a dtype by a scale [1] that is there before it."""
+class Recast(NamedTuple):
+    """A cast that forward has made of an activation, and that backward makes again instead of saving the codes.
+
+    Forward returns the cast's scale [1] (``CastRequest.keep_scale``, ``Operands.recast_scale``) and saves it alone
+    (``Saved.recast_scale``). Backward casts the activation's gradient, which reads the activation's input anyway: the
+    same cast (``CastRequest.recast``) writes the activation's codes again, by that scale (``Operands.recast_codes``).
+    """
 
     scale: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the codes
 
 
 class CastRequest(NamedTuple):
@@ -63,10 +71,11 @@ class CastRequest(NamedTuple):
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
         column_sum: add up columns in the same read, where the layout as it lies is cast; never of rows in groups.
-        keep: whether a norm's result y is returned too, in high precision; of an activation the scale of its one cast.
+        keep_norm: whether a norm's result y is returned too, in high precision.
+        keep_scale: whether the scale of an activation's one cast is returned too, see Recast.
         only_products: only products read the result: scales may be in the device's swizzled order.
-        activation: if set, the cast of an activation's gradient also makes this cast of the activation itself, and
-            returns its codes transposed, which the next layer's grad_weight reads.
+        recast: what the cast of an activation's gradient also casts, to transposed codes for the next layer's
+            grad_weight.
     """
 
     recipe: Recipe
@@ -74,9 +83,10 @@ class CastRequest(NamedTuple):
     as_is: bool
     transposed: bool
     column_sum: bool = False
-    keep: bool = False
+    keep_norm: bool = False
+    keep_scale: bool = False
     only_products: bool = False
-    activation: CastByScale | None = None
+    recast: Recast | None = None
 
 
 def cast_role(source: AnySource, request: CastRequest, state: State | None, rows: Rows = DENSE) -> Operands:
@@ -96,12 +106,12 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     cast = first or second
     if cast is None:
         return Operands()
-    read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
+    read = x, _, options = _op_input(source, request)
     if parts is not None and request.recipe.packs:
-        read.options["place"] = _place(source.shape, role, parts)
+        options["place"] = _place(source.shape, role, parts)
     if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
-        if _swizzles(source.shape, read.x, first, second):
-            read.options["swizzle"] = True
+        if _swizzles(source.shape, x, first, second):
+            options["swizzle"] = True
     if first is None or second is None or casts.once:  # one cast serves all that is needed
         has_scale = cast.is_delayed or parts is not None
         scale = scale_for(source, cast, state, role, parts) if has_scale else None
@@ -110,14 +120,14 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     shares_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
     second_scale = scale if shares_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
     has_scales = first.is_delayed or second.is_delayed or scale is not None or second_scale is not None
-    if not has_scales and offsets is None and read.x.ndim != 3:
+    if not has_scales and offsets is None and x.ndim != 3:
         return _cast_by_two_scalings(read, first, second, request)
     if isinstance(source, NormSource):  # the first cast computes the norm, which the later one reads
-        read = _op_input(source, request._replace(keep=True))
+        read = _op_input(source, request._replace(keep_norm=True))
     operands = _cast(read, first, scale, request, (True, False), offsets)
     if (norm := operands.norm) is not None and norm.y is not None:
-        read = _OpInput(norm.y, (), {})
-        norm = norm if request.keep else norm._replace(y=None)
+        read = _op_input(norm.y, request)
+        norm = norm if request.keep_norm else norm._replace(y=None)
     later = _cast(read, second, second_scale, request._replace(column_sum=False), (False, True), offsets)
     amax = later.amax if operands.amax is None else operands.amax
     return operands._replace(transposed=later.transposed, amax=amax, norm=norm)
@@ -140,28 +150,22 @@ def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
     return (0, parts.rank * shape[1]) if by_columns else (parts.rank * shape[0], 0)
 
 
-class _OpInput(NamedTuple):
-    """The tensor that the cast op reads, its arguments of an activation, by place, and other options, by name."""
-
-    x: Tensor
-    activation: Sequence[Any]
-    options: dict[str, Any]
-
-
-def _op_input(source: Castable, request: CastRequest) -> _OpInput:
+def _op_input(source: AnySource, request: CastRequest) -> _OpInput:
     """Return the op's arguments that say what of x is cast, and what is returned beside the pairs."""
+    if isinstance(source, Tensor):
+        return source, (), {}
     if isinstance(source, CastSource):
         x, *activation = source
-        options: dict[str, Any] = {"keep": True} if request.keep else {}
-        if request.activation is not None:
-            options["value_scale"], options["value_dtype"] = request.activation
+        options: dict[str, Any] = {"keep": True} if request.keep_scale else {}
+        if request.recast is not None:
+            options["value_scale"], options["value_dtype"] = request.recast
             options["value_transposed"] = needs_transposed_codes(x.device)
-        return _OpInput(x, activation, options)
+        return x, activation, options
     if isinstance(source, RotaryHeads):
         q, k, v, cos, sin, _ = source
-        return _OpInput(q, (), {"k": k, "v": v, "cos": cos, "sin": sin})
-    options = source._asdict() | {"keep": request.keep}
-    return _OpInput(options.pop("x"), (), options)
+        return q, (), {"k": k, "v": v, "cos": cos, "sin": sin}
+    options = source._asdict() | {"keep": request.keep_norm}
+    return options.pop("x"), (), options
 
 
 def _cast_by_two_scalings(read: _OpInput, first: Cast, second: Cast, request: CastRequest) -> Operands:
@@ -206,7 +210,7 @@ def _cast(
         if "place" in options:
             options = {**options, "place": options["place"][::-1]}
     arguments = cast.arguments if as_is or transposed_alone else cast.arguments_transposed
-    others: Sequence[Tensor]  # a norm's results; else column sums and what CastRequest's keep or activation asks for
+    others: Sequence[Tensor]  # a norm's results; else column sums and what keep_scale or recast asks for
     if committed is not None:
         (state, forward_amax), (dtype, _, *scaling) = committed, arguments
         arguments = dtype, *scaling, *request.recipe.delayed_update, writes_transposed, pad, column_sum, *activation
@@ -223,24 +227,24 @@ def _cast(
             amax = amax.amax(0, keepdim=True)  # groups share one history
     if transposed_alone:
         return Operands(None, (q_RC, scale_inv), amax)
-    norm = kept_scale = activation_codes = None
+    norm = recast_scale = recast_codes = None
     if is_norm:
         norm = NormResults(*others)
-    elif request.keep:
-        kept_scale = others[1]
-    elif request.activation is not None:
-        activation_codes = others[1] if options["value_transposed"] else others[1].t()
+    elif request.keep_scale:
+        recast_scale = others[1]
+    elif request.recast is not None:
+        recast_codes = others[1] if options["value_transposed"] else others[1].t()
     pair = (q_RC, scale_inv) if as_is else None
     pair_t = None
     if transposed:
         has_one_scale = offsets is None and cast.tile == (ALL, ALL)  # which is its own transpose
         pair_t = q_CR if writes_transposed else q_RC.t(), scale_inv if has_one_scale else scale_inv.t()
-    return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, kept_scale, activation_codes)
+    return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, recast_scale, recast_codes)
 
 
-def cast_by_scale(source: CastSource, cast: CastByScale, pads: bool) -> Tensor:
-    """Return the codes of a source by a known scale, contraction last in the transposed layout that products read."""
-    (x, activation, *_), (scale, dtype) = source, cast
+def recast_alone(source: CastSource, recast: Recast, pads: bool) -> Tensor:
+    """Return an activation's codes again, without its gradient's; the contraction last, as grad_weight reads it."""
+    (x, activation, *_), (scale, dtype) = source, recast
     transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()
@@ -278,8 +282,7 @@ def cast_and_commit(
     (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
     commits = cast is not None and once and cast.is_delayed and not cast.is_packed
     if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
-        read = _OpInput(source, (), {}) if isinstance(source, Tensor) else _op_input(source, request)
-        return _cast(read, cast, None, request, layouts, None, (state, forward_amax))
+        return _cast(_op_input(source, request), cast, None, request, layouts, None, (state, forward_amax))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastByScale, CastRequest, Norm, as_rows, cast_by_scale, cast_role
+from octavo.autograd.casts import CastRequest, Norm, Recast, as_rows, cast_role, recast_alone
 from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.products import (
     BackwardPlan,
@@ -127,17 +127,18 @@ def _forward(
         return h, y, (*saved_norm, *saved)
     (second,) = later_layers
     assert second_weight is not None
-    casts_again = needs_dh and needs_dw2 and _can_cast_again(first, second)
+    recasts = needs_dh and needs_dw2 and _can_recast(first, second)
     result, saved_second = _behind_activation(
-        h, chain.activation, second, second_weight, second_bias, (needs_dh, needs_dw2), casts_again
+        h, chain.activation, second, second_weight, second_bias, (needs_dh, needs_dw2), recasts
     )
     return result, y, (*saved_norm, *saved, *saved_second)
 
 
-def _can_cast_again(first: Layer, second: Layer) -> bool:
-    """Whether the cast of an activation's gradient can write the codes that the second layer's grad_weight reads too.
+def _can_recast(first: Layer, second: Layer) -> bool:
+    """Whether a Recast can stand for the codes of the second layer's input.
 
-    Each of both casts has one scale, and h is saved as it is; what an observer reads is saved.
+    Its cast and that of the activation's gradient have one scale each, and h is saved as it is; what an observer reads
+    is saved.
     """
     (y_cast, _, y_once), (dh_cast, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
     if not (y_once and dh_once) or second.recipe.saved is not None or second.observers:
@@ -154,24 +155,24 @@ def _behind_activation(
     weight: Tensor,
     bias: Tensor | None,
     needs: tuple[bool, bool],
-    casts_again: bool = False,
+    recasts: bool = False,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
 
-    ``casts_again``: backward casts the activation of h again, by the scale that is saved in place of its codes.
+    ``recasts``: the scale of a Recast is saved instead of the activation's codes.
     """
     needs_dh, needs_dw = needs
-    transposed = needs_dw and not casts_again
-    request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=transposed, keep=casts_again, only_products=True)
+    layouts = True, needs_dw and not recasts
+    request = CastRequest(layer.recipe, INPUT, *layouts, keep_scale=recasts, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     for observer in layer.observers:
         produced = functools.partial(kernels.produced, h, activation, None)
         observer.cast(layer.recipe, INPUT, produced, a, layer.rows.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
-    if casts_again:
+    if recasts:
         assert a.as_is is not None
-        saved = saved._replace(x_scale_inv=a.as_is[1], x_scale=a.kept_scale)
+        saved = saved._replace(x_scale_inv=a.as_is[1], recast_scale=a.recast_scale)
     cast = layer.recipe.saved
     saved_h: tuple[Tensor | None, Tensor | None] = None, None  # the tensor or codes, scale_inv
     if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
@@ -262,23 +263,23 @@ def _gradients_of_two_layers(
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
         saved = saved._replace(x_TK=x.to(plan.dtype))
-    cast_again = None  # of the second layer's input, whose codes are not saved
-    if needs_dw and saved.x_scale is not None:
-        cast_again = CastByScale(saved.x_scale, recipe.casts[INPUT].as_is.format.dtype)
+    recast = None  # of the second layer's input
+    if needs_dw and saved.recast_scale is not None:
+        recast = Recast(saved.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
     # GradOutputs are in lists: pop() leaves ``gradients`` the only reference, as it wants
     g2 = [cast_gradient(grad, saved, plan, needs)]
-    needs_now = needs_dh, needs_dw and cast_again is None, needs_db
-    dh, dw2, db2 = gradients(g2.pop() if cast_again is None else g2[0], saved, plan, needs_now)
+    needs_now = needs_dh, needs_dw and recast is None, needs_db
+    dh, dw2, db2 = gradients(g2.pop() if recast is None else g2[0], saved, plan, needs_now)
     g1 = []
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
-        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, cast_again))
+        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, recast))
         del source, dh
-    if cast_again is not None:
-        codes = g1[0].operands.activation_codes if g1 else None
+    if recast is not None:
+        codes = g1[0].operands.recast_codes if g1 else None
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
-            codes = cast_by_scale(CastSource(h, ctx.activation), cast_again, recipe.pads)
+            codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.pads)
         dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
         del codes
     dx, dw, db = gradients(g1.pop(), first_saved, first_plan, first_needs) if g1 else (None, None, None)
@@ -351,7 +352,7 @@ class _ActivatedLinear(torch.autograd.Function):
         needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtype
-        if h_scale_inv is not None:
+        if h_scale_inv is not None:  # to the dtype of torch's gradients of it; ``unrounded`` reads float32
             h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
         if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))

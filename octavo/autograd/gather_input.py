@@ -151,7 +151,7 @@ def cast_norm(
     """
     if wire is not None:
         return _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
-    request = CastRequest(recipe, INPUT, as_is=True, transposed=needs_dw, keep=keep, only_products=True)
+    request = CastRequest(recipe, INPUT, as_is=True, transposed=needs_dw, keep_norm=keep, only_products=True)
     return cast_role(source, request, state)
 
 

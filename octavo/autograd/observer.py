@@ -46,7 +46,8 @@ class LayerCounts(NamedTuple):
         matrices: Tensor,
         pair: tuple[Tile, CodesAndScale] | None,
         swaps: bool,
-        scales: tuple[Tensor | None, Tensor | None],
+        delayed_scale: Tensor | None,
+        shared_scale: Tensor | None,
         experts: slice | None,
     ) -> None:
         """Count what the weight's casts do, as the next forward will make them.
@@ -55,14 +56,13 @@ class LayerCounts(NamedTuple):
             matrices: the weight [N, K], or this rank's experts [E, N, K], in high precision.
             pair: the tile, and (codes, scale_inv), of a weight that has only these: nothing is cast.
             swaps: whether the weight is stored with its last two dimensions swapped.
-            scales: the [3] scales of roles of a Delayed cast, and of one that ranks share; None: by the weight's amax.
+            delayed_scale, shared_scale: [3] by roles, of a Delayed cast and of one that ranks share; None: by the amax.
             experts: which experts these matrices are; None: it is one matrix.
         """
         x_RC, ends = matrices.flatten(0, -2), None
         if experts is not None:
             height = matrices.shape[1]
             ends = torch.arange(height, len(x_RC) + 1, height, dtype=torch.int32, device=x_RC.device)
-        delayed_scale, shared_scale = scales
         for cast, counts, is_transposed in zip(
             self.recipe.weight_casts[:2], self.roles[WEIGHT], (False, True), strict=True
         ):
@@ -168,5 +168,6 @@ class Observer(NamedTuple):
             offsets = padded_ends(offsets, contraction_multiple(tensor.device, pads))
             tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
+            # a faulty grad_output[t, n] makes all of dW[group, n, :] faulty, so that a sum of one column shows it
             result = result[..., 0].sum(-1)[group].unsqueeze(1)
         kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import CastByScale, CastRequest, CodesAndScale, as_rows, cast_and_commit, cast_role, commit
+from octavo.autograd.casts import CastRequest, CodesAndScale, Recast, as_rows, cast_and_commit, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.observer import Observer
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
     x_amax: Tensor | None
     weight_amax: Tensor | None
     delayed_scale: Tensor | None  # by which the weight is cast again, see WeightSource
-    x_scale: Tensor | None = None  # by which backward casts the input again, whose x_q it is to be
+    recast_scale: Tensor | None = None  # instead of x_q, see casts.Recast
 
 
 def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
@@ -185,18 +185,17 @@ def cast_gradient(
     saved: Saved,
     plan: BackwardPlan,
     needs: tuple[bool, bool, bool],
-    activation: CastByScale | None = None,
+    recast: Recast | None = None,
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
     ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what that is computed
-    from: the gradient of an activation of the output, or of heads that rotary positions turned. ``activation``: see
-    CastRequest.
+    from: the gradient of an activation of the output, or of heads that rotary positions turned.
     """
     _, recipe, state, commits, observers, rows = plan.layer
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
-    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, activation=activation)
+    request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, recast=recast)
     rows = rows if offsets is None else Rows(offsets, rows.parts, rows.wire)
     forward_amax = saved.x_amax, saved.weight_amax
     if state is None or not commits:
@@ -228,7 +227,10 @@ def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tenso
 
 
 def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
-    """Return the values that a cast of the source rounds to codes, in float32 if they are computed."""
+    """Return the values that a cast of the source rounds to codes, in float32 if they are computed.
+
+    Codes of h are read in float32, as the cast reads them: not in the layer's dtype, as ``activated_linear`` does.
+    """
     if isinstance(source, Tensor):
         return source
     if isinstance(source, RotaryHeads):

@@ -55,7 +55,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
             pair = stored.granularity.tile, (codes, scale_inv)
         experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
         matrices = local if stored is None else stored.dequantize()
-        layer.count_weight(matrices, pair, module.stores_transposed, (scale, shared.get(place)), experts)
+        layer.count_weight(matrices, pair, module.stores_transposed, scale, shared.get(place), experts)
 
 
 def first_expert(weight: Tensor) -> int:

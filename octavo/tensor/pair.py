@@ -54,10 +54,9 @@ class Operands(NamedTuple):
 
     ``amax`` [1, 1] fp32 is that of a Delayed cast; None where nothing was cast that way. ``column_sum`` [C] of the
     tensor's dtype, where it was asked for and the cast could compute it. ``norm``: where a norm was cast;
-    ``kept_scale`` [1]: of an activation's cast, if it is to be kept; ``activation_codes``: where an activation's
-    gradient was cast, the activation's own codes, transposed. ``source``: of a weight whose ``transposed`` backward
-    casts itself. Tensors that backward reads are saved as they are: FSDP2 may refill a gathered weight's tensors while
-    a backward reads them.
+    ``recast_scale``, ``recast_codes``: of an activation that backward casts again, see autograd/casts.py, Recast.
+    ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that backward reads are saved as they
+    are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
@@ -65,8 +64,8 @@ class Operands(NamedTuple):
     amax: Tensor | None = None
     column_sum: Tensor | None = None
     norm: NormResults | None = None
-    kept_scale: Tensor | None = None
-    activation_codes: Tensor | None = None
+    recast_scale: Tensor | None = None
+    recast_codes: Tensor | None = None
     source: WeightSource | None = None
 
 
