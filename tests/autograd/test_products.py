@@ -1,7 +1,10 @@
 import dataclasses
 import functools
 import itertools
+import re
+import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -277,3 +280,21 @@ def test_a_pass_for_one_weight_leaves_the_other_layer_to_the_next():
     assert not module.fc1.delayed_scale.any() and module.fc2.delayed_scale.all()
     loss.backward()
     assert module.fc1.delayed_scale.all()
+
+
+def test_the_way_of_a_linear_is_as_the_page_on_architecture_says():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## One Linear, function by function\n")[2].partition("\n## ")[0]
+    layer, called = octavo.nn.Linear(K, N, recipe=recipes.delayed()), []
+
+    def note(frame, event, _):
+        if event == "call" and "octavo" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        layer(torch.randn(T, K, requires_grad=True)).sum().backward()
+    finally:
+        sys.setprofile(None)
+    names, later = re.findall(r"`(\w+)`", section.replace("`cast_role` where there is no state", "")), iter(called)
+    assert len(names) == 17 and [name for name in names if name not in later] == []
