@@ -191,16 +191,10 @@ def have_same_inputs(a: State, b: State) -> bool:
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
-    role, shared_history = INPUT, of_a or of_b or next(_fresh_histories)
+    shared_history = of_a or of_b or next(_fresh_histories)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
-        same = all(
-            torch.equal(one, other)
-            for one, other in (
-                (a.scale[role], b.scale[role]),
-                (a.amax_history[role], b.amax_history[role]),
-                (a.before[:, role], b.before[:, role]),
-            )
-        )
+        values = [(state.scale[INPUT], state.amax_history[INPUT], state.before[:, INPUT]) for state in (a, b)]
+        same = all(map(torch.equal, *values))
     for state, history in ((a, of_a), (b, of_b)):
         if history is None:
             facts_of(state.scale).history_id = shared_history if same else next(_fresh_histories)
