@@ -29,6 +29,7 @@ MEASURES = (
     "octavo/nn/saved.py",
     "octavo/nn/known_forwards.py",
     "octavo/autograd/chain.py",
+    "octavo/autograd/norm.py",
     "octavo/autograd/products.py",
 )
 

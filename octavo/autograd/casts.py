@@ -291,11 +291,3 @@ def cast_and_commit(
 def commit(state: State, recipe: Recipe, amaxes: Sequence[Tensor | None], parts: Parts | None) -> None:
     """Enter the amaxes of (input, weight, grad_output) into a delayed state, None where a role was not cast."""
     kernels.delayed_update(*state, *shared_amax(amaxes, parts), *recipe.delayed_update)
-
-
-class Norm(NamedTuple):
-    """A norm without its parameters: kind is "layer_norm" or "rms_norm"."""
-
-    kind: str
-    eps: float
-    zero_centered: bool

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import CastRequest, Norm, Recast, as_rows, cast_role, recast_alone
+from octavo.autograd.casts import CastRequest, Recast, as_rows, cast_role, recast_alone
 from octavo.autograd.gather_input import cast_norm, scattered
+from octavo.autograd.norm import Norm
 from octavo.autograd.products import (
     BackwardPlan,
     Layer,
@@ -52,7 +53,6 @@ from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads
 from octavo.kernels.reference.activation import FUNCTIONS
-from octavo.private import has_storage
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.collectives import summed
 from octavo.tensor.pair import Operands
@@ -388,56 +388,3 @@ def activated_linear(
     else:
         y_TN, _ = _behind_activation(_joined(rows, rows_of_up), activation, layer, weight_NK, bias, (False, False))
     return y_TN if gate.ndim == 2 else y_TN.view(*gate.shape[:-1], y_TN.shape[1])
-
-
-class _LeanNorm(torch.autograd.Function):
-    """An RMS norm of x, or of x + residual, and that sum itself, for the branch around the layers that read the norm.
-
-    It saves its input and a number a row, and computes in float32 with one rounding. Written in torch's operations a
-    norm in bf16 saves its input in float32, the normalised rows, and their factor: 6 bytes an element beside the
-    result. The branch's gradient is added to the norm's as that is written.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, mean, rstd, total = kernels.norm(x, gamma, None, "rms_norm", eps, False, residual)
-        total = x.view_as(x) if residual is None else total
-        ctx.eps = eps
-        ctx.save_for_backward(x if residual is None else total, gamma, mean, rstd)
-        ctx.set_materialize_grads(False)
-        return y, total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, gamma, mean, rstd = ctx.saved_tensors
-        (dy, dtotal), dgamma, create_graph = grads, None, torch.is_grad_enabled()
-        if dy is None:
-            dx = dtotal
-        elif not torch.compiler.is_compiling() and (create_graph or not has_storage(dy)):  # or in batches (vmap)
-            with torch.enable_grad():
-                wide = total.float()
-                y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
-            leaves = [leaf for leaf in (total, gamma) if leaf.requires_grad]
-            grads_of_leaves = iter(torch.autograd.grad(y.to(total.dtype), leaves, dy, create_graph=create_graph))
-            dx, dgamma = (next(grads_of_leaves) if leaf.requires_grad else None for leaf in (total, gamma))
-            dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
-        else:
-            dx, dgamma, _ = kernels.norm_backward(dy, total, gamma, mean, rstd, "rms_norm", False, False, dtotal)
-        _, needs_dresidual, *_ = ctx.needs_input_grad
-        return dx, dx if needs_dresidual else None, dgamma, None
-
-
-def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
-    return norm_and_branch(x, gamma, eps)[0]
-
-
-def norm_and_branch(x: Tensor, gamma: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (``rms_norm`` of t, t for the branch around its readers); t is x, or x + residual in their dtype."""
-    rows, added = as_rows(x), None if residual is None else as_rows(residual)
-    if is_recorded(x, gamma, residual):
-        y, total = _LeanNorm.apply(rows, added, gamma, eps)
-    else:
-        y, _, _, total = kernels.norm(rows, gamma, None, "rms_norm", eps, False, added)
-        total = rows if added is None else total
-    return (y, total) if x.ndim == 2 else (y.view(x.shape), total.view(x.shape))

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.autograd.casts import Norm
 from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.norm import Norm
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of

@@ -2,7 +2,7 @@
 
     feed-forward   act(gate(x)) . up(x), or act(up(x)), then down: the activation is computed as its result is cast for
                    down's product, and is never written in high precision (autograd/chain.py)
-    RMS norm       saves its input, and no copies of it in float32 (autograd/chain.py)
+    RMS norm       saves its input, and no copies of it in float32 (autograd/norm.py)
 
 A module becomes a subclass of its own class, as a linear layer does: parameters, parts, hooks and names stay. Known are
 the forwards that stand here as ``known``, as transformers writes them: a class whose forward has the same instructions
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.chain import activated_linear, norm_and_branch
+from octavo.autograd.chain import activated_linear
+from octavo.autograd.norm import norm_and_branch
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-import octavo
 from octavo import HigherOrderGradientError, recipes
 from octavo.autograd import chain as module
-from octavo.autograd.casts import CastRequest, Norm, cast_role
-from octavo.autograd.chain import Chain, activated_linear, norm_and_branch, rms_norm, run_chain
+from octavo.autograd.casts import CastRequest, cast_role
+from octavo.autograd.chain import Chain, activated_linear, run_chain
 from octavo.autograd.gather_input import cast_norm
+from octavo.autograd.norm import Norm, norm_and_branch
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.rows import Parts, Rows
@@ -22,7 +22,7 @@ from octavo.scaling.recipe import WEIGHT
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
-T, K, F, N = 48, 64, 96, 40
+T, K, F, N, EPS = 48, 64, 96, 40, 1e-5
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 
 
@@ -162,7 +162,7 @@ def test_only_the_norms_output_is_read():
         grads = torch.autograd.grad(y.sum(), (x, gamma, *parameters_of_layer), allow_unused=True)
     assert ops.calls["matmul"] == calls["matmul"] == 1
     assert grads[2:] == (None, None) and all(map(torch.equal, described.state, history))
-    expected = torch.autograd.grad(rms_norm(x, gamma, EPS).sum(), (x, gamma))
+    expected = torch.autograd.grad(norm_and_branch(x, gamma, EPS)[0].sum(), (x, gamma))
     assert all(map(torch.equal, grads, expected))
 
 
@@ -309,64 +309,3 @@ def test_nothing_is_cast_that_no_gradient_reads():
     up = torch.ones(T, F, requires_grad=True)
     activated_linear(torch.ones(T, F), up, parameters_of_layer[0].detach(), None, described, "reglu").sum().backward()
     assert up.grad is not None
-
-
-# --- an RMS norm alone
-
-EPS = 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_norm_of_a_fused_module_bit_for_bit(dtype):
-    module = octavo.nn.RMSNormLinear(96, 32, EPS, bias=False, return_norm_output=True, dtype=dtype)
-    torch.nn.init.normal_(module.norm.weight)
-    x = torch.randn(3, 17, 96, dtype=dtype, requires_grad=True)
-    _, expected = module(x)
-    normed = rms_norm(x, module.norm.weight, EPS)
-    assert torch.equal(normed, expected)
-    with torch.no_grad():
-        assert torch.equal(rms_norm(x, module.norm.weight, EPS), expected)
-    grad = torch.randn_like(x)
-    inputs = x, module.norm.weight
-    for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (normed, expected)), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_branch_alone_has_a_gradient():
-    x, residual, gamma = (torch.randn(size, requires_grad=True) for size in ((5, 8), (5, 8), (8,)))
-    normed, total = norm_and_branch(x, gamma, EPS, residual)
-    assert normed.requires_grad and torch.equal(total, x + residual)
-    grad = torch.randn(5, 8)
-    total.backward(grad)
-    assert torch.equal(x.grad, grad) and torch.equal(residual.grad, grad) and gamma.grad is None
-
-
-def test_second_derivatives_are_torchs():
-    x, gamma = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    second_derivatives = []
-    for norm in (rms_norm, lambda x, gamma, eps: torch.nn.functional.rms_norm(x, (8,), gamma, eps)):
-        dx, dgamma = torch.autograd.grad(norm(x, gamma, EPS).square().sum(), (x, gamma), create_graph=True)
-        second_derivatives.append(torch.autograd.grad(dx.square().sum() + dgamma.square().sum(), (x, gamma)))
-    for a, b in zip(*second_derivatives, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    x.requires_grad_(False)
-    (dgamma,) = torch.autograd.grad(rms_norm(x, gamma, EPS).square().sum(), gamma, create_graph=True)
-    assert dgamma.requires_grad
-
-
-def test_gradients_in_batches_are_torchs():
-    x, gamma = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    directions = torch.randn(3, 5, 8)
-    batched, torchs = (
-        torch.autograd.grad(norm(x, gamma, EPS), (x, gamma), directions, is_grads_batched=True)
-        for norm in (rms_norm, lambda x, gamma, eps: torch.nn.functional.rms_norm(x, (8,), gamma, eps))
-    )
-    torch.testing.assert_close(batched, torchs)
-
-
-def test_it_saves_its_input_and_a_number_a_row():
-    saved = []
-    x, gamma = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, dtype=torch.bfloat16)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        rms_norm(x, gamma, EPS)
-    assert sum(t.untyped_storage().nbytes() for t in saved if t is not gamma) == 64 * 32 * 2 + 64 * 4
