@@ -151,7 +151,7 @@ class Work(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """What computed a tensor: after how many products one after the other, and whether a product itself did."""
+    """The origin of a tensor: after how many products one after the other, and whether a product itself made it."""
 
     products: int
     is_product: bool

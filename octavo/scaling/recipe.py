@@ -141,7 +141,7 @@ _SCALING = ("dtype", "tile", "power_of_two", "margin")  # a cast op's arguments
 
 
 class _DerivedOfCast:
-    """What a Cast derives from its fields, once, for every cast to read."""
+    """The values that a Cast derives from its fields, once, for every cast to read."""
 
     tile: Tile  # the granularity's
     is_delayed: bool
@@ -287,7 +287,7 @@ class RoleCasts(NamedTuple):
 
 
 class _DerivedOfRecipe:
-    """What a Recipe derives from its fields, once, for every forward to read."""
+    """The values that a Recipe derives from its fields, once, for every forward to read."""
 
     input_casts: RoleCasts
     weight_casts: RoleCasts
