@@ -39,10 +39,10 @@ from octavo.weights.plain import (
     WeightOwner,
     check_readable,
     check_stored_granularity,
-    stored_granularity,
     weight_of,
 )
-from octavo.weights.stored import FROZEN_ONLY, StoredWeight, local_stored, store, stored_as, why_cut_blocks
+from octavo.weights.storable import FROZEN_ONLY, stored_granularity, why_cut_blocks
+from octavo.weights.stored import StoredWeight, local_stored, store, stored_as
 
 LEFT_OUT = "select returned False"
 

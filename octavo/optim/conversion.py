@@ -25,7 +25,8 @@ from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
-from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut_blocks
+from octavo.weights.storable import why_cut_blocks
+from octavo.weights.stored import StoredWeight, local_stored, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 

@@ -22,7 +22,8 @@ from octavo.granularity import Granularity
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
-from octavo.weights.stored import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
+from octavo.weights.storable import granularity_of_scales
+from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 

@@ -31,7 +31,7 @@ from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, BLOCK, MX, Granularity, PerBlock, PerRow, PerTensor
+from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -43,11 +43,16 @@ from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
 from octavo.weights.fsdp2 import FirstHookResult, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
 from octavo.weights.reader import WeightReader
+from octavo.weights.storable import (
+    FROZEN_ONLY,
+    STORABLE,
+    granularity_of_scales,
+    stored_granularity,
+    uneven_experts,
+    why_not_shardable,
+)
 
 aten = torch.ops.aten
-
-STORABLE = (PerTensor(), PerBlock(BLOCK, BLOCK))  # elements of a weight in FP8 that share a scale
-FROZEN_ONLY = (PerRow(), PerBlock(*MX))  # of frozen weights too: backward's product needs other codes than forward's
 
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
@@ -178,8 +183,7 @@ class StoredWeight(ShardHooks, Pair):
         else:
             pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
-        # a whole weight of one block is stored per tensor
-        stored_by = granularity if is_shard or granularity in FROZEN_ONLY else None
+        stored_by = granularity if is_shard else stored_granularity(granularity, weight.shape)
         stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
         if keep_rest and granularity in STORABLE and not weight.is_meta:
             stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
@@ -410,15 +414,6 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
-def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity | None:
-    """Return the granularity of a weight [N, K] or [E, N, K] by the shape of its scales; None if they don't fit.
-
-    Where two granularities have the same shape, they mean the same elements.
-    """
-    granularities = (one for one in STORABLE + FROZEN_ONLY if one.of_matrices(shape).scale_shape(shape) == scales)
-    return next(granularities, None)
-
-
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as those of a weight that is trained must be."""
     return scale_inv.is_meta or bool((torch.frexp(scale_inv.float())[0] == 0.5).all())
@@ -428,44 +423,6 @@ def local_stored(weight: Any) -> StoredWeight | None:
     """Return a weight that is a StoredWeight, or this rank's shard of a sharded one; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
-
-
-def why_not_shardable(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
-    """Return why a weight [N, K] of this granularity can't be cut over ranks by rows (columns: ``dim`` 1), or None."""
-    size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
-    if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
-        return None
-    what = "rows" if dim == 0 else "columns"
-    if granularity in FROZEN_ONLY:
-        return (
-            f"a weight {tuple(shape)} stored {granularity} can't be sharded over {ranks} ranks by its {what}: shard it "
-            f"by rows over ranks that each get as many{'' if step == ALL else f', by columns in multiples of {step}'}"
-        )
-    return (
-        f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
-        "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
-        f"128 {what} (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-    )
-
-
-def why_cut_blocks(weight: Any, granularity: Granularity) -> str | None:
-    """Return why a DTensor can't be stored by this granularity, if its shards would cut blocks; or None."""
-    ranks = [1] * max(weight.ndim, 2)
-    for mesh_dim, placement in enumerate(getattr(weight, "placements", ())):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            ranks[dim] *= weight.device_mesh.size(mesh_dim)
-    if weight.ndim == 3:
-        return uneven_experts(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
-    reasons = [why_not_shardable(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
-    return reasons[0] or reasons[1]
-
-
-def uneven_experts(weight: Any) -> str:
-    """Return why these experts can't be sharded in other ways than as many on each rank."""
-    return (
-        f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
-        "have as many each: shard by experts, Shard(0), over a number of ranks that divides them (HSDP)"
-    )
 
 
 # --- rules of the ops that torch may apply to it ----------------------------------------------------------------------

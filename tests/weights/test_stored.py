@@ -3,29 +3,19 @@ import gc
 import io
 import pickle
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import Replicate, Shard
 
 import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
 from octavo.numerics import scale_inv_dtype
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.weights.stored import (
-    FROZEN_ONLY,
-    STORABLE,
-    StoredWeight,
-    add_adapter,
-    local_stored,
-    put_into,
-    store,
-    why_cut_blocks,
-)
+from octavo.weights.storable import FROZEN_ONLY, STORABLE
+from octavo.weights.stored import StoredWeight, add_adapter, local_stored, put_into, store
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300
@@ -235,18 +225,6 @@ def test_what_a_part_can_not_be_is_refused():
     ):
         with pytest.raises(UnsupportedOpError, match=rf"aten\.{name}.* of a weight that is stored in FP8"):
             refused()
-
-
-@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], ids=str)
-def test_replicas_do_not_cut_blocks(placements):
-    """Of a mesh of 2 x 2 ranks only one dimension divides the rows."""
-    mesh = SimpleNamespace(size=lambda at: 2)
-    sharded = SimpleNamespace(ndim=2, shape=torch.Size((256, 128)), placements=placements, device_mesh=mesh)
-    assert why_cut_blocks(sharded, PerBlock(128, 128)) is None
-    sharded.placements = [Shard(0), Shard(0)]
-    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut_blocks(
-        sharded, PerBlock(128, 128)
-    )
 
 
 def test_a_part_that_is_one_block_stays_of_blocks():
