@@ -341,30 +341,33 @@ class StoredWeight(ShardHooks, Pair):
         return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def write(self, other: Tensor) -> StoredWeight:
-        """Write another's values: of a stored one its pair if this one may have its scales, any others cast.
+        """Write another's values, unless the weight has them: its scale then stays, on which a master's rest depends.
 
-        If the weight has these values already its scale stays, on which a master's rest depends. uint8 are a file's
-        codes.
+        other                          what is written        the scale of a shard that is per tensor is then
+        a stored weight whose scales   its codes and scales   the whole weight's, if ``other`` is a shard that has
+        this one may have                                     it; else this rank's own
+        any other stored weight, or    what they are cast to  this rank's own
+        values
+        uint8, for a shard             a file's codes         NaN, until load_state_dict reads the file's
         """
         if self.is_meta:
             return self
-        pair: StoredWeight | None = None
+        is_shard_of_one_scale = self.is_shard and self.has_one_scale
         if isinstance(other, StoredWeight):
-            has_scales = other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
-            pair, other = (other, other) if has_scales else (None, other.before_cast())
-        # decided without values, so that all ranks decide alike
-        self.known.scale_is_local = (
-            self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.scale_is_local)
-        )
-        if pair is not None:
-            if pair.shape != self.shape or not self.equals(pair):
-                self._write_pair(pair)
-        elif self.is_shard and other.dtype == torch.uint8:
+            # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
+            if other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
+                self.known.scale_is_local = is_shard_of_one_scale and (not other.is_shard or other.known.scale_is_local)
+                if other.shape != self.shape or not self.equals(other):
+                    self._write_pair(other)
+                return self
+            other = other.before_cast()
+        self.known.scale_is_local = is_shard_of_one_scale
+        if self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
-        else:
-            values = other.to(self.device).expand(self.shape)
-            if not torch.equal(self.before_cast(), values.to(self.dtype)):
-                self._write_pair(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
+            return self
+        values = other.to(self.device).expand(self.shape)
+        if not torch.equal(self.before_cast(), values.to(self.dtype)):
+            self._write_pair(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
         return self
 
     def _write_pair(self, other: StoredWeight) -> None:
