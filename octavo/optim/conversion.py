@@ -201,7 +201,7 @@ def _change(
         if storage_changes:
             store(param, storage[param])
             if (shard := local_stored(param)) is not None:
-                shard.known.awaited = True
+                shard.facts.awaited = True
         return
     old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, old_settings)

@@ -104,8 +104,8 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, scale_inv: Tensor | 
     scales = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if scale_inv is not None and tuple(scale_inv.shape) == shape:
         is_its_own = scale_inv.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
-        scales.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else scale_inv)
-    shard.known.replaced_scale = None
+        scales.copy_(shard.facts.replaced_scale if is_its_own and shard.facts.replaced_scale is not None else scale_inv)
+    shard.facts.replaced_scale = None
     scales = maximum_over_ranks(scales, *mesh.get_all_groups())
     if not bool((scales > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")

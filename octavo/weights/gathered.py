@@ -218,7 +218,7 @@ class InFP8(Way):
         assert self.codes is not None
         codes = self.codes.on(shard.device)
         read = functools.partial(self.shard_cast.read, codes=codes, pads=module.fp8.recipe.pads)
-        return codes.sent, unshard.second_hook(read, codes.known, module.stores_transposed)
+        return codes.sent, unshard.second_hook(read, codes.unsent, module.stores_transposed)
 
 
 class Gather:

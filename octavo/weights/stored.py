@@ -58,8 +58,8 @@ WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.z
 
 
 @dataclass(eq=False)
-class Known:
-    """Facts about a weight in FP8 besides its pair. Its aliases, ``.data`` say, share one object.
+class TrainingFacts:
+    """Facts about how a weight in FP8 is trained, besides its pair. Its aliases, ``.data`` say, share one object.
 
     Attributes:
         low_bits: int8 [N, K]: the bits of the cast values that the codes do not hold.
@@ -77,7 +77,7 @@ class Known:
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Known, (self.low_bits, False, self.is_frozen, self.scale_is_local)
+        return TrainingFacts, (self.low_bits, False, self.is_frozen, self.scale_is_local)
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -99,7 +99,7 @@ class StoredWeight(ShardHooks, Pair):
 
     granularity: Granularity
     is_shard: bool
-    known: Known
+    facts: TrainingFacts
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
@@ -126,7 +126,7 @@ class StoredWeight(ShardHooks, Pair):
                 "offload it in high precision (octavo.restore(model), or octavo.convert without weight_storage)"
             )
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
-        self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
+        self.qdata, self.scale_inv, self.is_shard, self.facts = qdata, scale_inv, is_shard, TrainingFacts()
         self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or STORABLE[1]
         return self
 
@@ -191,11 +191,11 @@ class StoredWeight(ShardHooks, Pair):
 
     @property
     def low_bits(self) -> Tensor | None:
-        return self.known.low_bits
+        return self.facts.low_bits
 
     @low_bits.setter
     def low_bits(self, bits: Tensor | None) -> None:
-        self.known.low_bits = bits
+        self.facts.low_bits = bits
 
     @property
     def requires_grad(self) -> bool:
@@ -206,12 +206,12 @@ class StoredWeight(ShardHooks, Pair):
     def requires_grad(self, trains: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, trains)  # type: ignore[attr-defined]
         if trains:
-            self.known.is_frozen = False
+            self.facts.is_frozen = False
         elif isinstance(self, torch.nn.Parameter):
-            self.known.is_frozen = True
-            self.low_bits = self.low_bits if self.known.awaited else None
+            self.facts.is_frozen = True
+            self.low_bits = self.low_bits if self.facts.awaited else None
         else:  # a frozen parameter is made of it, perhaps beside one that is trained
-            self.known = Known(is_frozen=True)
+            self.facts = TrainingFacts(is_frozen=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
         """Set ``requires_grad``, see there, and return the weight."""
@@ -236,9 +236,9 @@ class StoredWeight(ShardHooks, Pair):
 
     def become(self, other: StoredWeight) -> None:
         """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``low_bits`` still does."""
-        known = replace(other.known, awaited=self.known.awaited)
+        facts = replace(other.facts, awaited=self.facts.awaited)
         put_into(self, other)  # type: ignore[arg-type]
-        self.known = known
+        self.facts = facts
 
     @property
     def has_one_scale(self) -> bool:
@@ -287,20 +287,20 @@ class StoredWeight(ShardHooks, Pair):
         """Return a copy with its tensors moved."""
         low_bits = None if self.low_bits is None else move(self.low_bits)
         copied = self._like(move(self.qdata), move(self.scale_inv), low_bits, dtype=dtype or self.dtype)
-        copied.known.awaited = False
+        copied.facts.awaited = False
         return copied
 
     def alias(self) -> StoredWeight:
         """Return a new object over the same memory."""
         view = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
-        view.known = self.known
+        view.facts = self.facts
         return view
 
     def _like(self, qdata: Tensor, scale_inv: Tensor, low_bits: Tensor | None = None, **others: Any) -> StoredWeight:
         """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        weight.known = replace(self.known, low_bits=low_bits)
+        weight.facts = replace(self.facts, low_bits=low_bits)
         attribute_names = ("part", "layer_name")
         vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
         return weight
@@ -338,7 +338,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def may_have(self, scale_inv: Tensor) -> bool:
         """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
-        return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
+        return (self.facts.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def write(self, other: Tensor) -> StoredWeight:
         """Write another's values, unless the weight has them: its scale then stays, on which a master's rest depends.
@@ -356,18 +356,18 @@ class StoredWeight(ShardHooks, Pair):
         if isinstance(other, StoredWeight):
             # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
             if other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
-                self.known.scale_is_local = is_shard_of_one_scale and (not other.is_shard or other.known.scale_is_local)
+                self.facts.scale_is_local = is_shard_of_one_scale and (not other.is_shard or other.facts.scale_is_local)
                 if other.shape != self.shape or not self.equals(other):
                     self._write_pair(other)
                 return self
             other = other.before_cast()
-        self.known.scale_is_local = is_shard_of_one_scale
+        self.facts.scale_is_local = is_shard_of_one_scale
         if self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
             return self
         values = other.to(self.device).expand(self.shape)
         if not torch.equal(self.before_cast(), values.to(self.dtype)):
-            self._write_pair(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
+            self._write_pair(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
         return self
 
     def _write_pair(self, other: StoredWeight) -> None:
@@ -378,7 +378,7 @@ class StoredWeight(ShardHooks, Pair):
             self.low_bits.copy_(other.low_bits)  # of a view of rows, as FSDP2 fills its shards
         elif self.low_bits is not None:
             self.low_bits.zero_()
-        elif other.low_bits is not None and not self.known.is_frozen:
+        elif other.low_bits is not None and not self.facts.is_frozen:
             self.low_bits = other.low_bits.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
@@ -391,7 +391,7 @@ class StoredWeight(ShardHooks, Pair):
                 "octavo.export.load_fp8 or octavo.distributed.checkpoint"
             )
         self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
-        self.known.replaced_scale = self.scale_inv.clone()
+        self.facts.replaced_scale = self.scale_inv.clone()
         self.scale_inv.fill_(torch.nan)
         self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
@@ -447,7 +447,7 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
 
 
 def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
-    if weight.is_shard or not weight.known.is_frozen or not isinstance(other, Tensor):
+    if weight.is_shard or not weight.facts.is_frozen or not isinstance(other, Tensor):
         return NotImplemented
     if func is aten.add_.Tensor:
         return add_adapter(weight, other, alpha)
@@ -505,7 +505,7 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
         lambda weight: weight.qdata.view(torch.uint8),
         lambda weight: weight.scale_inv.view(torch.uint8),
     ]
-    if not outputs[0].known.is_frozen:
+    if not outputs[0].facts.is_frozen:
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
             if weight.low_bits is None:  # another rank may have one
                 weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
@@ -575,7 +575,7 @@ if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
-torch.serialization.add_safe_globals([StoredWeight, Known])
+torch.serialization.add_safe_globals([StoredWeight, TrainingFacts])
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
@@ -586,19 +586,19 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     shard = local_stored(param)
     if shard is None or shard.is_meta:
         return
-    if shard.has_one_scale and (just_cut or shard.known.scale_is_local):
+    if shard.has_one_scale and (just_cut or shard.facts.scale_is_local):
         largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
         if largest != -least:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
             keep_rest = shard.low_bits is not None or param.requires_grad
             shard.write(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
-    shard.known.scale_is_local = False
+    shard.facts.scale_is_local = False
 
 
 def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
     """Return a shard of a DTensor, or a copy of it on another device, as ``agree_on_scale`` leaves it."""
-    if (stored := local_stored(param)) is None or not shard.known.scale_is_local:
+    if (stored := local_stored(param)) is None or not shard.facts.scale_is_local:
         return shard
     agree_on_scale(param)
     return stored.moved(lambda tensor: tensor.to(shard.device))

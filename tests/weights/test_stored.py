@@ -288,10 +288,10 @@ def test_a_part_in_a_row_is_the_same_codes():
 def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
     part, other = stored().chunk(2)
     part.copy_(other)
-    assert same(part, other) and not part.known.scale_is_local
+    assert same(part, other) and not part.facts.scale_is_local
     for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
-        part.known.scale_is_local = False
-        assert part.copy_(values).known.scale_is_local
+        part.facts.scale_is_local = False
+        assert part.copy_(values).facts.scale_is_local
     blocks = stored(PerBlock(128, 128), shape=(512, K)).chunk(2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
@@ -500,7 +500,7 @@ def test_the_parameter_itself_and_torchs_seed():
 @MERGED
 def test_what_an_optimizer_would_have_begun_with_is_the_merged_weight():
     weight = frozen()
-    weight.known.awaited = True
+    weight.facts.awaited = True
     weight.requires_grad_(True).data.copy_(torch.randn(384, 256))
     weight.requires_grad_(False).data += adapter(weight, 0.1)
     assert weight.low_bits is not None and torch.equal(weight.before_cast(), weight.dequantize())
