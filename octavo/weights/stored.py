@@ -156,13 +156,13 @@ class StoredWeight(ShardHooks, Pair):
         cls,
         weight: Tensor,
         granularity: Granularity = STORABLE[0],
-        keep_rest: bool = False,
+        keep_low_bits: bool = False,
         like: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> StoredWeight:
         """Cast a high-precision matrix [N, K], or experts' [E, N, K], to FP8; ValueError for other granularities.
 
-        ``keep_rest``: keep the bits that rounding takes away, to 12 in all, for an optimizer's master to begin from;
+        ``keep_low_bits``: keep the bits that rounding takes away, to 12 in all: an optimizer's master begins from them;
         ``like``: has the result's dtype. If it is a DTensor, ``weight`` is this rank's shard of it, and a scale per
         tensor is from the whole weight's amax: collective; ``amax``: [1, 1] in its place, the same on all ranks.
         """
@@ -185,7 +185,7 @@ class StoredWeight(ShardHooks, Pair):
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
         stored_by = granularity if is_shard else stored_granularity(granularity, weight.shape)
         stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
-        if keep_rest and granularity in STORABLE and not weight.is_meta:
+        if keep_low_bits and granularity in STORABLE and not weight.is_meta:
             stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
@@ -591,8 +591,8 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
         if largest != -least:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
-            keep_rest = shard.low_bits is not None or param.requires_grad
-            shard.write(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
+            keep_low_bits = shard.low_bits is not None or param.requires_grad
+            shard.write(StoredWeight.cast(value, PerTensor(), keep_low_bits, param, amax))
     shard.facts.scale_is_local = False
 
 
