@@ -35,6 +35,11 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[key] = plain(weight)
         return
+    destination[key], destination[f"{key}{SCALE_INV}"] = _saved_pair(weight, stored)
+
+
+def _saved_pair(weight: Tensor, stored: StoredWeight) -> tuple[Tensor, Tensor]:
+    """Return (codes, scale_inv) as a state_dict holds them; ``stored``: the weight itself, or this rank's shard."""
     agree_on_scale(weight)
     codes, scale_inv = stored.qdata.detach().view(torch.uint8).unsqueeze(-2), stored.scale_inv.detach()
     scale_inv = scale_inv.view(torch.uint8) if scale_inv.dtype == E8M0 else scale_inv
@@ -43,14 +48,12 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
         codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), columns_dim=weight.ndim)
         if not stored.has_one_scale:
             scale_inv = like_sharded(scale_inv, weight, stored.scales_shape(shape))
-    destination[key], destination[f"{key}{SCALE_INV}"] = codes, scale_inv
+    return codes, scale_inv
 
 
 def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
     """Return (codes [N, K] or [E, N, K], scale_inv) of the whole weight that ``shard`` is part of; collective."""
-    pair: dict[str, Any] = {"": weight}
-    save_plain(pair, "", False)
-    codes, scale_inv = map(whole, pair.values())
+    codes, scale_inv = map(whole, _saved_pair(weight, shard))
     return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv.view(shard.scale_inv.dtype)
 
 

@@ -31,7 +31,7 @@ from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity, PerTensor
+from octavo.granularity import ALL, Granularity, PerTensor, tiles_along
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -318,7 +318,7 @@ class StoredWeight(ShardHooks, Pair):
             if start % step or (stop % step and stop != self.shape[dim]):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
-            scale_inv = cut(scale_inv, start // step, -(-stop // step))
+            scale_inv = cut(scale_inv, start // step, tiles_along(stop, step))
         return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
 
     def rows(self, start: int, stop: int) -> StoredWeight:
@@ -478,7 +478,7 @@ def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any
     total, dim = weight.shape[dim], dim % weight.ndim
     if weight.ndim == 3 and (dim or total % size):
         raise UnsupportedOpError(uneven_experts(weight))
-    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, -(-total // size), dim)):
+    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, tiles_along(total, size), dim)):
         raise UnsupportedOpError(why)
     return [weight.shard(start, min(start + size, total), dim) for start in range(0, total, size)]
 
