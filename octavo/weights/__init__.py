@@ -11,8 +11,8 @@ reader.py     what these files need of a module that multiplies by a weight
 What is done with a weight has one name, whichever way it is kept:
 
              operands            write               send (FSDP2)           save, load
-    plain    fp8_operands        its optimizer       InFP8, CastAfter, Way  save_plain, load_stored
-    stored   StoredWeight's      StoredWeight.write  AsStored               save_plain, load_stored
+    plain    fp8_operands        its optimizer       InFP8, CastAfter, Way  save_as_tensors, load_stored
+    stored   StoredWeight's      StoredWeight.write  AsStored               save_as_tensors, load_stored
     gathered GatheredWeight's    GatheredWeight.write
     kept     KeptOperands'       KeptWeights.cast
 """

@@ -21,19 +21,19 @@ from torch import Tensor
 from octavo.granularity import Granularity
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, whole, without_hooks
 from octavo.weights.storable import granularity_of_scales
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 
 
-def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
+def save_as_tensors(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
     """Make a state_dict's weight of this key plain; of a weight in FP8, codes and scales under two keys; in place."""
     weight: Any = destination.get(key)
     if (stored := local_stored(weight)) is None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
-            destination[key] = plain(weight)
+            destination[key] = without_hooks(weight)
         return
     destination[key], destination[f"{key}{SCALE_INV}"] = _saved_pair(weight, stored)
 

@@ -207,7 +207,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return shard.as_subclass(Tensor) if isinstance(shard, ShardedWeight) else shard
 
 
-def plain(param: Any) -> Tensor:
+def without_hooks(param: Any) -> Tensor:
     """Return a DTensor whose local tensor is plain, over the same storage; anything else as it is."""
     has_hooks = isinstance(local_tensor(param), ShardedWeight)
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
@@ -255,7 +255,7 @@ def whole(value: T) -> T:
     """Return a sharded tensor, or norm, as a whole on its mesh's device: all ranks call it; else ``value``."""
     if not hasattr(value, "full_tensor"):
         return value
-    sharded: Any = plain(value)
+    sharded: Any = without_hooks(value)
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 

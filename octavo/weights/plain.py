@@ -36,7 +36,7 @@ from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.weights.files import load_stored, save_plain, whole_pair
+from octavo.weights.files import load_stored, save_as_tensors, whole_pair
 from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import FROZEN_ONLY, stored_granularity
@@ -95,7 +95,7 @@ class WeightOwner(nn.Module):
         """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key in self.weight_readers:
-            save_plain(destination, f"{prefix}{key}", keep_vars)
+            save_as_tensors(destination, f"{prefix}{key}", keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load values or FP8 codes, and forget what belongs to the weight that is replaced."""
