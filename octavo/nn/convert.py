@@ -35,7 +35,7 @@ from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.fsdp2 import forget_gathered, groups_of
 from octavo.weights.gathered import GatherGroup, settings_of
-from octavo.weights.plain import (
+from octavo.weights.operands import (
     WeightOwner,
     check_readable,
     check_stored_granularity,

@@ -1,6 +1,6 @@
 """Weights of layers: their codes now, and who may write them.
 
-plain.py      a weight as products read it: which of the ways below, in order, else cast in each forward
+operands.py   a weight as products read it: which of the ways below, in order, else cast in each forward
 stored.py     a parameter that lives in FP8: its optimizer writes codes; storable.py says which elements share a scale
 gathered.py   under FSDP2: written at its unshard; shard_cast.py casts shards, fsdp2.py has FSDP2's hooks, and shards
 kept.py       KeptWeights: written on command

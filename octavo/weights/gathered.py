@@ -52,7 +52,7 @@ from octavo.weights.fsdp2 import (
     on_this_rank,
     padded_rows,
 )
-from octavo.weights.plain import forget_if_written, weight_of
+from octavo.weights.operands import forget_if_written, weight_of
 from octavo.weights.reader import WeightReader
 from octavo.weights.shard_cast import ShardCast, ShardCodes, WeightScales, is_cast_in_one_launch, is_square
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale

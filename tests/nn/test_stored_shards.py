@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import octavo
 from octavo import UnsupportedOpError, recipes
 from octavo.nn.recipe_module import RecipeModule
-from octavo.weights.plain import fp8_pair
+from octavo.weights.operands import fp8_pair
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.expert_models import H, Mixture
