@@ -135,8 +135,7 @@ def fp8_operands(
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:
-        kept_operands = module.fp8.kept_operands.operands(parameter, state)
-        if kept_operands is not None:
+        if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)

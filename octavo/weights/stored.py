@@ -21,6 +21,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -285,8 +286,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """Return a copy with its tensors moved."""
-        low_bits = None if self.low_bits is None else move(self.low_bits)
-        copied = self._like(move(self.qdata), move(self.scale_inv), low_bits, dtype=dtype or self.dtype)
+        copied = self._like(move(self.qdata), move(self.scale_inv), move, dtype=dtype or self.dtype)
         copied.facts.awaited = False
         return copied
 
@@ -296,13 +296,16 @@ class StoredWeight(ShardHooks, Pair):
         view.facts = self.facts
         return view
 
-    def _like(self, qdata: Tensor, scale_inv: Tensor, low_bits: Tensor | None = None, **others: Any) -> StoredWeight:
-        """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
+    def _like(self, qdata: Tensor, scale_inv: Tensor, move: Any = None, **others: Any) -> StoredWeight:
+        """Return a weight of other tensors, and else of this one's attributes but for ``others``.
+
+        ``move``: makes its low bits of this one's, if this one has them; None: it has none.
+        """
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
+        low_bits = None if move is None or self.low_bits is None else move(self.low_bits)
         weight.facts = replace(self.facts, low_bits=low_bits)
-        attribute_names = ("part", "layer_name")
-        vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
+        vars(weight).update({name: vars(self)[name] for name in ("part", "layer_name") if name in vars(self)})
         return weight
 
     def shard(self, start: int, stop: int, dim: int = 0) -> StoredWeight:
@@ -311,7 +314,7 @@ class StoredWeight(ShardHooks, Pair):
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
 
-        scale_inv, low_bits = self.scale_inv, None if self.low_bits is None else cut(self.low_bits)
+        scale_inv = self.scale_inv
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
         elif (step := self.granularity.tile[dim]) != ALL:
@@ -319,13 +322,12 @@ class StoredWeight(ShardHooks, Pair):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
             scale_inv = cut(scale_inv, start // step, tiles_along(stop, step))
-        return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
+        return self._like(cut(self.qdata), scale_inv, cut, is_shard=True)
 
     def rows(self, start: int, stop: int) -> StoredWeight:
         """Return a copy of rows start to stop as a weight of its own; its scale per tensor is this one's at first."""
         part = self.shard(start, stop)  # over this one's memory
-        low_bits = None if part.low_bits is None else part.low_bits.clone()
-        return part._like(part.qdata.clone(), part.scale_inv.clone(), low_bits, is_shard=False)
+        return part._like(part.qdata.clone(), part.scale_inv.clone(), torch.clone, is_shard=False)
 
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, as far as they are known."""
@@ -460,8 +462,8 @@ def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> An
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Apply the rule of empty_like, for Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    low_bits = None if weight.low_bits is None else torch.zeros_like(weight.low_bits, device=device)
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, low_bits, dtype=dtype or weight.dtype)
+    zeros = partial(torch.zeros_like, device=device)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, zeros, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
@@ -495,7 +497,7 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
-    return weight._like(codes, weight.scale_inv, None if weight.low_bits is None else F.pad(weight.low_bits, pad))
+    return weight._like(codes, weight.scale_inv, lambda low_bits: F.pad(low_bits, pad))
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
@@ -525,11 +527,9 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     if options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    low_bits = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
-    scale_inv = weight.scale_inv.clone()
-    if not weight.has_one_scale:
-        scale_inv = scale_inv.new_ones(weight.scales_shape(size))
-    return weight._like(codes, scale_inv, low_bits, is_shard=True)
+    scales = weight.scale_inv
+    scales = scales.clone() if weight.has_one_scale else scales.new_ones(weight.scales_shape(size))
+    return weight._like(codes, scales, lambda low_bits: low_bits.new_zeros(size), is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
@@ -606,8 +606,7 @@ def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
 
 def stored_as(weight: Tensor | None) -> Granularity | None:
     """Return which elements of a weight in FP8 share a scale; None for a weight in high precision."""
-    stored = local_stored(weight)
-    return None if stored is None else stored.granularity
+    return getattr(local_stored(weight), "granularity", None)
 
 
 def store(param: torch.nn.Parameter | None, granularity: Granularity | None) -> None:
