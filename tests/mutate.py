@@ -38,7 +38,7 @@ SOURCES = [
     *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),
     *(f"octavo/kernels/{name}.py" for name in BESIDE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
-    *(f"octavo/weights/{name}.py" for name in ("plain", "kept", "writes")),
+    *(f"octavo/weights/{name}.py" for name in ("operands", "kept", "writes")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
@@ -48,7 +48,7 @@ TESTS = [
         for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", "nvfp4", "nvfp4_cpu", *BESIDE)
     ),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
-    *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/weights/test_gathered.py"),
+    *("tests/weights/test_operands.py", "tests/weights/test_kept.py", "tests/weights/test_gathered.py"),
     *("tests/nn/test_freed_weights.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]

@@ -24,7 +24,7 @@ from octavo.nn.saved import fakes_of
 from octavo.private import pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import ROLES, Recipe, RecipeMap
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 
 COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: one recipe for each way to share scales
 # FLOP of attention that is not causal, for each query, key and feature: forward's two products, backward's five
@@ -151,7 +151,7 @@ class Work(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """What computed a tensor: after how many products one after the other, and whether a product itself did."""
+    """The origin of a tensor: after how many products one after the other, and whether a product itself made it."""
 
     products: int
     is_product: bool

@@ -58,7 +58,7 @@ from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import NAMES, delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.files import SCALE_INV
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, without_hooks
 from octavo.weights.gathered import settings_of
 
 __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_extra"]
@@ -143,7 +143,8 @@ def async_save_checkpoint(
     if ranks.group is not None and ranks.group is torch.distributed.group.WORLD:
         raise ValueError("training uses the default process group meanwhile: give Ranks(torch.distributed.new_group())")
     tensors, writer = _begin(Path(path), model, optimizer, extra, ranks, keep)
-    copies = {name: plain(value).detach().to("cpu", copy=True) for name, value in tensors.items()}  # sharded alike
+    # sharded alike
+    copies = {name: without_hooks(value).detach().to("cpu", copy=True) for name, value in tensors.items()}
     executor = ThreadPoolExecutor(1, "octavo-save")
     try:
         return executor.submit(_write, copies, writer, ranks)

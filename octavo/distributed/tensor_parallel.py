@@ -29,7 +29,8 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
 from octavo.weights.gathered import check_layers_agree
-from octavo.weights.stored import StoredWeight, why_not_shardable
+from octavo.weights.storable import why_not_shardable
+from octavo.weights.stored import StoredWeight
 
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 

@@ -30,7 +30,7 @@ from octavo.export.layouts import (
     weight_cast,
 )
 from octavo.weights.fsdp2 import on_this_rank
-from octavo.weights.plain import pair_reader
+from octavo.weights.operands import pair_reader
 
 
 def to_safetensors(

@@ -36,7 +36,7 @@ from octavo.scaling.recipe import Cast
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import on_this_rank, whole
 
-PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.plain.pair_reader
+PairReader = Callable[[RecipeModule, bool], tuple[Tensor, Tensor]]  # of weights.operands.pair_reader
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 TENSOR, ROW = PerTensor().tile, PerRow().tile
 SQUARE, MX = (BLOCK, BLOCK), PerBlock(1, 32).tile
@@ -133,8 +133,8 @@ class Entry(NamedTuple):
         """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
 
         Args:
-            training: see octavo.weights.plain.fp8_pair.
-            pair_of: octavo.weights.plain.pair_reader of the model.
+            training: see octavo.weights.operands.fp8_pair.
+            pair_of: octavo.weights.operands.pair_reader of the model.
         """
         if self.layer is None:
             return self._written(whole(self.tensor.detach()))

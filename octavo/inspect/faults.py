@@ -31,7 +31,7 @@ from octavo.nn.candidates import sizes_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import ROLES
 from octavo.weights.fsdp2 import on_this_rank, whole
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
 BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step

@@ -542,7 +542,7 @@ def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
         for held, copied in hooks:
             held.update(copied)
         for leaf in leaves:
-            leaf.grad = gradients.get(leaf)
+            _set_grad(leaf, gradients.get(leaf))
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -578,6 +578,17 @@ def _cosines(products: Tensor) -> Tensor:
     """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
     gt, gg, tt = products.unbind(1)
     return (gt / (gg * tt).sqrt()).nan_to_num(1.0).masked_fill((gg == 0) != (tt == 0), 0.0)
+
+
+def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:
+    """Set a leaf's gradient, also of one that has no elements now, as what frees weights between passes leaves it."""
+    if grad is None or leaf.shape == grad.shape:
+        leaf.grad = grad
+        return
+    data = leaf.data
+    leaf.data = grad.detach()
+    leaf.grad = grad
+    leaf.data = data
 
 
 def _is_leaf(x: Any) -> bool:

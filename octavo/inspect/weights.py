@@ -19,7 +19,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm
 from octavo.scaling.recipe import Cast
 from octavo.weights.fsdp2 import on_this_rank, own_slices
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;

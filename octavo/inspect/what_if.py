@@ -41,7 +41,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.recipe import OPERANDS, Recipe, RecipeMap
 from octavo.weights.fsdp2 import whole as full_tensor
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's

@@ -30,7 +30,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.files import SCALE_INV
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 
 __all__ = ["TrainingState", "follow_accumulation"]
 

@@ -20,7 +20,7 @@ from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert, storage_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import AnyRecipe
-from octavo.weights.plain import plain_within
+from octavo.weights.operands import plain_within
 
 __all__ = ["OctavoConverter"]
 

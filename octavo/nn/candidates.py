@@ -19,7 +19,7 @@ from octavo.formats import HIGH_PRECISION
 from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.weights.plain import weight_of, why_unreadable
+from octavo.weights.operands import weight_of, why_unreadable
 
 Select = Callable[[nn.Module, str], bool]
 

@@ -127,8 +127,8 @@ class _Region:
             _counts[why] = count + 1, plain_bytes + x.nbytes, kept_bytes + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
-    def bring_back(self, kept: tuple[torch.dtype | None, list[Any]]) -> Tensor:
-        dtype, parts = kept
+    def bring_back(self, dtype_and_parts: tuple[torch.dtype | None, list[Any]]) -> Tensor:
+        dtype, parts = dtype_and_parts
         qdata, *scale_inv = map(self.outer[1], parts)
         return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
 

@@ -35,14 +35,14 @@ from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.fsdp2 import forget_gathered, groups_of
 from octavo.weights.gathered import GatherGroup, settings_of
-from octavo.weights.plain import (
+from octavo.weights.operands import (
     WeightOwner,
     check_readable,
     check_stored_granularity,
-    stored_granularity,
     weight_of,
 )
-from octavo.weights.stored import FROZEN_ONLY, StoredWeight, local_stored, store, stored_as, why_cut_blocks
+from octavo.weights.storable import FROZEN_ONLY, stored_granularity, why_cut_blocks
+from octavo.weights.stored import StoredWeight, local_stored, store, stored_as
 
 LEFT_OUT = "select returned False"
 

@@ -35,7 +35,7 @@ from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import assert_async, tracing_state
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.files import SCALE_INV
-from octavo.weights.plain import WeightOwner
+from octavo.weights.operands import WeightOwner
 
 
 class _GatheredRows(torch.autograd.Function):

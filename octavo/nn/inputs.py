@@ -15,7 +15,7 @@ from octavo.errors import HigherOrderGradientError, UnsupportedOpError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
 from octavo.private import functorch_is_active, in_forward_mode
-from octavo.weights.plain import why_unreadable
+from octavo.weights.operands import why_unreadable
 
 
 def is_parallel(weight: Tensor) -> bool:

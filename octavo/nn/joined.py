@@ -20,7 +20,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.private import FakeTensor, no_modes
 from octavo.scaling.delayed import note_empty
-from octavo.weights.plain import fresh_state, is_freed_after_forward
+from octavo.weights.operands import fresh_state, is_freed_after_forward
 
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:

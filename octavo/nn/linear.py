@@ -19,7 +19,7 @@ from octavo.scaling.delayed import note_empty, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
-from octavo.weights.plain import widened
+from octavo.weights.operands import widened
 from octavo.weights.stored import StoredWeight
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -26,7 +26,7 @@ from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, s
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
-from octavo.weights.plain import (
+from octavo.weights.operands import (
     WeightOwner,
     check_readable,
     fp8_operands,

@@ -31,7 +31,7 @@ from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import MIB, predicted_by_kind
 from octavo.scaling.recipe import Recipe
-from octavo.weights.plain import weight_of
+from octavo.weights.operands import weight_of
 
 
 @dataclass(frozen=True)

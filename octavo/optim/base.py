@@ -161,7 +161,7 @@ class CompactOptimizer(Optimizer):
             raise
         self._describe()
         for shard in stored:
-            shard.known.awaited = True
+            shard.facts.awaited = True
         self._attach()
 
     def _describe(self) -> None:

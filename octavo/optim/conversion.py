@@ -25,7 +25,8 @@ from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
-from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut_blocks
+from octavo.weights.storable import why_cut_blocks
+from octavo.weights.stored import StoredWeight, local_stored, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -200,7 +201,7 @@ def _change(
         if storage_changes:
             store(param, storage[param])
             if (shard := local_stored(param)) is not None:
-                shard.known.awaited = True
+                shard.facts.awaited = True
         return
     old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, old_settings)

@@ -21,7 +21,8 @@ from octavo.kernels.reference.optimizer_state import (
     MasterWeight,
     values_with,
 )
-from octavo.weights.stored import FROZEN_ONLY, StoredWeight, has_powers_of_two, local_stored
+from octavo.weights.storable import FROZEN_ONLY
+from octavo.weights.stored import StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,25 @@ from torch import Tensor
 from octavo.granularity import Granularity
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
-from octavo.weights.stored import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, whole, without_hooks
+from octavo.weights.storable import granularity_of_scales
+from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 
 
-def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
+def save_as_tensors(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
     """Make a state_dict's weight of this key plain; of a weight in FP8, codes and scales under two keys; in place."""
     weight: Any = destination.get(key)
     if (stored := local_stored(weight)) is None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
-            destination[key] = plain(weight)
+            destination[key] = without_hooks(weight)
         return
+    destination[key], destination[f"{key}{SCALE_INV}"] = _saved_pair(weight, stored)
+
+
+def _saved_pair(weight: Tensor, stored: StoredWeight) -> tuple[Tensor, Tensor]:
+    """Return (codes, scale_inv) as a state_dict holds them; ``stored``: the weight itself, or this rank's shard."""
     agree_on_scale(weight)
     codes, scale_inv = stored.qdata.detach().view(torch.uint8).unsqueeze(-2), stored.scale_inv.detach()
     scale_inv = scale_inv.view(torch.uint8) if scale_inv.dtype == E8M0 else scale_inv
@@ -42,14 +48,12 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
         codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), columns_dim=weight.ndim)
         if not stored.has_one_scale:
             scale_inv = like_sharded(scale_inv, weight, stored.scales_shape(shape))
-    destination[key], destination[f"{key}{SCALE_INV}"] = codes, scale_inv
+    return codes, scale_inv
 
 
 def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
     """Return (codes [N, K] or [E, N, K], scale_inv) of the whole weight that ``shard`` is part of; collective."""
-    pair: dict[str, Any] = {"": weight}
-    save_plain(pair, "", False)
-    codes, scale_inv = map(whole, pair.values())
+    codes, scale_inv = map(whole, _saved_pair(weight, shard))
     return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv.view(shard.scale_inv.dtype)
 
 
@@ -103,8 +107,8 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, scale_inv: Tensor | 
     scales = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if scale_inv is not None and tuple(scale_inv.shape) == shape:
         is_its_own = scale_inv.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
-        scales.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else scale_inv)
-    shard.known.replaced_scale = None
+        scales.copy_(shard.facts.replaced_scale if is_its_own and shard.facts.replaced_scale is not None else scale_inv)
+    shard.facts.replaced_scale = None
     scales = maximum_over_ranks(scales, *mesh.get_all_groups())
     if not bool((scales > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")

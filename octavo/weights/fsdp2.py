@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo import private
-from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_params,
@@ -35,6 +34,7 @@ from octavo.tensor.collectives import all_gather, maximum_over_ranks
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
+from octavo.weights.storable import granularity_of_scales
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -159,8 +159,9 @@ class GatheredWeight(ForProducts):
         return self.read()
 
     def pair(self) -> ScaledTensor:
-        """Return the pair as it lies, where its codes are a stored weight's: per tensor or in blocks of 128 x 128."""
-        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(BLOCK, BLOCK)
+        """Return the pair as it lies, where its codes are a stored weight's."""
+        granularity = granularity_of_scales(self.shape, self.scale_inv.shape)
+        assert granularity is not None
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -206,7 +207,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return shard.as_subclass(Tensor) if isinstance(shard, ShardedWeight) else shard
 
 
-def plain(param: Any) -> Tensor:
+def without_hooks(param: Any) -> Tensor:
     """Return a DTensor whose local tensor is plain, over the same storage; anything else as it is."""
     has_hooks = isinstance(local_tensor(param), ShardedWeight)
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
@@ -254,7 +255,7 @@ def whole(value: T) -> T:
     """Return a sharded tensor, or norm, as a whole on its mesh's device: all ranks call it; else ``value``."""
     if not hasattr(value, "full_tensor"):
         return value
-    sharded: Any = plain(value)
+    sharded: Any = without_hooks(value)
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 

@@ -52,7 +52,7 @@ from octavo.weights.fsdp2 import (
     on_this_rank,
     padded_rows,
 )
-from octavo.weights.plain import forget_if_written, weight_of
+from octavo.weights.operands import forget_if_written, weight_of
 from octavo.weights.reader import WeightReader
 from octavo.weights.shard_cast import ShardCast, ShardCodes, WeightScales, is_cast_in_one_launch, is_square
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
@@ -218,11 +218,27 @@ class InFP8(Way):
         assert self.codes is not None
         codes = self.codes.on(shard.device)
         read = functools.partial(self.shard_cast.read, codes=codes, pads=module.fp8.recipe.pads)
-        return codes.sent, unshard.second_hook(read, codes.known, module.stores_transposed)
+        return codes.sent, unshard.second_hook(read, codes.unsent, module.stores_transposed)
 
 
 class Gather:
     """State that one module keeps for its weight's gathers. Its methods take that module, a RecipeModule.
+
+    field                who writes it                           how long it holds
+    group, name          octavo.convert, by ``join``             until the next convert
+    is_shared            octavo.convert, by ``share``            until the next convert; a change drops ``_way``
+    parameter, writes,   ``adopt``, when fully_shard or a move   until another parameter takes its place
+    shape, mesh_dim      gives the module a DTensor
+    _way                 ``way``, when it is asked first; the    until ``forget``, ``join`` or a change of is_shared;
+                         group casts the codes of an InFP8       its codes until ``codes_key`` changes
+    settings_agree       check_layers_agree, before a send       until ``forget`` or ``gather_anew``
+    sent_as              each ``send``                           until ``gather_anew``
+    for_training,        ``begin``, before each cast for a       until the next ``begin``; delayed_scale also until
+    delayed_scale        forward; backward's gather keeps them   ``forget``
+    changes              ``forget``, loads, ``invalidate``       it only grows
+
+    A new recipe or parameter calls ``forget``, and ``gather_anew`` (nn/convert.py) follows a change of recipes. A copy
+    of the module takes group, name and is_shared alone.
 
     Attributes:
         group: weights that find their scales together; None: this weight is cast after its gather.
@@ -234,8 +250,8 @@ class Gather:
         mesh_dim: the mesh dimension that FSDP2 shards over; those of tensor parallelism follow.
         for_training: whether the weight was last gathered for a forward in training.
         delayed_scale: [3], for this forward; None: the scale comes from the weight's amax.
-        sent_as: (kind, casts) of its gathers so far.
-        changes: count of loads and of new recipes and parameters, which a shard without rows does not show.
+        sent_as: (kind, casts) of its gathers so far, which may not change between them.
+        changes: how often what ``codes_key`` can't see of a shard without rows has changed.
         settings_agree: whether ranks have compared the module's settings since these last changed.
     """
 

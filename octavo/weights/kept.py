@@ -15,7 +15,7 @@ from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import Operands
-from octavo.weights.plain import WeightOwner, forget_if_written, weight_of
+from octavo.weights.operands import WeightOwner, forget_if_written, weight_of
 from octavo.weights.shard_cast import is_square
 from octavo.weights.writes import KeptOperands
 

@@ -58,7 +58,7 @@ class ShardCodes(NamedTuple):
     amax: Tensor | None = None
 
     @property
-    def known(self) -> tuple[Tensor, ...]:
+    def unsent(self) -> tuple[Tensor, ...]:
         """All tensors that are not sent."""
         return self.shared_scales if self.amax is None else (*self.shared_scales, self.amax)
 

@@ -21,6 +21,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, BLOCK, MX, Granularity, PerBlock, PerRow, PerTensor
+from octavo.granularity import ALL, Granularity, PerTensor, tiles_along
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -43,18 +44,23 @@ from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
 from octavo.weights.fsdp2 import FirstHookResult, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
 from octavo.weights.reader import WeightReader
+from octavo.weights.storable import (
+    FROZEN_ONLY,
+    STORABLE,
+    granularity_of_scales,
+    stored_granularity,
+    uneven_experts,
+    why_not_shardable,
+)
 
 aten = torch.ops.aten
-
-STORABLE = (PerTensor(), PerBlock(BLOCK, BLOCK))  # elements of a weight in FP8 that share a scale
-FROZEN_ONLY = (PerRow(), PerBlock(*MX))  # of frozen weights too: backward's product needs other codes than forward's
 
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
 @dataclass(eq=False)
-class Known:
-    """Facts about a weight in FP8 besides its pair. Its aliases, ``.data`` say, share one object.
+class TrainingFacts:
+    """Facts about how a weight in FP8 is trained, besides its pair. Its aliases, ``.data`` say, share one object.
 
     Attributes:
         low_bits: int8 [N, K]: the bits of the cast values that the codes do not hold.
@@ -72,7 +78,7 @@ class Known:
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Known, (self.low_bits, False, self.is_frozen, self.scale_is_local)
+        return TrainingFacts, (self.low_bits, False, self.is_frozen, self.scale_is_local)
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -94,7 +100,7 @@ class StoredWeight(ShardHooks, Pair):
 
     granularity: Granularity
     is_shard: bool
-    known: Known
+    facts: TrainingFacts
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
@@ -121,7 +127,7 @@ class StoredWeight(ShardHooks, Pair):
                 "offload it in high precision (octavo.restore(model), or octavo.convert without weight_storage)"
             )
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
-        self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
+        self.qdata, self.scale_inv, self.is_shard, self.facts = qdata, scale_inv, is_shard, TrainingFacts()
         self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or STORABLE[1]
         return self
 
@@ -151,13 +157,13 @@ class StoredWeight(ShardHooks, Pair):
         cls,
         weight: Tensor,
         granularity: Granularity = STORABLE[0],
-        keep_rest: bool = False,
+        keep_low_bits: bool = False,
         like: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> StoredWeight:
         """Cast a high-precision matrix [N, K], or experts' [E, N, K], to FP8; ValueError for other granularities.
 
-        ``keep_rest``: keep the bits that rounding takes away, to 12 in all, for an optimizer's master to begin from;
+        ``keep_low_bits``: keep the bits that rounding takes away, to 12 in all: an optimizer's master begins from them;
         ``like``: has the result's dtype. If it is a DTensor, ``weight`` is this rank's shard of it, and a scale per
         tensor is from the whole weight's amax: collective; ``amax``: [1, 1] in its place, the same on all ranks.
         """
@@ -178,20 +184,19 @@ class StoredWeight(ShardHooks, Pair):
         else:
             pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
-        # a whole weight of one block is stored per tensor
-        stored_by = granularity if is_shard or granularity in FROZEN_ONLY else None
+        stored_by = granularity if is_shard else stored_granularity(granularity, weight.shape)
         stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
-        if keep_rest and granularity in STORABLE and not weight.is_meta:
+        if keep_low_bits and granularity in STORABLE and not weight.is_meta:
             stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
     @property
     def low_bits(self) -> Tensor | None:
-        return self.known.low_bits
+        return self.facts.low_bits
 
     @low_bits.setter
     def low_bits(self, bits: Tensor | None) -> None:
-        self.known.low_bits = bits
+        self.facts.low_bits = bits
 
     @property
     def requires_grad(self) -> bool:
@@ -202,12 +207,12 @@ class StoredWeight(ShardHooks, Pair):
     def requires_grad(self, trains: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, trains)  # type: ignore[attr-defined]
         if trains:
-            self.known.is_frozen = False
+            self.facts.is_frozen = False
         elif isinstance(self, torch.nn.Parameter):
-            self.known.is_frozen = True
-            self.low_bits = self.low_bits if self.known.awaited else None
+            self.facts.is_frozen = True
+            self.low_bits = self.low_bits if self.facts.awaited else None
         else:  # a frozen parameter is made of it, perhaps beside one that is trained
-            self.known = Known(is_frozen=True)
+            self.facts = TrainingFacts(is_frozen=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
         """Set ``requires_grad``, see there, and return the weight."""
@@ -232,9 +237,9 @@ class StoredWeight(ShardHooks, Pair):
 
     def become(self, other: StoredWeight) -> None:
         """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``low_bits`` still does."""
-        known = replace(other.known, awaited=self.known.awaited)
+        facts = replace(other.facts, awaited=self.facts.awaited)
         put_into(self, other)  # type: ignore[arg-type]
-        self.known = known
+        self.facts = facts
 
     @property
     def has_one_scale(self) -> bool:
@@ -281,24 +286,26 @@ class StoredWeight(ShardHooks, Pair):
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """Return a copy with its tensors moved."""
-        low_bits = None if self.low_bits is None else move(self.low_bits)
-        copied = self._like(move(self.qdata), move(self.scale_inv), low_bits, dtype=dtype or self.dtype)
-        copied.known.awaited = False
+        copied = self._like(move(self.qdata), move(self.scale_inv), move, dtype=dtype or self.dtype)
+        copied.facts.awaited = False
         return copied
 
     def alias(self) -> StoredWeight:
         """Return a new object over the same memory."""
         view = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
-        view.known = self.known
+        view.facts = self.facts
         return view
 
-    def _like(self, qdata: Tensor, scale_inv: Tensor, low_bits: Tensor | None = None, **others: Any) -> StoredWeight:
-        """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
+    def _like(self, qdata: Tensor, scale_inv: Tensor, move: Any = None, **others: Any) -> StoredWeight:
+        """Return a weight of other tensors, and else of this one's attributes but for ``others``.
+
+        ``move``: makes its low bits of this one's, if this one has them; None: it has none.
+        """
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        weight.known = replace(self.known, low_bits=low_bits)
-        attribute_names = ("part", "layer_name")
-        vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
+        low_bits = None if move is None or self.low_bits is None else move(self.low_bits)
+        weight.facts = replace(self.facts, low_bits=low_bits)
+        vars(weight).update({name: vars(self)[name] for name in ("part", "layer_name") if name in vars(self)})
         return weight
 
     def shard(self, start: int, stop: int, dim: int = 0) -> StoredWeight:
@@ -307,21 +314,20 @@ class StoredWeight(ShardHooks, Pair):
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
 
-        scale_inv, low_bits = self.scale_inv, None if self.low_bits is None else cut(self.low_bits)
+        scale_inv = self.scale_inv
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
         elif (step := self.granularity.tile[dim]) != ALL:
             if start % step or (stop % step and stop != self.shape[dim]):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
-            scale_inv = cut(scale_inv, start // step, -(-stop // step))
-        return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
+            scale_inv = cut(scale_inv, start // step, tiles_along(stop, step))
+        return self._like(cut(self.qdata), scale_inv, cut, is_shard=True)
 
     def rows(self, start: int, stop: int) -> StoredWeight:
         """Return a copy of rows start to stop as a weight of its own; its scale per tensor is this one's at first."""
         part = self.shard(start, stop)  # over this one's memory
-        low_bits = None if part.low_bits is None else part.low_bits.clone()
-        return part._like(part.qdata.clone(), part.scale_inv.clone(), low_bits, is_shard=False)
+        return part._like(part.qdata.clone(), part.scale_inv.clone(), torch.clone, is_shard=False)
 
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, as far as they are known."""
@@ -334,33 +340,36 @@ class StoredWeight(ShardHooks, Pair):
 
     def may_have(self, scale_inv: Tensor) -> bool:
         """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
-        return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
+        return (self.facts.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def write(self, other: Tensor) -> StoredWeight:
-        """Write another's values: of a stored one its pair if this one may have its scales, any others cast.
+        """Write another's values, unless the weight has them: its scale then stays, on which a master's rest depends.
 
-        If the weight has these values already its scale stays, on which a master's rest depends. uint8 are a file's
-        codes.
+        other                          what is written        the scale of a shard that is per tensor is then
+        a stored weight whose scales   its codes and scales   the whole weight's, if ``other`` is a shard that has
+        this one may have                                     it; else this rank's own
+        any other stored weight, or    what they are cast to  this rank's own
+        values
+        uint8, for a shard             a file's codes         NaN, until load_state_dict reads the file's
         """
         if self.is_meta:
             return self
-        pair: StoredWeight | None = None
+        is_shard_of_one_scale = self.is_shard and self.has_one_scale
         if isinstance(other, StoredWeight):
-            has_scales = other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
-            pair, other = (other, other) if has_scales else (None, other.before_cast())
-        # decided without values, so that all ranks decide alike
-        self.known.scale_is_local = (
-            self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.scale_is_local)
-        )
-        if pair is not None:
-            if pair.shape != self.shape or not self.equals(pair):
-                self._write_pair(pair)
-        elif self.is_shard and other.dtype == torch.uint8:
+            # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
+            if other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
+                self.facts.scale_is_local = is_shard_of_one_scale and (not other.is_shard or other.facts.scale_is_local)
+                if other.shape != self.shape or not self.equals(other):
+                    self._write_pair(other)
+                return self
+            other = other.before_cast()
+        self.facts.scale_is_local = is_shard_of_one_scale
+        if self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
-        else:
-            values = other.to(self.device).expand(self.shape)
-            if not torch.equal(self.before_cast(), values.to(self.dtype)):
-                self._write_pair(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
+            return self
+        values = other.to(self.device).expand(self.shape)
+        if not torch.equal(self.before_cast(), values.to(self.dtype)):
+            self._write_pair(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
         return self
 
     def _write_pair(self, other: StoredWeight) -> None:
@@ -371,7 +380,7 @@ class StoredWeight(ShardHooks, Pair):
             self.low_bits.copy_(other.low_bits)  # of a view of rows, as FSDP2 fills its shards
         elif self.low_bits is not None:
             self.low_bits.zero_()
-        elif other.low_bits is not None and not self.known.is_frozen:
+        elif other.low_bits is not None and not self.facts.is_frozen:
             self.low_bits = other.low_bits.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
@@ -384,7 +393,7 @@ class StoredWeight(ShardHooks, Pair):
                 "octavo.export.load_fp8 or octavo.distributed.checkpoint"
             )
         self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
-        self.known.replaced_scale = self.scale_inv.clone()
+        self.facts.replaced_scale = self.scale_inv.clone()
         self.scale_inv.fill_(torch.nan)
         self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
@@ -410,15 +419,6 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
-def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity | None:
-    """Return the granularity of a weight [N, K] or [E, N, K] by the shape of its scales; None if they don't fit.
-
-    Where two granularities have the same shape, they mean the same elements.
-    """
-    granularities = (one for one in STORABLE + FROZEN_ONLY if one.of_matrices(shape).scale_shape(shape) == scales)
-    return next(granularities, None)
-
-
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as those of a weight that is trained must be."""
     return scale_inv.is_meta or bool((torch.frexp(scale_inv.float())[0] == 0.5).all())
@@ -428,44 +428,6 @@ def local_stored(weight: Any) -> StoredWeight | None:
     """Return a weight that is a StoredWeight, or this rank's shard of a sharded one; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
-
-
-def why_not_shardable(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
-    """Return why a weight [N, K] of this granularity can't be cut over ranks by rows (columns: ``dim`` 1), or None."""
-    size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
-    if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
-        return None
-    what = "rows" if dim == 0 else "columns"
-    if granularity in FROZEN_ONLY:
-        return (
-            f"a weight {tuple(shape)} stored {granularity} can't be sharded over {ranks} ranks by its {what}: shard it "
-            f"by rows over ranks that each get as many{'' if step == ALL else f', by columns in multiples of {step}'}"
-        )
-    return (
-        f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
-        "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
-        f"128 {what} (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-    )
-
-
-def why_cut_blocks(weight: Any, granularity: Granularity) -> str | None:
-    """Return why a DTensor can't be stored by this granularity, if its shards would cut blocks; or None."""
-    ranks = [1] * max(weight.ndim, 2)
-    for mesh_dim, placement in enumerate(getattr(weight, "placements", ())):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            ranks[dim] *= weight.device_mesh.size(mesh_dim)
-    if weight.ndim == 3:
-        return uneven_experts(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
-    reasons = [why_not_shardable(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
-    return reasons[0] or reasons[1]
-
-
-def uneven_experts(weight: Any) -> str:
-    """Return why these experts can't be sharded in other ways than as many on each rank."""
-    return (
-        f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
-        "have as many each: shard by experts, Shard(0), over a number of ranks that divides them (HSDP)"
-    )
 
 
 # --- rules of the ops that torch may apply to it ----------------------------------------------------------------------
@@ -487,7 +449,7 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
 
 
 def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
-    if weight.is_shard or not weight.known.is_frozen or not isinstance(other, Tensor):
+    if weight.is_shard or not weight.facts.is_frozen or not isinstance(other, Tensor):
         return NotImplemented
     if func is aten.add_.Tensor:
         return add_adapter(weight, other, alpha)
@@ -500,8 +462,8 @@ def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> An
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Apply the rule of empty_like, for Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    low_bits = None if weight.low_bits is None else torch.zeros_like(weight.low_bits, device=device)
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, low_bits, dtype=dtype or weight.dtype)
+    zeros = partial(torch.zeros_like, device=device)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, zeros, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
@@ -518,7 +480,7 @@ def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any
     total, dim = weight.shape[dim], dim % weight.ndim
     if weight.ndim == 3 and (dim or total % size):
         raise UnsupportedOpError(uneven_experts(weight))
-    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, -(-total // size), dim)):
+    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, tiles_along(total, size), dim)):
         raise UnsupportedOpError(why)
     return [weight.shard(start, min(start + size, total), dim) for start in range(0, total, size)]
 
@@ -535,7 +497,7 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
-    return weight._like(codes, weight.scale_inv, None if weight.low_bits is None else F.pad(weight.low_bits, pad))
+    return weight._like(codes, weight.scale_inv, lambda low_bits: F.pad(low_bits, pad))
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
@@ -545,7 +507,7 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
         lambda weight: weight.qdata.view(torch.uint8),
         lambda weight: weight.scale_inv.view(torch.uint8),
     ]
-    if not outputs[0].known.is_frozen:
+    if not outputs[0].facts.is_frozen:
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
             if weight.low_bits is None:  # another rank may have one
                 weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
@@ -565,11 +527,9 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     if options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    low_bits = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
-    scale_inv = weight.scale_inv.clone()
-    if not weight.has_one_scale:
-        scale_inv = scale_inv.new_ones(weight.scales_shape(size))
-    return weight._like(codes, scale_inv, low_bits, is_shard=True)
+    scales = weight.scale_inv
+    scales = scales.clone() if weight.has_one_scale else scales.new_ones(weight.scales_shape(size))
+    return weight._like(codes, scales, lambda low_bits: low_bits.new_zeros(size), is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
@@ -615,7 +575,7 @@ if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
-torch.serialization.add_safe_globals([StoredWeight, Known])
+torch.serialization.add_safe_globals([StoredWeight, TrainingFacts])
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
@@ -626,19 +586,19 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     shard = local_stored(param)
     if shard is None or shard.is_meta:
         return
-    if shard.has_one_scale and (just_cut or shard.known.scale_is_local):
+    if shard.has_one_scale and (just_cut or shard.facts.scale_is_local):
         largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
         if largest != -least:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
-            keep_rest = shard.low_bits is not None or param.requires_grad
-            shard.write(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
-    shard.known.scale_is_local = False
+            keep_low_bits = shard.low_bits is not None or param.requires_grad
+            shard.write(StoredWeight.cast(value, PerTensor(), keep_low_bits, param, amax))
+    shard.facts.scale_is_local = False
 
 
 def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
     """Return a shard of a DTensor, or a copy of it on another device, as ``agree_on_scale`` leaves it."""
-    if (stored := local_stored(param)) is None or not shard.known.scale_is_local:
+    if (stored := local_stored(param)) is None or not shard.facts.scale_is_local:
         return shard
     agree_on_scale(param)
     return stored.moved(lambda tensor: tensor.to(shard.device))
@@ -646,8 +606,7 @@ def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
 
 def stored_as(weight: Tensor | None) -> Granularity | None:
     """Return which elements of a weight in FP8 share a scale; None for a weight in high precision."""
-    stored = local_stored(weight)
-    return None if stored is None else stored.granularity
+    return getattr(local_stored(weight), "granularity", None)
 
 
 def store(param: torch.nn.Parameter | None, granularity: Granularity | None) -> None:

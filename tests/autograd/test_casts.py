@@ -14,7 +14,7 @@ from octavo.kernels.arguments import CastSource, NormSource
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, RoleCasts
 from octavo.tensor.pair import Operands
-from octavo.weights.plain import fp8_pair
+from octavo.weights.operands import fp8_pair
 from tests.support.definitions import same_bits
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state
 

@@ -17,7 +17,7 @@ from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.weights.plain import fp8_pair
+from octavo.weights.operands import fp8_pair
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.parallel_tasks import RECIPES, Pair, differences, small, step, whole
 

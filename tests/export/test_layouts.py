@@ -16,7 +16,7 @@ from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, layouts, to_safetensors
 from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, weight_scale_shape
-from octavo.weights.plain import pair_reader
+from octavo.weights.operands import pair_reader
 from tests.export.test_checkpoints import dequantized, seen_operands
 from tests.support.helpers import stepped, to_fp8
 from tests.support.pool import Pool

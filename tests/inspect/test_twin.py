@@ -19,6 +19,7 @@ from octavo import recipes
 from octavo.inspect.record import Record
 from octavo.inspect.twin import NO_TWIN
 from octavo.weights.fsdp2 import on_this_rank
+from tests.support.freed import Zero3
 
 np = pytest.importorskip("numpy")
 
@@ -113,6 +114,21 @@ def test_a_training_with_twins_has_the_bits_of_one_without(recipe: str, returns_
     assert record.weights["twin_cosine"].shape == (3, len(record.layers))
     assert (record.weights["twin_cosine"] > 0.9).all() and (record.weights["twin_error"] < 0.4).all()
     assert np.isnan(octavo.inspect.load(tmp_path / "without").weights["twin_cosine"]).all()
+
+
+def test_weights_that_its_last_forward_frees_keep_the_steps_gradients(tmp_path: Path) -> None:
+    """As DeepSpeed ZeRO-3 frees them: they have no elements then, and gather before the update."""
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+    freed, optimizer = Zero3(model), torch.optim.SGD(model.parameters(), 0.1)
+    with octavo.inspect.record(model, tmp_path, optimizer=optimizer) as recorder:
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        gradients, freed.writes_back = [p.grad.clone() for p in model.parameters()], False
+        optimizer.register_step_pre_hook(lambda *_: freed.gather())
+        optimizer.step()
+        recorder.step(loss)
+    assert len(twins(tmp_path)[1]) == 1
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
 
 
 @pytest.mark.parametrize("returns_loss", [True, False])

@@ -1,5 +1,6 @@
 """Weights that live in FP8 under FSDP2: gathers, training, files."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import UnsupportedOpError, recipes
+from octavo.nn.recipe_module import RecipeModule
+from octavo.weights.operands import fp8_pair
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
+from tests.support.expert_models import H, Mixture
 from tests.support.sharded_weights import (
     adamw,
     average,
@@ -145,6 +149,57 @@ def in_high_precision(mesh: Any, recipe: str) -> list[bool]:
 @both
 def test_high_precision_and_back(pool, recipe):
     assert pool.run(in_high_precision, (2,), recipe, seconds=60) == [[True] * 5] * 2
+
+
+def frozen(recipe: str, kind: str, *, is_training: bool = True) -> Any:
+    """Return (a model whose frozen weights are stored by a recipe's granularity, an input)."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layers = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+        net: Any = nn.Sequential(*layers).to(torch.bfloat16)
+    else:
+        net = Mixture(kind, experts=4, intermediate=48)
+    net.requires_grad_(False).train(is_training)
+    x = torch.randn(8, H if kind != "linear" else 256, dtype=next(net.parameters()).dtype)
+    return octavo.convert(net, getattr(recipes, recipe)(), lambda _, name: name != "router", "fp8"), x
+
+
+def passed(net: Any, x: Any) -> list[torch.Tensor]:
+    """Return a forward's output and the gradient that passes frozen weights."""
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def frozen_in_high_precision(mesh: Any, recipe: str, kind: str, is_training: bool) -> list[bool]:
+    """Return what equals the same block without FSDP2: products in FP8, high precision and FP8; codes; scales."""
+    runs = []
+    for is_sharded in (False, True):
+        net, x = frozen(recipe, kind, is_training=is_training)
+        for module in [*net.children(), net] if is_sharded else ():
+            fully_shard(module, mesh=mesh)
+        runs.append(passed(net, x))
+        with octavo.using(net, recipes.high_precision()):
+            runs[-1] += passed(net, x)
+        runs[-1] += passed(net, x)
+        readers = [module for module in net.modules() if isinstance(module, RecipeModule)]
+        runs[-1] += [tensor.float() for reader in readers for tensor in fp8_pair(reader, is_training)]
+    return [torch.equal(one, other) for one, other in zip(*runs, strict=True)]
+
+
+@pytest.mark.parametrize("is_training", [True, pytest.param(False, marks=pytest.mark.full)], ids=["train", "eval"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *itertools.product(("linear", "octavo"), ("dynamic", "blockwise", "rowwise", "mx")),
+        *itertools.product(["stored transposed"], ("dynamic", "blockwise")),  # others can't be stored so
+    ],
+)
+def test_frozen_weights_in_high_precision_are_as_without_fsdp2(pool, recipe, kind, ranks, is_training):
+    for same in pool.run(frozen_in_high_precision, (ranks,), recipe, kind, is_training, seconds=60):
+        assert all(same) and len(same) == 10
 
 
 def compiled(mesh: Any, recipe: str, whole: bool) -> Any:

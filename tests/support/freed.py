@@ -33,7 +33,12 @@ class _BeforeBackward(torch.autograd.Function):
 
 
 class Zero3:
-    """Frees the parameters of these modules, which return one tensor each, but in their forward and backward."""
+    """Frees the parameters of these modules, which return one tensor each, but in their forward and backward.
+
+    ``writes_back``: whether values are written to ``ds_tensor`` as they are freed; an engine's optimizer does that.
+    """
+
+    writes_back = True
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: list[Any] = []
@@ -71,7 +76,8 @@ class Zero3:
         """Keep the values in ``ds_tensor`` alone."""
         for parameter in parameters:
             if parameter.numel():
-                self.update(parameter)
+                if self.writes_back:
+                    self.update(parameter)
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 

@@ -55,7 +55,7 @@ SEAM = {
     "scaling.recipe": "OPERANDS ROLES RecipeRule",
     "weights.files": "SCALE_INV granularity_of_file",
     "weights.fsdp2": "forget_failed_pass on_this_rank own_slices whole",
-    "weights.plain": "pair_reader plain_within weight_of",
+    "weights.operands": "pair_reader plain_within weight_of",
     "weights.stored": "StoredWeight take_values",
 }
 REMEDY = "use a public name, move it to the one room that uses it, or let one function below answer in its place"

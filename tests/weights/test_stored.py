@@ -3,29 +3,19 @@ import gc
 import io
 import pickle
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import Replicate, Shard
 
 import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
 from octavo.numerics import scale_inv_dtype
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.weights.stored import (
-    FROZEN_ONLY,
-    STORABLE,
-    StoredWeight,
-    add_adapter,
-    local_stored,
-    put_into,
-    store,
-    why_cut_blocks,
-)
+from octavo.weights.storable import FROZEN_ONLY, STORABLE
+from octavo.weights.stored import StoredWeight, add_adapter, local_stored, put_into, store
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300
@@ -129,7 +119,7 @@ def test_copies_of_modules_share_what_the_modules_share():
 
 
 def test_shared_memory():
-    weight = StoredWeight.cast(torch.randn(N, K), keep_rest=True)
+    weight = StoredWeight.cast(torch.randn(N, K), keep_low_bits=True)
     before = weight.clone()
     assert weight.share_memory_() is weight and same(weight, before)
     assert all(tensor.is_shared() for tensor in (weight.qdata, weight.scale_inv, weight.low_bits))
@@ -237,18 +227,6 @@ def test_what_a_part_can_not_be_is_refused():
             refused()
 
 
-@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], ids=str)
-def test_replicas_do_not_cut_blocks(placements):
-    """Of a mesh of 2 x 2 ranks only one dimension divides the rows."""
-    mesh = SimpleNamespace(size=lambda at: 2)
-    sharded = SimpleNamespace(ndim=2, shape=torch.Size((256, 128)), placements=placements, device_mesh=mesh)
-    assert why_cut_blocks(sharded, PerBlock(128, 128)) is None
-    sharded.placements = [Shard(0), Shard(0)]
-    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut_blocks(
-        sharded, PerBlock(128, 128)
-    )
-
-
 def test_a_part_that_is_one_block_stays_of_blocks():
     part, _ = stored(PerBlock(128, 128), shape=(256, 128)).chunk(2)
     for cut in (
@@ -310,10 +288,10 @@ def test_a_part_in_a_row_is_the_same_codes():
 def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
     part, other = stored().chunk(2)
     part.copy_(other)
-    assert same(part, other) and not part.known.scale_is_local
+    assert same(part, other) and not part.facts.scale_is_local
     for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
-        part.known.scale_is_local = False
-        assert part.copy_(values).known.scale_is_local
+        part.facts.scale_is_local = False
+        assert part.copy_(values).facts.scale_is_local
     blocks = stored(PerBlock(128, 128), shape=(512, K)).chunk(2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
@@ -522,7 +500,7 @@ def test_the_parameter_itself_and_torchs_seed():
 @MERGED
 def test_what_an_optimizer_would_have_begun_with_is_the_merged_weight():
     weight = frozen()
-    weight.known.awaited = True
+    weight.facts.awaited = True
     weight.requires_grad_(True).data.copy_(torch.randn(384, 256))
     weight.requires_grad_(False).data += adapter(weight, 0.1)
     assert weight.low_bits is not None and torch.equal(weight.before_cast(), weight.dequantize())

@@ -135,7 +135,7 @@ def delayed_update(
 
 
 class _KnownScale:
-    """What the host knows of a delayed_scale: which elements are other than 0, and a copy on its way to the host."""
+    """The host's knowledge of a delayed_scale: which elements are other than 0, and a copy on its way to the host."""
 
     def __init__(self, delayed_scale: Tensor) -> None:
         key = id(delayed_scale)

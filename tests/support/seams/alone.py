@@ -22,7 +22,7 @@ from tests.support.freed import Zero3
 from tests.support.helpers import every_layer, thread_pool
 from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, KnownPart
 from tests.support.seams.situations import Documented, Refused, Sound, situation
-from tests.support.seams.training_run import TrainingRun, evaluating, nothing, values_of
+from tests.support.seams.training_run import TrainingRun, evaluating, values_of
 from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
@@ -644,8 +644,21 @@ for name, options, exceptions in (
 )
 def zero3(run: TrainingRun) -> None:
     """Free and gather weights as tests/support/freed.py describes; the step and the trace have whole parameters."""
-    parameters = Zero3(run.model) if run.is_library else None
-    run.train(complete=nothing if parameters is None else parameters.gather)
+    if not run.is_library:
+        return run.train()
+    parameters, hooks = Zero3(run.model), list[Any]()
+
+    def before_update(*_: Any) -> None:
+        parameters.gather()
+        parameters.writes_back = True
+
+    def before_step() -> None:  # a recorded step runs forwards, with weights that it moves, before the update
+        parameters.gather()
+        parameters.writes_back = False
+        if not hooks:
+            hooks.extend(each.register_step_pre_hook(before_update) for each in run.optimizers)
+
+    run.train(complete=before_step)
 
 
 @situation(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.rows import DENSE, Rows
 from octavo.errors import UnsupportedOpError
-from octavo.granularity import MX, Granularity, PerTensor
+from octavo.granularity import MX, Granularity
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
 from octavo.private import is_under_fsdp, tracing_state
@@ -36,10 +36,11 @@ from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.weights.files import load_stored, save_plain, whole_pair
+from octavo.weights.files import load_stored, save_as_tensors, whole_pair
 from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
-from octavo.weights.stored import FROZEN_ONLY, STORABLE, StoredWeight, local_stored, stored_as
+from octavo.weights.storable import FROZEN_ONLY, stored_granularity
+from octavo.weights.stored import StoredWeight, local_stored, stored_as
 
 HOLDING_CODES = StoredWeight, GatheredWeight  # weights that live in FP8: their method ``operands`` gives their codes
 
@@ -94,7 +95,7 @@ class WeightOwner(nn.Module):
         """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key in self.weight_readers:
-            save_plain(destination, f"{prefix}{key}", keep_vars)
+            save_as_tensors(destination, f"{prefix}{key}", keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load values or FP8 codes, and forget what belongs to the weight that is replaced."""
@@ -134,8 +135,7 @@ def fp8_operands(
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif rows.parts is None and module.fp8.kept_operands is not None:
-        kept_operands = module.fp8.kept_operands.operands(parameter, state)
-        if kept_operands is not None:
+        if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
@@ -187,7 +187,8 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     weight: Tensor = parameter
     if on_this_rank(parameter) is not parameter:
         if (stored := local_stored(parameter)) is not None:
-            return whole_pair(parameter, stored)
+            codes, scale_inv = whole_pair(parameter, stored)
+            return (codes.mT, scale_inv.mT) if module.stores_transposed else (codes, scale_inv)
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
     state = None if isinstance(weight, HOLDING_CODES) else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
@@ -291,12 +292,6 @@ def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granular
             f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {stored}; "
             "octavo.convert(model, recipe, weight_storage='fp8') stores them anew"
         )
-
-
-def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
-    """Return how a weight (or expert) that a recipe scales so is stored: PerTensor() if one block covers all of it."""
-    is_one_block = granularity in STORABLE and granularity.scale_shape(shape[-2:]) == (1, 1)
-    return PerTensor() if is_one_block else granularity
 
 
 def weight_of(module: Any) -> nn.Parameter | None:
