@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -399,8 +400,8 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, (groups, columns, rows) = arguments[0], sizes_of(module)
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
+            x, (groups, columns, rows) = _inputs(module, arguments, keywords)[0], sizes_of(module)
             weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
             live_inputs.append(x)
@@ -412,32 +413,36 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         return hook
 
     def size(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
-            x = next(iter((*arguments, *keywords.values())), None)
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
+            x = next(iter(_inputs(module, arguments, keywords)), None)
             sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
 
         return hook
 
     for name, module in twin.named_modules():
-        if any(sizes_of(module)):
-            module.register_forward_hook(note(name))
-        else:
-            module.register_forward_hook(size(name), with_kwargs=True)
+        hook = note(name) if any(sizes_of(module)) else size(name)
+        module.register_forward_hook(hook, with_kwargs=True)
     return works_by_name, sizes
+
+
+def _inputs(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a module's call in the order of its forward's parameters."""
+    names = [*inspect.signature(module.forward).parameters, *keywords]  # which may be in any order
+    return [*arguments, *(keywords[name] for name in sorted(keywords, key=names.index))]
 
 
 def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
     """Return the counts before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[Traffic] = []
 
-    def mark(_: object, inputs: Any, output: Any = None) -> None:
+    def mark(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any = None) -> None:
         marks.append(traffic.counts)
-        x = _tensors(inputs if output is None else output)[0]
+        x = _tensors(_inputs(block, arguments, keywords) if output is None else output)[0]
         if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
             x.register_hook(lambda _: marks.append(traffic.counts))
 
-    blocks[0].register_forward_pre_hook(mark)
-    blocks[-1].register_forward_hook(mark)
+    blocks[0].register_forward_pre_hook(mark, with_kwargs=True)
+    blocks[-1].register_forward_hook(mark, with_kwargs=True)
     return marks
 
 
