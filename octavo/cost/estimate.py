@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -134,6 +134,16 @@ def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5
 FORWARD, REST = 0, 1  # spans of ``Estimate.device`` and ``host``: the blocks' forward, and what comes after
 
 
+class NamedParameters:
+    """A model's parameters as ``model.parameters()`` yields them, for an optimizer that also asks for their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_name = dict(model.named_parameters())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self.by_name.values())
+
+
 class _Times:
     """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; layers are added one by one."""
 
@@ -226,7 +236,7 @@ def _saved(
     )
 
     def saved_by(twin: nn.Module) -> dict[str, int]:
-        schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+        schedule = PrecisionSchedule(twin, optimizer(NamedParameters(twin)), [phase])
         return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
 
     return run_shorter(model, saved_by, lengthened)
@@ -299,7 +309,7 @@ def estimate(
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
-    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
+    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase])
     memory = schedule.plan().phases[0]
     return Estimate(
         name=getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16,
