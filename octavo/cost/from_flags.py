@@ -55,8 +55,8 @@ def optimizer_of(
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return a function from NamedParameters to the optimizer that these options name.
 
-    Muon has the blocks' matrices, experts' too, as in ``octavo train``: but no embedding,
-    convolution, layer called ``router``, or bias.
+    Muon has the blocks' matrices, experts' too, as in ``octavo train``; AdamW has embeddings, convolutions, layers
+    called ``router`` and biases.
     ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
     """
     state_options: Any = {"moments": moments, "master": master}

@@ -108,8 +108,9 @@ def _what_to_choose(bf16: Estimate, steps: Sequence[Estimate], recipe_fits: bool
         yield f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why_not(bf16, eager)}."
     elif recipe_fits:
         for where, step in [("", eager)] if eager is compiled else [(" in eager", eager), (" compiled", compiled)]:
-            shares = step.total / bf16.total, step.compiled / bf16.compiled
-            yield f"{step.name} is the fastest{where}: {shares[0]:.2f} of bf16's time in eager, {shares[1]:.2f} compiled."
+            share, share_compiled = step.total / bf16.total, step.compiled / bf16.compiled
+            shares = f"{share:.2f} of bf16's time in eager, {share_compiled:.2f} compiled"
+            yield f"{step.name} is the fastest{where}: {shares}."
 
 
 def _why_not(bf16: Estimate, best: Estimate) -> str:

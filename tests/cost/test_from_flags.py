@@ -133,7 +133,7 @@ def groups_of(optimizer: Any, model: nn.Module) -> list[set[str]]:
 
 
 def test_muon_has_the_matrices_of_blocks_though_others_have_their_shape() -> None:
-    """Neither embeddings, convolutions nor experts' biases inside of blocks; of a GPT those that ``octavo train`` gives to it."""
+    """Not embeddings, convolutions, experts' biases; of a GPT those that ``octavo train`` gives to it."""
     model = Model()
     muons, others = groups_of(optimizer_of(model, "muon", "fp8", "auto")(NamedParameters(model)), model)
     assert muons == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("up.weight", "square.weight", "experts")}
