@@ -492,22 +492,22 @@ def _warn_of_unknown_experts(model: nn.Module) -> None:
 # weights are stored in FP8. What torch asks before it takes that path, and the answer that keeps it from doing so:
 # which activation it is (0: one that the function can't compute; nothing else reads it), and whether to make padded
 # sequences nested tensors.
-_QUESTIONS: dict[type[nn.Module], tuple[str, int | bool]] = {
+_FAST_PATH_SWITCHES: dict[type[nn.Module], tuple[str, int | bool]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-_ANSWER = "_answer_before_octavo"
+_SAVED_SWITCH = "_answer_before_octavo"
 
 
 def choose_fast_path(model: nn.Module) -> None:
     """Keep torch's encoder layers that hold FP8 modules off the fast path, which skips them; allow it for others."""
     for module in model.modules():
-        for kind, (question, answer) in _QUESTIONS.items():
-            if not isinstance(module, kind) or question not in module.__dict__:
+        for kind, (switch, off) in _FAST_PATH_SWITCHES.items():
+            if not isinstance(module, kind) or switch not in module.__dict__:
                 continue
             holds_fp8 = any(isinstance(inner, RecipeModule) for inner in module.modules())
-            if holds_fp8 and _ANSWER not in module.__dict__:
-                module.__dict__[_ANSWER] = module.__dict__[question]
-                module.__dict__[question] = answer
-            elif not holds_fp8 and _ANSWER in module.__dict__:
-                module.__dict__[question] = module.__dict__.pop(_ANSWER)
+            if holds_fp8 and _SAVED_SWITCH not in module.__dict__:
+                module.__dict__[_SAVED_SWITCH] = module.__dict__[switch]
+                module.__dict__[switch] = off
+            elif not holds_fp8 and _SAVED_SWITCH in module.__dict__:
+                module.__dict__[switch] = module.__dict__.pop(_SAVED_SWITCH)
