@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
+from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.weights.plain import weight_of, why_unreadable
@@ -133,7 +133,7 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
     """Return the FP8 class for plain experts of a known kind; or None."""
     if isinstance(module, ConvertedExperts) or not (keys := keys_of(module)):
         return None
-    return of_subclass(OfTorchtitan if keys in TITAN else OfTransformers, class_of(module))  # type: ignore[arg-type]
+    return of_subclass(TorchtitanExperts if keys in TITAN else TransformersExperts, class_of(module))  # type: ignore[arg-type]
 
 
 @functools.cache
