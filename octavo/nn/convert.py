@@ -115,6 +115,24 @@ def convert(
     if not isinstance(fuse, bool):
         raise TypeError(f"fuse={fuse!r}: use True or False")
     targets = _chosen(model, select)
+    _convert_weights(model, recipe, targets, weight_storage)
+    _convert_modules(recipe, targets)
+    if fuse:
+        _fuse(model)
+    choose_fast_path(model)
+    converted = _modules(model)
+    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
+    for _, module in converted:
+        # with an embedding, say, which needs it in high precision
+        module.fp8.gather.share(id(weight_of(module)) in others)
+    gather_anew(model)
+    return model
+
+
+def _convert_weights(
+    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible], weight_storage: str | None
+) -> None:
+    """Store these modules' weights as ``convert`` does, or raise ValueError and change none."""
     stored = {} if weight_storage is None else _granularities_in_fp8(model, recipe, targets)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
@@ -124,6 +142,10 @@ def convert(
                 check_readable(recipe.of(*names), weight)
     for weight, granularity in stored.items():
         store(weight, granularity)
+
+
+def _convert_modules(recipe: Recipe | RecipeMap, targets: Sequence[Convertible]) -> None:
+    """Give modules their classes and recipes; those that are converted together gather together, too."""
     group = GatherGroup()
     for name, holder, new_class in targets:
         if type(holder) is not new_class:
@@ -136,22 +158,17 @@ def convert(
             module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)
-            if (stored_one := local_stored(weight_of(module))) is not None:
-                stored_one.layer_name = module_name
-    if fuse:
-        refused = fuse_known(model)
-        takes_loss = any(has_loss(module) for module in model.modules())
-        if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
-            why = _listed(refused) or "the model has no module that it knows"
-            warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=2)
-    choose_fast_path(model)
-    converted = _modules(model)
-    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
-    for _, module in converted:
-        # with an embedding, say, which needs it in high precision
-        module.fp8.gather.share(id(weight_of(module)) in others)
-    gather_anew(model)
-    return model
+            if (stored := local_stored(weight_of(module))) is not None:
+                stored.layer_name = module_name
+
+
+def _fuse(model: nn.Module) -> None:
+    """Fuse the modules of a converted model; warn, for ``convert``, which calls this, if there is none."""
+    refused = fuse_known(model)
+    takes_loss = any(has_loss(module) for module in model.modules())
+    if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
+        why = _listed(refused) or "the model has no module that it knows"
+        warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=3)
 
 
 def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
