@@ -352,23 +352,9 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
         if converted:
             afterwards.callback(gather_anew, model)
         for module in converted:
-            afterwards.enter_context(_put_aside(module))
+            afterwards.enter_context(module.put_aside())
         set_recipe(model, recipe)
         yield model
-
-
-@contextlib.contextmanager
-def _put_aside(module: RecipeModule) -> Iterator[None]:
-    """Put a module's recipe and states back at the end of a block."""
-    outer = module.fp8.put_aside()
-    try:
-        yield
-    finally:
-        if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
-            outer.weight_writes.replaced |= module.fp8.weight_writes.replaced
-            module.fp8.outer = outer.outer
-            module.recipe = outer.recipe
-            module.fp8.take_back(outer, module.parameters_device)
 
 
 def restore(model: nn.Module) -> nn.Module:
