@@ -1,4 +1,13 @@
-"""The choice of modules that convert takes, the class that each gets, and the reasons to leave others alone."""
+"""The choice of modules that convert takes, the class that each gets, and the reasons to leave others alone.
+
+| reasons why a module stays as it is | test | is asked by |
+|---|---|---|
+| it can't be converted | ``why_left_alone`` | ``why_not``; convert with a ``select`` |
+| the same, and it is no linear layer, or too small | ``why_not`` | convert without a ``select``; summary |
+| its weight is read without a call of it | ``past_reads`` | convert, summary |
+| all of these, or its ``select`` leaves it out | ``_why_not_chosen`` of convert.py | convert |
+| it is not fused | ``refusal`` of known_forwards.py | convert with ``fuse``; summary |
+"""
 
 from __future__ import annotations
 
@@ -199,7 +208,7 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
         if (why := why_left_alone(module)) is not None and not (taken and why == SHARDED):
             return why
         if large_enough(module, "") or not all(large_enough(layer, "") for layer in taken):
-            return why and "not selected, or sharded before octavo.convert"
+            return None if why is None else "not selected, or sharded before octavo.convert"
         shape = " x ".join(map(str, features(module) if keys_of(module) else shape_of(module)))
         return f"{shape} features; the default select converts from {MIN_FEATURES} on"
     if isinstance(module, NonDynamicallyQuantizableLinear):

@@ -20,7 +20,6 @@ from octavo.nn.candidates import (
     experts_class,
     fp8_class,
     is_sharded,
-    large_enough,
     past_reads,
     restore_class,
     why_left_alone,
@@ -468,11 +467,10 @@ def _why_not_chosen(name: str, module: nn.Module, select: Select | None, past: M
     """
     if isinstance(module, RecipeModule):
         return None if select is None or select(module, name) else LEFT_OUT
-    if fp8_class(module) is None and experts_class(module) is None:
-        return why_not(module)
-    reason = why_left_alone(module)
-    if reason in (None, REPLACED) and not (large_enough if select is None else select)(module, name):
-        return why_not(module) if select is None else LEFT_OUT
+    if select is None or (fp8_class(module) is None and experts_class(module) is None):
+        reason = why_not(module)
+    elif (reason := why_left_alone(module)) in (None, REPLACED) and not select(module, name):
+        reason = LEFT_OUT
     return past.get(id(module)) if reason is None else reason
 
 
