@@ -68,7 +68,7 @@ class Estimate:
         products, casts, other, optimizer: seconds of the device in eager PyTorch.
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
-        fused: seconds of the other operations where ``torch.compile`` fuses those between two products.
+        other_compiled: seconds of the other operations where ``torch.compile`` fuses those between two products.
         device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
             forward, and of what comes after.
         loss: bytes of ``memory`` that are there only before the first gradient of a weight.
@@ -89,7 +89,7 @@ class Estimate:
     optimizer: float
     memory: PhasePlan
     layers: tuple[LayerTime, ...]
-    fused: float
+    other_compiled: float
     device: tuple[float, ...] = ()
     host: tuple[float, ...] = ()
     loss: int = 0
@@ -111,7 +111,7 @@ class Estimate:
     @property
     def compiled(self) -> float:
         """Seconds of a compiled step, whose host is ahead."""
-        return self.products + self.casts + self.fused + self.optimizer
+        return self.products + self.casts + self.other_compiled + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -319,7 +319,7 @@ def estimate(
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
         layers=layers,
-        fused=times.other_compiled,
+        other_compiled=times.other_compiled,
         device=tuple(times.device),
         host=tuple(times.host),
         loss=loss,

@@ -95,7 +95,7 @@ def test_why_fp8_does_not_pay() -> None:
 def test_the_fastest_recipe_in_eager_is_another_than_the_fastest_compiled() -> None:
     """FP8 is advised against only if no recipe is faster in either."""
     step = two_steps(16384, 8192, 8192)[0]
-    bf16 = replace(step, products=1.0, casts=0.0, other=1.0, optimizer=0.0, fused=0.1, device=(), host=())
+    bf16 = replace(step, products=1.0, casts=0.0, other=1.0, optimizer=0.0, other_compiled=0.1, device=(), host=())
     eager = replace(bf16, name="delayed", products=0.8, casts=0.19)
     compiled = replace(bf16, name="rowwise", products=0.4, casts=0.3, other=1.9)
     assert (eager.total / bf16.total, compiled.total / bf16.total) == pytest.approx((0.995, 1.3))
