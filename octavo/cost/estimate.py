@@ -69,8 +69,7 @@ class Estimate:
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
         other_compiled: seconds of the other operations where ``torch.compile`` fuses those between two products.
-        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
-            forward, and of what comes after.
+        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: Spans.
         loss: bytes of ``memory`` that are there only before the first gradient of a weight.
 
     Example:
@@ -131,7 +130,15 @@ def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5
     return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
 
 
-FORWARD, REST = 0, 1  # spans of ``Estimate.device`` and ``host``: the blocks' forward, and what comes after
+class Spans(NamedTuple):
+    """Seconds of a step's two spans: the blocks' forward, and what comes after."""
+
+    forward: float
+    rest: float
+
+    def plus(self, seconds: float, in_forward: bool = False) -> Spans:
+        """Return spans of which one has so many seconds more."""
+        return Spans(self.forward + seconds, self.rest) if in_forward else Spans(self.forward, self.rest + seconds)
 
 
 class NamedParameters:
@@ -154,32 +161,30 @@ class _Times:
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.other.compiled / rates.copy + attention
-        spans = self._spans(fused, kernels)
-        self.device = [span.bytes / rates.copy + span.ops * rates.launch for span in spans]
+        forward, rest = self._traffic(fused, kernels)
+        self.device = Spans(*(each.bytes / rates.copy + each.ops * rates.launch for each in (forward, rest)))
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device[FORWARD] += share * attention
-        self.device[REST] += (1 - share) * attention
+        self.device = self.device.plus(share * attention, in_forward=True).plus((1 - share) * attention)
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = [spans[FORWARD].ops * times.forward, spans[REST].ops * times.backward]
+        self.host = Spans(forward.ops * times.forward, rest.ops * times.backward)
         self.products = self.casts = 0.0
 
-    def _spans(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
-        """Return the traffic in eager of each span, where these parts are fused."""
+    def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> tuple[Traffic, Traffic]:
+        """Return the traffic in eager of the blocks' forward, and of what comes after, where these parts are fused."""
         forward = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
-        spans = [forward, self.work.other.less(forward)]
+        rest = self.work.other.less(forward)
         for module, part, elements in fused:
-            plain, moved, span = PARTS[part].plain, kernels[part], self.span(module)
-            launches = moved.forward_launches - plain.forward_launches
-            spans[span] = spans[span].plus(elements * (moved.forward - plain.forward), launches)
+            plain, moved = PARTS[part].plain, kernels[part]
+            more = elements * (moved.forward - plain.forward), moved.forward_launches - plain.forward_launches
+            forward, rest = (forward.plus(*more), rest) if self._is_inside(module) else (forward, rest.plus(*more))
             launches = moved.backward_launches - plain.backward_launches
-            spans[REST] = spans[REST].plus(elements * (moved.backward - plain.backward), launches)
-        return spans
+            rest = rest.plus(elements * (moved.backward - plain.backward), launches)
+        return forward, rest
 
-    def span(self, name: str) -> int:
-        """Return the span of a module's forward."""
-        is_inside = self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
-        return FORWARD if is_inside else REST
+    def _is_inside(self, name: str) -> bool:
+        """Return whether the module of this name is inside the blocks."""
+        return self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
@@ -188,11 +193,11 @@ class _Times:
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
         self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
-        span, (output, *gradients) = self.span(linear.name), multiplied
-        self.device[span] += output + cast["input"] + cast["weight"]
-        self.device[REST] += sum(gradients) + cast["grad_output"]
-        self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
-        self.host[REST] += times.backward
+        is_inside, (output, *gradients) = self._is_inside(linear.name), multiplied
+        device = self.device.plus(output + cast["input"] + cast["weight"], is_inside)
+        self.device = device.plus(sum(gradients) + cast["grad_output"])
+        host = self.host.plus(times.forward - times.cast * len(spared & {"input", "weight"}), is_inside)
+        self.host = host.plus(times.backward)
         return layer
 
 
@@ -320,8 +325,8 @@ def estimate(
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
         layers=layers,
         other_compiled=times.other_compiled,
-        device=tuple(times.device),
-        host=tuple(times.host),
+        device=times.device,
+        host=times.host,
         loss=loss,
     )
 
