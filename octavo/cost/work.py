@@ -31,6 +31,7 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 # FLOP of attention that is not causal, for each query, key and feature: forward's two products, backward's five
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
+REPEATED = TRACED - 2  # the number of that one, the last but one
 Result = TypeVar("Result")  # of a run of a model
 BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
@@ -292,7 +293,7 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None and long.blocks is not None
     name = short.blocks.name
-    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
+    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
@@ -310,13 +311,13 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on.
+    """Return a model's layers with ``more`` blocks like the one of number REPEATED; the numbers of inputs go on.
 
     Raises ValueError if the last two blocks' layers do not run one block after the other.
     """
     before_last, last = (
         [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{number}.")]
-        for number in (TRACED - 2, TRACED - 1)
+        for number in (REPEATED, REPEATED + 1)
     )
     begin = linears.index(before_last[0])
     end = begin + len(before_last + last)
@@ -324,7 +325,7 @@ def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -
         raise ValueError("layers of two blocks run in turn")
     steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
     repeated = [
-        each._replace(name=_in_block(each.name, blocks, TRACED - 2 + i), reads=each.reads + i * step)
+        each._replace(name=_in_block(each.name, blocks, REPEATED + i), reads=each.reads + i * step)
         for i in range(more + 2)
         for each, step in zip(before_last, steps, strict=True)
     ]
