@@ -295,29 +295,30 @@ def estimate(
         >>> bf16.total > fp8.total
         True
     """
-    twin = on_meta(model)
-    work = work or work_of(model, inputs)
-    if recipe is not None or fuse:  # the same modules are fused in bf16 as in FP8
-        convert_quietly(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
+    twin, work, is_fused_bf16 = on_meta(model), work or work_of(model, inputs), fuse and recipe is None
+    if recipe is not None:
+        convert_quietly(twin, recipe, select, fuse)
+    elif is_fused_bf16:  # the same modules are fused as in FP8, and joined until the recipe below
+        convert_quietly(twin, default(), lambda *_: True, fuse)
     modules = dict(twin.named_modules())
-    kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
+    kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
     loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
         loss = chunked.size
         parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
-    if recipe is None and fuse:
+    if is_fused_bf16:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
     layers = _added_layers(times, modules, weight_storage, chunked)
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
-        convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
+        convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
     schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase])
     memory = schedule.plan().phases[0]
     return Estimate(
-        name=getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16,
+        name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
         casts=times.casts,
         other=times.other,
