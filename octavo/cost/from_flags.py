@@ -62,7 +62,7 @@ def optimizer_of(
     state_options: Any = {"moments": moments, "master": master}
     make: Callable[[Iterable[nn.Parameter]], CompactOptimizer] = functools.partial(AdamW, **state_options)
     if algorithm == "muon":
-        make = functools.partial(_muon, _are_muons(model), **state_options)
+        make = functools.partial(_muon, _muons_names(model), **state_options)
 
     def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
         result = make(params)
@@ -73,27 +73,22 @@ def optimizer_of(
     return optimizer
 
 
-def _are_muons(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
-    """Return whether Muon updates a parameter of this name, in the model or a copy of fewer blocks."""
+def _muons_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that Muon updates, in the model and in copies of fewer blocks."""
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
-    others = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.Conv1d)}
-
-    def is_muons(name: str, param: nn.Parameter) -> bool:
-        module, _, key = name.rpartition(".")
-        is_matrix = param.ndim in (2, 3) and not key.endswith("bias")  # experts' biases have two dimensions
-        is_other = module in others or module.endswith(".router")
-        return is_matrix and name.startswith(f"{blocks}.") and not is_other
-
-    return is_muons
+    modules, others = model.named_modules(), (nn.Embedding, nn.Conv1d)
+    of_adamw = {name for name, module in modules if isinstance(module, others) or name.endswith(".router")}
+    matrices = [name for name, param in model.named_parameters() if param.ndim in (2, 3) and not name.endswith("bias")]
+    return {n for n in matrices if n.startswith(f"{blocks}.") and n.rpartition(".")[0] not in of_adamw}
 
 
-def _muon(is_muons: Callable[[str, nn.Parameter], bool], params: Iterable[nn.Parameter], **state_options: Any) -> Muon:
-    """Return Muon of the parameters that are its own, which leaves others to AdamW."""
+def _muon(names: set[str], params: Iterable[nn.Parameter], **state_options: Any) -> Muon:
+    """Return Muon of the parameters of these names, which leaves others to AdamW."""
     assert isinstance(params, NamedParameters)
     groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
     for name, param in params.by_name.items():
-        groups["muon" if is_muons(name, param) else "adamw"].append(param)
+        groups["muon" if name in names else "adamw"].append(param)
     return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
 
 
