@@ -134,11 +134,11 @@ class Spans(NamedTuple):
     """Seconds of a step's two spans: the blocks' forward, and what comes after."""
 
     forward: float
-    rest: float
+    after: float
 
     def plus(self, seconds: float, in_forward: bool = False) -> Spans:
         """Return spans of which one has so many seconds more."""
-        return Spans(self.forward + seconds, self.rest) if in_forward else Spans(self.forward, self.rest + seconds)
+        return Spans(self.forward + seconds, self.after) if in_forward else Spans(self.forward, self.after + seconds)
 
 
 class NamedParameters:
@@ -161,26 +161,26 @@ class _Times:
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.other.compiled / rates.copy + attention
-        forward, rest = self._traffic(fused, kernels)
-        self.device = Spans(*(each.bytes / rates.copy + each.ops * rates.launch for each in (forward, rest)))
+        forward, after = self._traffic(fused, kernels)
+        self.device = Spans(*(each.bytes / rates.copy + each.ops * rates.launch for each in (forward, after)))
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
         self.device = self.device.plus(share * attention, in_forward=True).plus((1 - share) * attention)
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = Spans(forward.ops * times.forward, rest.ops * times.backward)
+        self.host = Spans(forward.ops * times.forward, after.ops * times.backward)
         self.products = self.casts = 0.0
 
     def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> tuple[Traffic, Traffic]:
         """Return the traffic in eager of the blocks' forward, and of what comes after, where these parts are fused."""
         forward = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
-        rest = self.work.other.less(forward)
+        after = self.work.other.less(forward)
         for module, part, elements in fused:
             plain, moved = PARTS[part].plain, kernels[part]
             more = elements * (moved.forward - plain.forward), moved.forward_launches - plain.forward_launches
-            forward, rest = (forward.plus(*more), rest) if self._is_inside(module) else (forward, rest.plus(*more))
+            forward, after = (forward.plus(*more), after) if self._is_inside(module) else (forward, after.plus(*more))
             launches = moved.backward_launches - plain.backward_launches
-            rest = rest.plus(elements * (moved.backward - plain.backward), launches)
-        return forward, rest
+            after = after.plus(elements * (moved.backward - plain.backward), launches)
+        return forward, after
 
     def _is_inside(self, name: str) -> bool:
         """Return whether the module of this name is inside the blocks."""
