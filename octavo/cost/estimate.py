@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -68,9 +68,8 @@ class Estimate:
         products, casts, other, optimizer: seconds of the device in eager PyTorch.
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
-        fused: seconds of the other operations where ``torch.compile`` fuses those between two products.
-        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
-            forward, and of what comes after.
+        other_compiled: seconds of the other operations where ``torch.compile`` fuses those between two products.
+        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: Spans.
         loss: bytes of ``memory`` that are there only before the first gradient of a weight.
 
     Example:
@@ -89,7 +88,7 @@ class Estimate:
     optimizer: float
     memory: PhasePlan
     layers: tuple[LayerTime, ...]
-    fused: float
+    other_compiled: float
     device: tuple[float, ...] = ()
     host: tuple[float, ...] = ()
     loss: int = 0
@@ -111,7 +110,7 @@ class Estimate:
     @property
     def compiled(self) -> float:
         """Seconds of a compiled step, whose host is ahead."""
-        return self.products + self.casts + self.fused + self.optimizer
+        return self.products + self.casts + self.other_compiled + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -131,7 +130,25 @@ def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5
     return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
 
 
-FORWARD, REST = 0, 1  # spans of ``Estimate.device`` and ``host``: the blocks' forward, and what comes after
+class Spans(NamedTuple):
+    """Seconds of a step's two spans: the blocks' forward, and what comes after."""
+
+    forward: float
+    after: float
+
+    def plus(self, seconds: float, in_forward: bool = False) -> Spans:
+        """Return spans of which one has so many seconds more."""
+        return Spans(self.forward + seconds, self.after) if in_forward else Spans(self.forward, self.after + seconds)
+
+
+class NamedParameters:
+    """A model's parameters as ``model.parameters()`` yields them, for an optimizer that also asks for their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_name = dict(model.named_parameters())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self.by_name.values())
 
 
 class _Times:
@@ -144,32 +161,30 @@ class _Times:
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.other.compiled / rates.copy + attention
-        spans = self._spans(fused, kernels)
-        self.device = [span.bytes / rates.copy + span.ops * rates.launch for span in spans]
+        forward, after = self._traffic(fused, kernels)
+        self.device = Spans(*(each.bytes / rates.copy + each.ops * rates.launch for each in (forward, after)))
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device[FORWARD] += share * attention
-        self.device[REST] += (1 - share) * attention
+        self.device = self.device.plus(share * attention, in_forward=True).plus((1 - share) * attention)
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = [spans[FORWARD].ops * times.forward, spans[REST].ops * times.backward]
+        self.host = Spans(forward.ops * times.forward, after.ops * times.backward)
         self.products = self.casts = 0.0
 
-    def _spans(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
-        """Return the traffic in eager of each span, where these parts are fused."""
+    def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> tuple[Traffic, Traffic]:
+        """Return the traffic in eager of the blocks' forward, and of what comes after, where these parts are fused."""
         forward = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
-        spans = [forward, self.work.other.less(forward)]
+        after = self.work.other.less(forward)
         for module, part, elements in fused:
-            plain, moved, span = PARTS[part].plain, kernels[part], self.span(module)
-            launches = moved.forward_launches - plain.forward_launches
-            spans[span] = spans[span].plus(elements * (moved.forward - plain.forward), launches)
+            plain, moved = PARTS[part].plain, kernels[part]
+            more = elements * (moved.forward - plain.forward), moved.forward_launches - plain.forward_launches
+            forward, after = (forward.plus(*more), after) if self._is_inside(module) else (forward, after.plus(*more))
             launches = moved.backward_launches - plain.backward_launches
-            spans[REST] = spans[REST].plus(elements * (moved.backward - plain.backward), launches)
-        return spans
+            after = after.plus(elements * (moved.backward - plain.backward), launches)
+        return forward, after
 
-    def span(self, name: str) -> int:
-        """Return the span of a module's forward."""
-        is_inside = self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
-        return FORWARD if is_inside else REST
+    def _is_inside(self, name: str) -> bool:
+        """Return whether the module of this name is inside the blocks."""
+        return self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
@@ -178,11 +193,11 @@ class _Times:
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
         self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
-        span, (output, *gradients) = self.span(linear.name), multiplied
-        self.device[span] += output + cast["input"] + cast["weight"]
-        self.device[REST] += sum(gradients) + cast["grad_output"]
-        self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
-        self.host[REST] += times.backward
+        is_inside, (output, *gradients) = self._is_inside(linear.name), multiplied
+        device = self.device.plus(output + cast["input"] + cast["weight"], is_inside)
+        self.device = device.plus(sum(gradients) + cast["grad_output"])
+        host = self.host.plus(times.forward - times.cast * len(spared & {"input", "weight"}), is_inside)
+        self.host = host.plus(times.backward)
         return layer
 
 
@@ -226,7 +241,7 @@ def _saved(
     )
 
     def saved_by(twin: nn.Module) -> dict[str, int]:
-        schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+        schedule = PrecisionSchedule(twin, optimizer(NamedParameters(twin)), [phase])
         return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
 
     return run_shorter(model, saved_by, lengthened)
@@ -280,38 +295,39 @@ def estimate(
         >>> bf16.total > fp8.total
         True
     """
-    twin = on_meta(model)
-    work = work or work_of(model, inputs)
-    if recipe is not None or fuse:  # the same modules are fused in bf16 as in FP8
-        convert_quietly(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
+    twin, work, is_fused_bf16 = on_meta(model), work or work_of(model, inputs), fuse and recipe is None
+    if recipe is not None:
+        convert_quietly(twin, recipe, select, fuse)
+    elif is_fused_bf16:  # the same modules are fused as in FP8, and joined until the recipe below
+        convert_quietly(twin, default(), lambda *_: True, fuse)
     modules = dict(twin.named_modules())
-    kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
+    kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
     loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
         loss = chunked.size
         parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
-    if recipe is None and fuse:
+    if is_fused_bf16:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
     layers = _added_layers(times, modules, weight_storage, chunked)
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
-        convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
+        convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
-    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
+    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase])
     memory = schedule.plan().phases[0]
     return Estimate(
-        name=getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else IN_BF16,
+        name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
         casts=times.casts,
         other=times.other,
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
         layers=layers,
-        fused=times.other_compiled,
-        device=tuple(times.device),
-        host=tuple(times.host),
+        other_compiled=times.other_compiled,
+        device=times.device,
+        host=times.host,
         loss=loss,
     )
 

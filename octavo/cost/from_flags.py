@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from octavo.cost.estimate import NamedParameters
 from octavo.cost.rates import PlanError
 from octavo.cost.work import blocks_of
 from octavo.optim import AdamW, Muon, update_in_backward
@@ -52,14 +53,16 @@ def context_of(model: nn.Module) -> int:
 def optimizer_of(
     model: nn.Module, algorithm: str, moments: str, master: str | None, outstanding: int | None = None
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return a function from parameters to the optimizer that these options name; Muon has the blocks' matrices.
+    """Return a function from NamedParameters to the optimizer that these options name.
 
+    Muon has the blocks' matrices, experts' too, as in ``octavo train``; AdamW has embeddings, convolutions, layers
+    called ``router`` and biases.
     ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
     """
     state_options: Any = {"moments": moments, "master": master}
     make: Callable[[Iterable[nn.Parameter]], CompactOptimizer] = functools.partial(AdamW, **state_options)
     if algorithm == "muon":
-        make = functools.partial(_muon, _shapes_outside_of_blocks(model), **state_options)
+        make = functools.partial(_muon, _muons_names(model), **state_options)
 
     def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
         result = make(params)
@@ -70,17 +73,22 @@ def optimizer_of(
     return optimizer
 
 
-def _shapes_outside_of_blocks(model: nn.Module) -> set[torch.Size]:
+def _muons_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that Muon updates, in the model and in copies of fewer blocks."""
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
-    return {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
+    modules, others = model.named_modules(), (nn.Embedding, nn.Conv1d)
+    of_adamw = {name for name, module in modules if isinstance(module, others) or name.endswith(".router")}
+    matrices = [name for name, param in model.named_parameters() if param.ndim in (2, 3) and not name.endswith("bias")]
+    return {n for n in matrices if n.startswith(f"{blocks}.") and n.rpartition(".")[0] not in of_adamw}
 
 
-def _muon(outside: set[torch.Size], params: Iterable[nn.Parameter], **state_options: Any) -> Muon:
-    """Return Muon of matrices but those of these shapes, which it leaves to AdamW."""
+def _muon(names: set[str], params: Iterable[nn.Parameter], **state_options: Any) -> Muon:
+    """Return Muon of the parameters of these names, which leaves others to AdamW."""
+    assert isinstance(params, NamedParameters)
     groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
-    for param in params:
-        groups["muon" if param.ndim in (2, 3) and param.shape not in outside else "adamw"].append(param)
+    for name, param in params.by_name.items():
+        groups["muon" if name in names else "adamw"].append(param)
     return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
 
 

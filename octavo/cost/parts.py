@@ -39,11 +39,13 @@ def by_launch(forward: Sequence[int], backward: Sequence[int] = (), tensors: int
     return Moved(sum(forward), sum(backward), tensors * len(forward), tensors * len(backward))
 
 
+READ, WRITE = 2, 2  # bytes in bf16 of a tensor of an element each; of two tensors, such as gate and up, twice as many
 _GATED = by_launch([4, 6], [6, 6, 6])  # the activation of gate, times up
 _LOSS = by_launch([6, 8, 4], [8, 12, 6])  # to float32, log-softmax, the loss
 # By part, for each element of what its comment names: 2 bytes in bf16, 4 in float32, 1 of a code; 0 of a launch that
 # reads rows alone. Casts are counted elsewhere, but what a fused one reads more than a cast alone is here, and launches
-# that fewer casts need are below 0. A block has two norms, Qwen3's two more of heads, and one of all others but losses.
+# that fewer casts need are below 0: of a difference the latter number is what the cast alone reads. A block has two
+# norms, Qwen3's two more of heads, and one of all others but losses.
 PARTS = {
     # its input: to float32, squares, their mean, times its root's inverse (two launches of rows), to bf16, times gamma
     "norm": Part(
@@ -51,11 +53,11 @@ PARTS = {
     ),
     # The product of gate and up. Fused casts of it and of its gradient read gate and up; the codes that the former
     # leaves to the latter are written once all the same.
-    "gated feed-forward": Part(_GATED, Moved(forward=4 - 2, backward=6 - 4)),
+    "gated feed-forward": Part(_GATED, Moved(forward=2 * READ - READ, backward=3 * READ - 2 * READ)),
     # the same: gate and up are put side by side first, and their gradients are computed in bf16
-    "gated feed-forward, apart": Part(_GATED, by_launch([8 + 4 - 2], [6, 6, 4, 6])),
+    "gated feed-forward, apart": Part(_GATED, by_launch([2 * (READ + WRITE) + 2 * READ - READ], [6, 6, 4, 6])),
     # the activation; fused, the cast of its gradient reads its input too
-    "feed-forward": Part(by_launch([4], [6]), Moved(backward=4 - 2)),
+    "feed-forward": Part(by_launch([4], [6]), Moved(backward=2 * READ - READ)),
     # the input of both, whose gradients are added up; joined they have one cast of weights, and one of gradients
     "gate and up": Part(by_launch([], [6]), Moved(forward_launches=-1, backward_launches=-1)),
     "query, key and value": Part(by_launch([], [6, 6]), Moved(forward_launches=-2, backward_launches=-2)),  # as well
@@ -69,7 +71,7 @@ PARTS = {
     "heads side by side": Part(fused=by_launch([], [4, 4])),  # queries, keys and values
     # a block's input, and two sums; fused, the norm behind attention also reads the residual and writes the first sum,
     # and norms' gradients read the residual's
-    "residual": Part(by_launch([6, 6], [6, 6]), Moved(forward=4 + 6, forward_launches=1, backward=2 + 2)),
+    "residual": Part(by_launch([6, 6], [6, 6]), Moved(READ + WRITE + 2 * READ + WRITE, 2 * READ, forward_launches=1)),
     "loss": Part(_LOSS, by_launch([2], [4])),  # the logits
     # The logits, computed with the head: a chunk's are read for the loss and for their gradient, which is written as
     # codes, as they lie and transposed; the launches of one chunk.

@@ -206,6 +206,8 @@ PUBLISHED = {
     ),
 }
 """Rates of large products by device, each with its source."""
+# of these very cards, by torch's names; an H100 PCIe, a GH200 and the like have other rates
+_PUBLISHED_OF = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA B200": "B200"}
 # GPUs of data centres that are asked about, and have no FP8 hardware
 WITHOUT_FP8 = frozenset("P100 V100 T4 A2 A10 A10G A16 A30 A40 A100 A800 A4000 A5000 A6000 MI100 MI210 MI250".split())
 
@@ -222,6 +224,11 @@ def device_label(device: torch.device) -> str:
     """Return the name of a device with the versions that its rates depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
+
+
+def _published_of(label: str) -> Rates | None:
+    """Return what is published of the very card that has such a label; None of a card that is only named alike."""
+    return PUBLISHED.get(_PUBLISHED_OF.get(label.partition(", torch ")[0], ""))
 
 
 def keep(rates: Rates) -> Path:
@@ -293,9 +300,8 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         rates = _of_file(_read(cache_folder() / RATES_FILE)[label])
         memory = rates.memory or memory_of(device)
         return _with_published(dataclasses.replace(rates, memory=memory, attention={}, host={}))
-    for published, rates in PUBLISHED.items():
-        if published in label:
-            return rates
+    if (published := _published_of(label)) is not None:
+        return published
     if device.type == "cuda" and not runs_natively(device):
         raise _no_fp8_hardware(label)
     raise PlanError(
@@ -314,7 +320,7 @@ def _no_fp8_hardware(name: str) -> PlanError:
 
 def _with_published(rates: Rates) -> Rates:
     """Return measured rates with the published attention and host times of such a device, which are not measured."""
-    published = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), rates)
+    published = _published_of(rates.device) or rates
     return dataclasses.replace(rates, attention=published.attention, host=published.host)
 
 

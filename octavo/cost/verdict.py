@@ -6,7 +6,7 @@
 | sentence | is there | function |
 |---|---|---|
 | "All of these fit", "Too large: ...", "None of these fits" | where the memory is known | ``_whether_steps_fit`` |
-| "Don't: ...", "... is the fastest" | one of them at most, if any fits | ``_what_to_choose`` |
+| "Don't: ...", or "... is the fastest" (in eager, compiled) | if any fits | ``_what_to_choose`` |
 | "... of bf16's time with the same fusions" | with ``--fuse`` | ``_beside_fused_bf16`` |
 | "leave out", "no layer is faster than in bf16" | by ``Estimate.slower`` | ``_layers_to_leave_out`` |
 | "The smallest change that fits" | if none fits | ``change_that_fits`` |
@@ -52,7 +52,7 @@ TIMES = (
     Column("other", lambda step, bf16: 1e3 * (step.other + step.waits), "eager"),
     Column("total", lambda step, bf16: 1e3 * step.total),
     Column("of bf16", lambda step, bf16: step.total / bf16.total),
-    Column("other", lambda step, bf16: 1e3 * step.fused, "compiled"),
+    Column("other", lambda step, bf16: 1e3 * step.other_compiled, "compiled"),
     Column("total", lambda step, bf16: 1e3 * step.compiled),
     Column("of bf16", lambda step, bf16: step.compiled / bf16.compiled),
 )
@@ -71,10 +71,12 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
     bf16, steps = estimates[0], [step for step in estimates[1:] if step.name != FUSED_BF16]
     fitting = [step for step in steps if fits([step], rates)]
-    best = min(fitting or steps, key=lambda step: step.total, default=bf16)
+    choices = fitting or steps or [bf16]
+    best = min(choices, key=lambda step: step.total)
     lines = [f"by the rates of {rates.device} ({rates.source})", *describe_attention(rates), "", tables(estimates), ""]
     lines += _whether_steps_fit(estimates, rates)
-    lines += _what_to_choose(estimates, best, rates, recipe_fits=bool(fitting))
+    if fits(estimates, rates):
+        lines += _what_to_choose(bf16, choices, recipe_fits=bool(fitting))
     lines += _beside_fused_bf16(estimates, best)
     lines += _layers_to_leave_out(steps)
     return "\n".join(lines)
@@ -99,16 +101,16 @@ def _whether_steps_fit(estimates: Sequence[Estimate], rates: Rates) -> Iterator[
             yield f"None of these steps fits {room}: the smallest needs {least:,.0f} GiB."
 
 
-def _what_to_choose(estimates: Sequence[Estimate], best: Estimate, rates: Rates, recipe_fits: bool) -> Iterator[str]:
-    """Yield that FP8 gains too little and why, or how fast the best recipe is; nothing if no step fits."""
-    bf16 = estimates[0]
-    eager, compiled = best.total / bf16.total, best.compiled / bf16.compiled
-    if not fits(estimates, rates):
-        return
-    if min(eager, compiled) >= WORTH:
-        yield f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why_not(bf16, best)}."
+def _what_to_choose(bf16: Estimate, steps: Sequence[Estimate], recipe_fits: bool) -> Iterator[str]:
+    """Yield that FP8 gains too little and why, or how fast the best recipe is, or the best in eager and compiled."""
+    eager, compiled = min(steps, key=lambda step: step.total), min(steps, key=lambda step: step.compiled)
+    if min(eager.total / bf16.total, compiled.compiled / bf16.compiled) >= WORTH:
+        yield f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why_not(bf16, eager)}."
     elif recipe_fits:
-        yield f"{best.name} is the fastest: {eager:.2f} of bf16's time in eager, {compiled:.2f} compiled."
+        for where, step in [("", eager)] if eager is compiled else [(" in eager", eager), (" compiled", compiled)]:
+            share, share_compiled = step.total / bf16.total, step.compiled / bf16.compiled
+            shares = f"{share:.2f} of bf16's time in eager, {share_compiled:.2f} compiled"
+            yield f"{step.name} is the fastest{where}: {shares}."
 
 
 def _why_not(bf16: Estimate, best: Estimate) -> str:

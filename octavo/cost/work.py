@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ COMPARED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")  # by default: o
 # FLOP of attention that is not causal, for each query, key and feature: forward's two products, backward's five
 ATTENTION_FLOP = 4, 10
 TRACED = 3  # blocks that are run of many that are alike: the first, the last, and one for each between
+REPEATED = TRACED - 2  # the number of that one, the last but one
 Result = TypeVar("Result")  # of a run of a model
 BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # names of a block's number in its modules
 
@@ -291,7 +293,7 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None and long.blocks is not None
     name = short.blocks.name
-    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{TRACED - 2}.")}
+    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
@@ -309,13 +311,13 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the last but one of TRACED; the numbers of inputs go on.
+    """Return a model's layers with ``more`` blocks like the one of number REPEATED; the numbers of inputs go on.
 
     Raises ValueError if the last two blocks' layers do not run one block after the other.
     """
     before_last, last = (
         [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{number}.")]
-        for number in (TRACED - 2, TRACED - 1)
+        for number in (REPEATED, REPEATED + 1)
     )
     begin = linears.index(before_last[0])
     end = begin + len(before_last + last)
@@ -323,7 +325,7 @@ def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -
         raise ValueError("layers of two blocks run in turn")
     steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
     repeated = [
-        each._replace(name=_in_block(each.name, blocks, TRACED - 2 + i), reads=each.reads + i * step)
+        each._replace(name=_in_block(each.name, blocks, REPEATED + i), reads=each.reads + i * step)
         for i in range(more + 2)
         for each, step in zip(before_last, steps, strict=True)
     ]
@@ -399,8 +401,8 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, (groups, columns, rows) = arguments[0], sizes_of(module)
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
+            x, (groups, columns, rows) = _inputs(module, arguments, keywords)[0], sizes_of(module)
             weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
             live_inputs.append(x)
@@ -412,32 +414,36 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         return hook
 
     def size(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
-            x = next(iter((*arguments, *keywords.values())), None)
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
+            x = next(iter(_inputs(module, arguments, keywords)), None)
             sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
 
         return hook
 
     for name, module in twin.named_modules():
-        if any(sizes_of(module)):
-            module.register_forward_hook(note(name))
-        else:
-            module.register_forward_hook(size(name), with_kwargs=True)
+        hook = note(name) if any(sizes_of(module)) else size(name)
+        module.register_forward_hook(hook, with_kwargs=True)
     return works_by_name, sizes
+
+
+def _inputs(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a module's call in the order of its forward's parameters."""
+    names = [*inspect.signature(module.forward).parameters, *keywords]  # which may be in any order
+    return [*arguments, *(keywords[name] for name in sorted(keywords, key=names.index))]
 
 
 def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
     """Return the counts before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[Traffic] = []
 
-    def mark(_: object, inputs: Any, output: Any = None) -> None:
+    def mark(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any = None) -> None:
         marks.append(traffic.counts)
-        x = _tensors(inputs if output is None else output)[0]
+        x = _tensors(_inputs(block, arguments, keywords) if output is None else output)[0]
         if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
             x.register_hook(lambda _: marks.append(traffic.counts))
 
-    blocks[0].register_forward_pre_hook(mark)
-    blocks[-1].register_forward_hook(mark)
+    blocks[0].register_forward_pre_hook(mark, with_kwargs=True)
+    blocks[-1].register_forward_hook(mark, with_kwargs=True)
     return marks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from octavo.autograd.casts import cast_to_send
 from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
-from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
+from octavo.nn.experts import ConvertedExperts, Experts, TransformersExperts
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
@@ -110,11 +110,11 @@ def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
     """Return the linear layers of a module of experts that can exchange rows; none for another module."""
-    if isinstance(module, ConvertedExperts) and not isinstance(module, OfTransformers):
+    if isinstance(module, ConvertedExperts) and not isinstance(module, TransformersExperts):
         raise ValueError(f"{name or 'the model'}: torchtitan exchanges the rows of its experts itself")
-    if isinstance(module, OfTransformers) and getattr(module, "_is_expert_parallel", False):
+    if isinstance(module, TransformersExperts) and getattr(module, "_is_expert_parallel", False):
         raise ValueError(f"{name or 'the model'}: transformers' own expert parallelism is on; leave one of the two out")
-    return [module.gate_up, module.down] if isinstance(module, Experts | OfTransformers) else []
+    return [module.gate_up, module.down] if isinstance(module, Experts | TransformersExperts) else []
 
 
 def _why_not(layer: Grouped, mesh: Any) -> str:

@@ -1,4 +1,13 @@
-"""The choice of modules that convert takes, the class that each gets, and the reasons to leave others alone."""
+"""The choice of modules that convert takes, the class that each gets, and the reasons to leave others alone.
+
+| reasons why a module stays as it is | test | is asked by |
+|---|---|---|
+| it can't be converted | ``why_left_alone`` | ``why_not``; convert with a ``select`` |
+| the same, and it is no linear layer, or too small | ``why_not`` | convert without a ``select``; summary |
+| its weight is read without a call of it | ``past_reads`` | convert, summary |
+| all of these, or its ``select`` leaves it out | ``_why_not_chosen`` of convert.py | convert |
+| it is not fused | ``refusal`` of known_forwards.py | convert with ``fuse``; summary |
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
+from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.weights.operands import weight_of, why_unreadable
@@ -133,7 +142,7 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
     """Return the FP8 class for plain experts of a known kind; or None."""
     if isinstance(module, ConvertedExperts) or not (keys := keys_of(module)):
         return None
-    return of_subclass(OfTorchtitan if keys in TITAN else OfTransformers, class_of(module))  # type: ignore[arg-type]
+    return of_subclass(TorchtitanExperts if keys in TITAN else TransformersExperts, class_of(module))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -199,7 +208,7 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
         if (why := why_left_alone(module)) is not None and not (taken and why == SHARDED):
             return why
         if large_enough(module, "") or not all(large_enough(layer, "") for layer in taken):
-            return why and "not selected, or sharded before octavo.convert"
+            return None if why is None else "not selected, or sharded before octavo.convert"
         shape = " x ".join(map(str, features(module) if keys_of(module) else shape_of(module)))
         return f"{shape} features; the default select converts from {MIN_FEATURES} on"
     if isinstance(module, NonDynamicallyQuantizableLinear):

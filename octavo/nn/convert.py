@@ -20,7 +20,6 @@ from octavo.nn.candidates import (
     experts_class,
     fp8_class,
     is_sharded,
-    large_enough,
     past_reads,
     restore_class,
     why_left_alone,
@@ -115,6 +114,24 @@ def convert(
     if not isinstance(fuse, bool):
         raise TypeError(f"fuse={fuse!r}: use True or False")
     targets = _chosen(model, select)
+    _convert_weights(model, recipe, targets, weight_storage)
+    _convert_modules(recipe, targets)
+    if fuse:
+        _fuse(model)
+    choose_fast_path(model)
+    converted = _modules(model)
+    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
+    for _, module in converted:
+        # with an embedding, say, which needs it in high precision
+        module.fp8.gather.share(id(weight_of(module)) in others)
+    gather_anew(model)
+    return model
+
+
+def _convert_weights(
+    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible], weight_storage: str | None
+) -> None:
+    """Store these modules' weights as ``convert`` does, or raise ValueError and change none."""
     stored = {} if weight_storage is None else _granularities_in_fp8(model, recipe, targets)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
@@ -124,6 +141,10 @@ def convert(
                 check_readable(recipe.of(*names), weight)
     for weight, granularity in stored.items():
         store(weight, granularity)
+
+
+def _convert_modules(recipe: Recipe | RecipeMap, targets: Sequence[Convertible]) -> None:
+    """Give modules their classes and recipes; those that are converted together gather together, too."""
     group = GatherGroup()
     for name, holder, new_class in targets:
         if type(holder) is not new_class:
@@ -136,22 +157,17 @@ def convert(
             module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)
-            if (stored_one := local_stored(weight_of(module))) is not None:
-                stored_one.layer_name = module_name
-    if fuse:
-        refused = fuse_known(model)
-        takes_loss = any(has_loss(module) for module in model.modules())
-        if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
-            why = _listed(refused) or "the model has no module that it knows"
-            warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=2)
-    choose_fast_path(model)
-    converted = _modules(model)
-    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
-    for _, module in converted:
-        # with an embedding, say, which needs it in high precision
-        module.fp8.gather.share(id(weight_of(module)) in others)
-    gather_anew(model)
-    return model
+            if (stored := local_stored(weight_of(module))) is not None:
+                stored.layer_name = module_name
+
+
+def _fuse(model: nn.Module) -> None:
+    """Fuse the modules of a converted model; warn, for ``convert``, which calls this, if there is none."""
+    refused = fuse_known(model)
+    takes_loss = any(has_loss(module) for module in model.modules())
+    if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
+        why = _listed(refused) or "the model has no module that it knows"
+        warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=3)
 
 
 def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
@@ -335,23 +351,9 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
         if converted:
             afterwards.callback(gather_anew, model)
         for module in converted:
-            afterwards.enter_context(_put_aside(module))
+            afterwards.enter_context(module.put_aside())
         set_recipe(model, recipe)
         yield model
-
-
-@contextlib.contextmanager
-def _put_aside(module: RecipeModule) -> Iterator[None]:
-    """Put a module's recipe and states back at the end of a block."""
-    outer = module.fp8.put_aside()
-    try:
-        yield
-    finally:
-        if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
-            outer.weight_writes.replaced |= module.fp8.weight_writes.replaced
-            module.fp8.outer = outer.outer
-            module.recipe = outer.recipe
-            module.fp8.take_back(outer, module.parameters_device)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -465,11 +467,10 @@ def _why_not_chosen(name: str, module: nn.Module, select: Select | None, past: M
     """
     if isinstance(module, RecipeModule):
         return None if select is None or select(module, name) else LEFT_OUT
-    if fp8_class(module) is None and experts_class(module) is None:
-        return why_not(module)
-    reason = why_left_alone(module)
-    if reason in (None, REPLACED) and not (large_enough if select is None else select)(module, name):
-        return why_not(module) if select is None else LEFT_OUT
+    if select is None or (fp8_class(module) is None and experts_class(module) is None):
+        reason = why_not(module)
+    elif (reason := why_left_alone(module)) in (None, REPLACED) and not select(module, name):
+        reason = LEFT_OUT
     return past.get(id(module)) if reason is None else reason
 
 
@@ -492,22 +493,22 @@ def _warn_of_unknown_experts(model: nn.Module) -> None:
 # weights are stored in FP8. What torch asks before it takes that path, and the answer that keeps it from doing so:
 # which activation it is (0: one that the function can't compute; nothing else reads it), and whether to make padded
 # sequences nested tensors.
-_QUESTIONS: dict[type[nn.Module], tuple[str, int | bool]] = {
+_FAST_PATH_SWITCHES: dict[type[nn.Module], tuple[str, int | bool]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-_ANSWER = "_answer_before_octavo"
+_SAVED_SWITCH = "_answer_before_octavo"
 
 
 def choose_fast_path(model: nn.Module) -> None:
     """Keep torch's encoder layers that hold FP8 modules off the fast path, which skips them; allow it for others."""
     for module in model.modules():
-        for kind, (question, answer) in _QUESTIONS.items():
-            if not isinstance(module, kind) or question not in module.__dict__:
+        for kind, (switch, off) in _FAST_PATH_SWITCHES.items():
+            if not isinstance(module, kind) or switch not in module.__dict__:
                 continue
             holds_fp8 = any(isinstance(inner, RecipeModule) for inner in module.modules())
-            if holds_fp8 and _ANSWER not in module.__dict__:
-                module.__dict__[_ANSWER] = module.__dict__[question]
-                module.__dict__[question] = answer
-            elif not holds_fp8 and _ANSWER in module.__dict__:
-                module.__dict__[question] = module.__dict__.pop(_ANSWER)
+            if holds_fp8 and _SAVED_SWITCH not in module.__dict__:
+                module.__dict__[_SAVED_SWITCH] = module.__dict__[switch]
+                module.__dict__[switch] = off
+            elif not holds_fp8 and _SAVED_SWITCH in module.__dict__:
+                module.__dict__[switch] = module.__dict__.pop(_SAVED_SWITCH)

@@ -28,7 +28,7 @@ from octavo.autograd.grouped import Routing
 from octavo.autograd.rows import Rows
 from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, activation_of
 from octavo.kernels.reference.activation import activate
-from octavo.nn.fused import run_alone, run_as_one
+from octavo.nn.fused import can_fuse, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
@@ -113,7 +113,7 @@ def feed_forward(
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         linears = gate_up, down
-        if activation is None or not run_alone(linears):
+        if activation is None or not can_fuse(linears):
             return down(between(gate_up(rows, offsets)), offsets)
         tensors = [linear.layer_tensors() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
@@ -297,7 +297,7 @@ class ConvertedExperts(WeightOwner):
         super().__setattr__(name, value)
 
 
-class OfTransformers(ConvertedExperts):
+class TransformersExperts(ConvertedExperts):
     """transformers' experts modules, converted."""
 
     gate_up: ExpertsPart
@@ -318,7 +318,7 @@ class OfTransformers(ConvertedExperts):
         return mix(hidden_states, top_k_index, top_k_weights, self.num_experts, limit, compute)
 
 
-class OfTorchtitan(ConvertedExperts):
+class TorchtitanExperts(ConvertedExperts):
     """torchtitan's GroupedExperts, converted; gate and up are two matrices, and each casts the tokens itself."""
 
     gate: ExpertsPart

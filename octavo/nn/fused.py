@@ -108,15 +108,15 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
         return Norm("rms_norm", eps, self.zero_centered_gamma)
 
 
-def runs_alone(module: nn.Module) -> bool:
+def forward_is_bypassable(module: nn.Module) -> bool:
     """Whether a part's forward may be bypassed: it isn't replaced, and all hooks are those of the part's style."""
     style = style_of(module)
     return "forward" not in module.__dict__ and hooks_on(module) == (0 if style is None else style.hooks)
 
 
-def run_alone(linears: Sequence[Any]) -> bool:
+def can_fuse(linears: Sequence[Any]) -> bool:
     """Whether all linear layers' forwards may be bypassed, and their ``output`` products are in FP8."""
-    return all(runs_alone(linear) and linear.fp8.recipe.output is not None for linear in linears)
+    return all(forward_is_bypassable(linear) and linear.fp8.recipe.output is not None for linear in linears)
 
 
 def run_as_one(
@@ -161,7 +161,7 @@ class Fused(nn.Module):
             check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
         if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) is not Linear for part in linears):
             return None
-        if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
+        if norm.weight is None or not (forward_is_bypassable(norm) and can_fuse(linears)):
             return None
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])

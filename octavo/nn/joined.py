@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.products import Layer, is_recorded
 from octavo.autograd.rows import DENSE, Rows
-from octavo.nn.fused import run_alone
+from octavo.nn.fused import can_fuse
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.private import FakeTensor, no_modes
@@ -54,7 +54,7 @@ class Joined(NamedTuple):
             return False
         if any(linear.out_features % first.recipe.rows_unit for linear in self.linears[:-1]):
             return False  # a block would have rows of two layers
-        return run_alone(self.linears) and all(map(self._is_like_the_first, self.linears))
+        return can_fuse(self.linears) and all(map(self._is_like_the_first, self.linears))
 
     def _is_like_the_first(self, linear: Linear) -> bool:
         first, weight = self.linears[0], linear._parameters.get("weight")

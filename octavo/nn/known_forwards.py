@@ -5,9 +5,9 @@
     RMS norm       saves its input, and no copies of it in float32 (autograd/norm.py)
 
 A module becomes a subclass of its own class, as a linear layer does: parameters, parts, hooks and names stay. Known are
-the forwards that stand here as ``known``, as transformers writes them: a class whose forward has the same instructions
-computes the same, whatever its name. A feed-forward's first layers are called as ever; its activation and its last
-layer compute together. The class's own forward runs instead if
+the forwards that stand here as ``library_forward``, as transformers writes them: a class whose forward has the same
+instructions computes the same, whatever its name. A feed-forward's first layers are called as ever; its activation and
+its last layer compute together. The class's own forward runs instead if
 
     the last layer is no octavo.nn.Linear (adapted, quantised, restored), has hooks or another forward, is tensor
     parallel, or has its ``output`` product in high precision
@@ -32,7 +32,7 @@ from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
-from octavo.nn.fused import run_as_one, runs_alone
+from octavo.nn.fused import forward_is_bypassable, run_as_one
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
@@ -45,7 +45,7 @@ from octavo.private import functorch_is_active, in_forward_mode
 class KnownForward(nn.Module):
     """Base of the classes for modules with a known forward; mixed in before a module's own class."""
 
-    def known(self, *args: Any) -> Any:
+    def library_forward(self, *args: Any) -> Any:
         """Compute as the library's forward, whose source this repeats; compared with it, and never called."""
         raise NotImplementedError
 
@@ -66,13 +66,13 @@ class KnownForward(nn.Module):
         """The layers that read the module's input and may be computed as one."""
         return []
 
-    def lean(self, x: Any) -> Tensor | None:
+    def fused_forward(self, x: Any) -> Tensor | None:
         """Return forward's result with less saved; None if the class's own forward has to compute it."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``lean``, or of the class's own forward; both take one tensor."""
-        result = self.lean(*args, *kwargs.values())
+        """Return the result of ``fused_forward``, or of the class's own forward; both take one tensor."""
+        result = self.fused_forward(*args, *kwargs.values())
         return super().forward(*args, **kwargs) if result is None else result
 
 
@@ -108,13 +108,13 @@ class FeedForward(KnownForward):
 
     def why_bypassed(self) -> str | None:
         why = f"{self.parts.down} has hooks, another forward, or its output product in high precision"
-        return super().why_bypassed() or (None if may_bypass(getattr(self, self.parts.down)) else why)
+        return super().why_bypassed() or (None if is_bypassable_linear(getattr(self, self.parts.down)) else why)
 
-    def lean(self, x: Any) -> Tensor | None:
+    def fused_forward(self, x: Any) -> Tensor | None:
         names, readers = self.parts, self.readers
         down: Any = getattr(self, names.down)
         dropout: Any = getattr(self, names.dropout) if names.dropout else None
-        if not may_bypass(down) or (dropout is not None and dropout.p and dropout.training):
+        if not is_bypassable_linear(down) or (dropout is not None and dropout.p and dropout.training):
             return None
         if (activation := activation_name(getattr(self, names.act), len(readers) == 2)) is None:
             return None
@@ -135,50 +135,50 @@ class FeedForward(KnownForward):
         return activated_linear(gate, up, weight, bias, down.layer_of(gate, tensors, needs_grad), activation)
 
 
-def may_bypass(layer: Any) -> bool:
+def is_bypassable_linear(layer: Any) -> bool:
     """Whether a layer is octavo's, with one result by a product in FP8, and nothing has to call it."""
     if not isinstance(layer, Linear) or layer.splits is not None or layer.fp8.recipe.output is None:
         return False
-    return runs_alone(layer)
+    return forward_is_bypassable(layer)
 
 
 def as_one_layer(layers: Sequence[Any]) -> Any:
     """Return layers that read one tensor as one layer for ``run_as_one``; None if hooks or the like forbid it."""
     if len(layers) == 1:
-        return layers[0] if may_bypass(layers[0]) and not is_parallel(layers[0].weight) else None
+        return layers[0] if is_bypassable_linear(layers[0]) and not is_parallel(layers[0].weight) else None
     if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
     return joined if (joined := Joined(tuple(layers))).can_join() else None
 
 
-class OfLlama(FeedForward):
+class LlamaFeedForward(FeedForward):
     """The feed-forward of Llama, Mistral, Qwen and many others."""
 
     parts = PartNames(("gate_proj", "up_proj"), "act_fn", "down_proj")
 
-    def known(self: Any, x: Tensor) -> Any:
+    def library_forward(self: Any, x: Tensor) -> Any:
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down_proj
 
 
-class OfViT(FeedForward):
+class ViTFeedForward(FeedForward):
     """The feed-forward of ViT and similar models."""
 
     parts = PartNames(("fc1",), "activation_fn", "fc2")
 
-    def known(self: Any, hidden_states: Tensor) -> Any:
+    def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.fc1(hidden_states)
         hidden_states = self.activation_fn(hidden_states)
         hidden_states = self.fc2(hidden_states)
         return hidden_states
 
 
-class OfT5(FeedForward):
+class T5FeedForward(FeedForward):
     """The feed-forward of T5, without a gate."""
 
     parts = PartNames(("wi",), "act", "wo", "dropout")
 
-    def known(self: Any, hidden_states: Tensor) -> Any:
+    def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.wi(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -192,12 +192,12 @@ class OfT5(FeedForward):
         return hidden_states
 
 
-class OfGatedT5(FeedForward):
+class GatedT5FeedForward(FeedForward):
     """The feed-forward of T5 version 1.1 and Flan-T5, with a gate."""
 
     parts = PartNames(("wi_0", "wi_1"), "act", "wo", "dropout")
 
-    def known(self: Any, hidden_states: Tensor) -> Any:
+    def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_gelu = self.act(self.wi_0(hidden_states))
         hidden_linear = self.wi_1(hidden_states)
         hidden_states = hidden_gelu * hidden_linear
@@ -218,14 +218,14 @@ class LeanRMSNorm(KnownForward):
     weight: nn.Parameter
     variance_epsilon: float
 
-    def known(self: Any, hidden_states: Tensor) -> Any:
+    def library_forward(self: Any, hidden_states: Tensor) -> Any:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)
 
-    def lean(self, x: Any) -> Tensor | None:
+    def fused_forward(self, x: Any) -> Tensor | None:
         return self.lean_with(x)[0] if self.is_lean(x) else None
 
     def is_lean(self, x: Tensor) -> bool:
@@ -243,7 +243,7 @@ class LeanRMSNorm(KnownForward):
 class LeanT5Norm(LeanRMSNorm):
     """The RMS norm of T5."""
 
-    def known(self: Any, hidden_states: Tensor) -> Any:
+    def library_forward(self: Any, hidden_states: Tensor) -> Any:
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         if self.weight.dtype in [torch.float16, torch.bfloat16]:
@@ -254,7 +254,7 @@ class LeanT5Norm(LeanRMSNorm):
 class DecoderLayer(KnownForward):
     """The decoder layer of Llama and many others; each norm adds the residual, and in backward its gradient."""
 
-    def known(  # type: ignore[override]
+    def library_forward(  # type: ignore[override]
         self: Any,
         hidden_states: Any,
         attention_mask: Any,
@@ -289,14 +289,15 @@ class DecoderLayer(KnownForward):
         return None if fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
 
     def why_bypassed(self: Any) -> str | None:
-        alone = runs_alone(self.input_layernorm) and runs_alone(self.post_attention_layernorm)
+        alone = forward_is_bypassable(self.input_layernorm) and forward_is_bypassable(self.post_attention_layernorm)
         return super().why_bypassed() or (None if alone else "its norms have hooks or other forwards")
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
         first, second = norms = self.input_layernorm, self.post_attention_layernorm
         if args or not all(
-            isinstance(norm, LeanRMSNorm) and runs_alone(norm) and norm.is_lean(hidden_states) for norm in norms
+            isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.is_lean(hidden_states)
+            for norm in norms
         ):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         normed, residual = first.lean_with(hidden_states)
@@ -362,7 +363,7 @@ class Attention(KnownForward):
     config: Any
     interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
-    known: Any = _attention_forward()
+    library_forward: Any = _attention_forward()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -429,7 +430,7 @@ class Attention(KnownForward):
 class AttentionOfMistral(Attention):
     """The attention of Mistral and Mixtral, whose configuration may limit how far back queries look."""
 
-    known = _attention_forward(window="sliding_window=getattr(self.config, 'sliding_window', None),")
+    library_forward = _attention_forward(window="sliding_window=getattr(self.config, 'sliding_window', None),")
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
@@ -439,7 +440,7 @@ class AttentionOfQwen2(Attention):
     """The attention of Qwen2 and others, whose layers differ in how far back queries look."""
 
     sliding_window: int | None
-    known = _attention_forward(window="sliding_window=self.sliding_window,")
+    library_forward = _attention_forward(window="sliding_window=self.sliding_window,")
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window}
@@ -450,7 +451,7 @@ class AttentionOfQwen3(AttentionOfQwen2):
 
     q_norm: nn.Module
     k_norm: nn.Module
-    known = _attention_forward(window="sliding_window=self.sliding_window,", norms_heads=True)
+    library_forward = _attention_forward(window="sliding_window=self.sliding_window,", norms_heads=True)
 
     def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
         cos, sin, counts, _ = positions
@@ -488,24 +489,25 @@ def _turns_halves(forward: Any) -> bool:
     )
 
 
-_FEED_FORWARDS = (OfLlama, OfViT, OfT5, OfGatedT5)
+_FEED_FORWARDS = (LlamaFeedForward, ViTFeedForward, T5FeedForward, GatedT5FeedForward)
 _ATTENTIONS = (Attention, AttentionOfMistral, AttentionOfQwen2, AttentionOfQwen3)
 _KINDS: tuple[type[KnownForward], ...] = (*_FEED_FORWARDS, LeanRMSNorm, LeanT5Norm, DecoderLayer, *_ATTENTIONS)
 
 
 def activation_name(act: nn.Module | None, gated: bool) -> str | None:
     """Return the name in kernels/activations.py of an activation module's function, or of a gate by it; or None."""
-    return name_of(function_of(act), gated) if act is not None and runs_alone(act) else None
+    return name_of(function_of(act), gated) if act is not None and forward_is_bypassable(act) else None
 
 
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
-    """Return the class of this file whose ``known`` has the same instructions as a class's forward; or None."""
+    """Return the class of this file whose ``library_forward`` has the instructions of a class's forward; or None."""
     return _class_knowing(inspect.unwrap(kind.forward))
 
 
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
-    return next((kind for kind in _KINDS if inspect.isfunction(forward) and _same_code(forward, kind.known)), None)
+    is_function = inspect.isfunction(forward)
+    return next((kind for kind in _KINDS if is_function and _same_code(forward, kind.library_forward)), None)
 
 
 def _same_code(one: Any, other: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -89,18 +90,6 @@ class LayerFP8:
         empty_state(self.state, WEIGHT)
         self.gather.changes += 1
 
-    def put_aside(self) -> LayerFP8:
-        """Put recipe and states aside for a block, which goes on with a copy of the delayed state; return them."""
-        outer = self.outer = copy.copy(self)
-        self.state = None if self.state is None else self.state.clone()
-        return outer
-
-    def take_back(self, outer: LayerFP8, device: torch.device) -> None:
-        """Take back the states that were put aside: the very objects, which graphs built before the block may write."""
-        # they know the weight from before the block, and so notice writes in it
-        self.weight_writes, self.kept_operands = outer.weight_writes, outer.kept_operands
-        self.state = None if outer.state is None else outer.state.on(device)
-
 
 class RecipeModule(WeightOwner):
     """Base of octavo's modules; mixed in before the torch class that has the parameters."""
@@ -136,6 +125,26 @@ class RecipeModule(WeightOwner):
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
             warn_once_if_slower(recipe, device)
+
+    @contextlib.contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Put recipe and states aside for a block, which goes on with a copy of the delayed state; then take them back.
+
+        Taken back are the very objects, which graphs built before the block may write.
+        """
+        fp8 = self.fp8
+        outer = fp8.outer = copy.copy(fp8)
+        fp8.state = None if fp8.state is None else fp8.state.clone()
+        try:
+            yield
+        finally:
+            if isinstance(self, RecipeModule):  # else octavo.restore has made it torch's meanwhile
+                fp8 = self.fp8
+                outer.weight_writes.replaced |= fp8.weight_writes.replaced
+                fp8.outer, self.recipe = outer.outer, outer.recipe
+                # they know the weight from before the block, and so notice writes in it
+                fp8.weight_writes, fp8.kept_operands = outer.weight_writes, outer.kept_operands
+                fp8.state = None if outer.state is None else outer.state.on(self.parameters_device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; let weights/gathered.py gather a weight that FSDP2 has sharded."""

@@ -79,7 +79,9 @@ class SavedBytes:
             return f"what a forward saves for backward was not counted: {self.reason}"
         both = self.plain, self.converted
         plain, converted = (sum(size for kind, size in by_kind.items() if kind != "weights") for by_kind in both)
-        lines = [f"a forward saves {converted / max(plain, 1):.3f} of what it does unconverted, weights apart"]
+        share = f"{converted / plain:.3f} of what it does unconverted" if plain else ""
+        size = f"{converted / MIB:,.2f} MiB where it saves nothing unconverted"
+        lines = [f"a forward saves {share or size}, weights apart"]
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
             sizes = [by_kind[kind] / MIB for by_kind in both]

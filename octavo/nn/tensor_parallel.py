@@ -117,51 +117,58 @@ class FusedParts(NamedTuple):
     rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
 
 
-def _fused_placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
-    """Return the placement of a fused module's input, if styles and placements are those the file names; or None."""
+def _why_not_fused(styles: Sequence[Style | None], norm: Any, weights: Sequence[Any], input: Any) -> str | None:
+    """Return why a norm and linear layers under tensor parallelism run one by one; None if they run as one.
+
+    ``styles``: the norm's, then the layers'.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
-    norm_style, first, *later = map(style_of, (norm, *linears))
-    if mesh is None or mesh.ndim != 1 or first is None or None in later:
-        return None
+    norm_style, first, *later = styles
+    if mesh is None or mesh.ndim != 1:
+        return "the first weight is on no mesh of one dimension"
+    if first is None or None in later:
+        return "a linear layer is under no style of octavo.distributed"
     if (norm_style is None) == is_parallel(norm.weight):
-        return None
+        return "only one of the norm and its weight is parallel"
     for weight, expected in zip(weights, (Shard(0), Shard(1)), strict=False):
         if not is_parallel(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
-            return None
+            return "the first weight is not cut by rows, the second by columns, over one mesh"
     if later and not (_is_shard(first.output, last, last) and _is_shard(later[0].input, last, last)):  # type: ignore[union-attr]
-        return None
+        return "the activation is not cut by features"
     placement = first.input if norm_style is None else norm_style.input
     tokens = any(_is_shard(placement, dim, last) for dim in range(last))
     if first.input != placement or not (tokens or placement == Replicate()):
-        return None
+        return "the norm and the first layer don't both take tokens that are cut, or whole ones"
     if not isinstance(input, DTensor):
-        return placement
-    if norm_style is None or input.placements != (placement,) or input.device_mesh != mesh:
         return None
-    return None if tokens and input.shape[placement.dim] % mesh.size() else placement
+    if norm_style is None or input.placements != (placement,) or input.device_mesh != mesh:
+        return "the input is a DTensor that the norm's style does not take"
+    return "ranks have unequal tokens" if tokens and input.shape[placement.dim] % mesh.size() else None
 
 
 def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> FusedParts | None:
     """Return this rank's tensors for a norm and one or two linear layers that run as one.
 
-    None if styles or placements are not those that the file names for it: the parts then run one by one.
+    None if the parts run one by one: see _why_not_fused; or tokens are cut that can't be gathered in FP8.
     """
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
-    if (placement := _fused_placement(norm, linears, weights, input)) is None:
+    styles = [style_of(part) for part in (norm, *linears)]
+    if _why_not_fused(styles, norm, weights, input) is not None:
         return None
-    mesh = weights[0].device_mesh
+    assert styles[1] is not None
+    mesh, placement, sending = weights[0].device_mesh, styles[1].input, styles[1].sending
     group = mesh.get_group().group_name
     x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
     wire, norm_grad, shape = None, placement, [*x.shape]
     if placement.is_shard():
-        dim, sending = placement.dim % x.ndim, sending_of(linears[0])
         assert sending is not None
+        dim = placement.dim % x.ndim
         reader = GatherReader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
         if not can_gather(reader, INPUT, sending.exact):
             return None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import rotary as turned
-from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, runs_alone
+from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, forward_is_bypassable
 from octavo.nn.inputs import is_parallel, no_tensor
 from octavo.nn.linear import Linear, split_output
 from octavo.scaling.recipe import Recipe, RecipeMap, under
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
 
     def _turned(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys turned by positions, and values, [B, H or G, C, D]; by one launch if possible."""
-        output = self.qkv.whole(x)[0] if runs_alone(self.qkv) else self.qkv(x)
+        output = self.qkv.whole(x)[0] if forward_is_bypassable(self.qkv) else self.qkv(x)
         first = output if isinstance(output, Tensor) else output[0]
         positions = first.shape[1]  # of which x has a part under sequence parallelism
         if rotary is None:

@@ -38,7 +38,10 @@ class Maker(NamedTuple):
 
 
 def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
-    """Yield the Maker of each FP8 product whose features are multiples of 16 and whose result is bfloat16."""
+    """Yield the Maker of each FP8 product whose features are multiples of 16 and whose result is bfloat16.
+
+    It is a forecast by the capability alone, for GPUs that are not here too: kernels/triton/matmul.py asks the device.
+    """
     if capability is None or capability < FIRST_NATIVE or triton_kernels() is None:
         casts = [cast for pair in recipe.casts for cast in pair[:2] if cast is not None]
         exact = all(cast.power_of_two or cast.tile == (ALL, ALL) for cast in casts)

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from octavo import cli, recipes
 from octavo.cost import steps
-from octavo.cost.estimate import estimate, orthogonalising_seconds
+from octavo.cost.estimate import NamedParameters, estimate, orthogonalising_seconds
 from octavo.cost.from_flags import context_of, from_hugging_face, optimizer_of, tokens_of
 from octavo.cost.rates import PUBLISHED, PlanError
 from octavo.cost.steps import step_in
 from octavo.cost.work import work_of
-from octavo.train import GPT, ModelConfig
+from octavo.train import GPT, ModelConfig, OptimizerConfig, StateConfig
+from octavo.train.trainer import build_optimizer
 from octavo.weights.stored import local_stored
 
 H200 = PUBLISHED["H200"]
@@ -89,7 +91,7 @@ def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moment
     model, inputs = GPT(config).bfloat16(), tokens_of(16, 16)
     optimizer_class = optimizer_of(model, algorithm, moments, master)
     planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=optimizer_class)
-    optimizer: Any = optimizer_class(model.parameters())
+    optimizer: Any = optimizer_class(NamedParameters(model))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -103,6 +105,43 @@ def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moment
         products = sum(orthogonalising_seconds(param.shape, H200) for param in first)
     moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
     assert planned.optimizer == pytest.approx(moved / H200.copy + products) and (products > 0) == (algorithm == "muon")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.square = nn.Linear(64, 256), nn.Linear(64, 64, bias=False)
+        self.distances, self.conv = nn.Embedding(8, 2), nn.Conv1d(64, 64, 4, groups=64)
+        self.experts = nn.Parameter(torch.zeros(4, 64, 64))
+        self.experts_bias = nn.Parameter(torch.zeros(4, 64))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.blocks = nn.Embedding(64, 64), nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 256, bias=False)
+
+
+def groups_of(optimizer: Any, model: nn.Module) -> list[set[str]]:
+    """Return the names of the parameters that Muon updates, and of those that AdamW does."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: dict[str, set[str]] = {"muon": set(), "adamw": set()}
+    for group in optimizer.param_groups:
+        groups[group["algorithm"]] |= {names[id(p)] for p in group["params"]}
+    return [*groups.values()]
+
+
+def test_muon_has_the_matrices_of_blocks_though_others_have_their_shape() -> None:
+    """Not embeddings, convolutions, experts' biases; of a GPT those that ``octavo train`` gives to it."""
+    model = Model()
+    muons, others = groups_of(optimizer_of(model, "muon", "fp8", "auto")(NamedParameters(model)), model)
+    assert muons == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("up.weight", "square.weight", "experts")}
+    assert muons | others == {name for name, _ in model.named_parameters()} and not muons & others
+    gpt = GPT(ModelConfig(width=64, layers=2, heads=2, context=64, experts=4))
+    trains = build_optimizer(gpt, OptimizerConfig(), StateConfig(algorithm="muon"))
+    plans = optimizer_of(gpt, "muon", "fp32", "auto")(NamedParameters(gpt))
+    assert groups_of(plans, gpt) == groups_of(trains, gpt)
 
 
 def test_weights_in_fp8_and_updates_in_backward_are_planned_as_a_training_keeps_them() -> None:

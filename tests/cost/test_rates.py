@@ -145,6 +145,20 @@ def test_a_gpu_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_of(gpu) == 2**37 and memory_of(torch.device("meta")) == 0
 
 
+CARDS = ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA GB200")
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_that_is_only_named_alike_gets_no_rates_of_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = dataclasses.replace(RATES, device=f"{name}, torch 2", memory=1e9)
+    monkeypatch.setattr(rates, "device_label", lambda device: mine.device)
+    monkeypatch.setattr(rates, "runs_natively", lambda device: True)
+    with pytest.raises(PlanError, match=f"the rates of this device .{name}, torch 2. are not known: run `octavo info"):
+        rates_of(device=torch.device("cuda", 0))
+    keep(mine)
+    assert rates_of(device=CPU) == mine
+
+
 def test_published_rates() -> None:
     assert rates_of("h200") is PUBLISHED["H200"]
     for each in PUBLISHED.values():

@@ -87,9 +87,25 @@ def test_why_fp8_does_not_pay() -> None:
         assert verdict._why_not(*stand_ins) == says  # type: ignore[arg-type]
     between = replace(H200, memory=bf16.peak)
     assert fp8.peak > bf16.peak and fp8.total < 0.97 * bf16.total
-    assert list(verdict._what_to_choose([bf16, fp8], fp8, between, recipe_fits=False)) == []
+    assert "the fastest" not in (text := describe_plan([bf16, fp8], between)) and "Don't" not in text
     unknown = describe_plan([bf16, fp8], replace(H200, memory=0))
     assert "fit the" not in unknown and "delayed is the fastest" in unknown
+
+
+def test_the_fastest_recipe_in_eager_is_another_than_the_fastest_compiled() -> None:
+    """FP8 is advised against only if no recipe is faster in either."""
+    step = two_steps(16384, 8192, 8192)[0]
+    bf16 = replace(step, products=1.0, casts=0.0, other=1.0, optimizer=0.0, other_compiled=0.1, device=(), host=())
+    eager = replace(bf16, name="delayed", products=0.8, casts=0.19)
+    compiled = replace(bf16, name="rowwise", products=0.4, casts=0.3, other=1.9)
+    assert (eager.total / bf16.total, compiled.total / bf16.total) == pytest.approx((0.995, 1.3))
+    text = describe_plan([bf16, eager, compiled], H200)
+    assert "delayed is the fastest in eager: 0.99 of bf16's time in eager, 0.99 compiled.\n" in text
+    assert (
+        "rowwise is the fastest compiled: 1.30 of bf16's time in eager, 0.73 compiled." in text and "Don't" not in text
+    )
+    slow = replace(compiled, products=0.8)
+    assert "Don't: no recipe takes less than 97% of bf16's time here" in describe_plan([bf16, eager, slow], H200)
 
 
 def test_where_fp8_products_are_far_faster_each_size_pays() -> None:

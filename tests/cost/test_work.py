@@ -67,6 +67,32 @@ def test_inputs_that_are_no_tensors_are_given_on() -> None:
     assert flop == [2 * one, 3 * 3 * one]
 
 
+def test_inputs_may_be_keywords_in_any_order() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(input=hidden) * mask
+
+    class Net(nn.Module):
+        def __init__(self, keywords: bool) -> None:
+            super().__init__()
+            self.first, self.blocks, self.keywords = nn.Linear(8, 8), nn.ModuleList([Block(), Block()]), keywords
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask, x = torch.ones(8), self.first(x)
+            for block in self.blocks:
+                x = block(mask=mask, hidden=x) if self.keywords else block(x, mask)
+            return x
+
+    x = torch.ones(4, 8, requires_grad=True)
+    by_keywords, by_place = (work_of(Net(keywords), (x,)) for keywords in (True, False))
+    assert by_keywords == by_place and len(by_place.linears) == 3 and by_place.blocks is not None
+    assert by_keywords.inputs["blocks.0"] == 32 and by_place.blocks.forward.bytes < by_place.blocks.other.bytes
+
+
 def test_what_backward_needs_and_a_layer_called_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

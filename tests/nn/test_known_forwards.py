@@ -365,9 +365,9 @@ def test_arguments_by_position_and_inputs_of_another_dtype_are_left_to_the_class
     by_name, _ = layer.self_attn(x, position_embeddings=positions, attention_mask=None)
     by_position, _ = layer.self_attn(x, positions, None)
     torch.testing.assert_close(by_position, by_name, rtol=0, atol=1e-5)
-    assert layer.mlp.lean(x) is not None and layer.mlp.lean(x.bfloat16()) is None
+    assert layer.mlp.fused_forward(x) is not None and layer.mlp.fused_forward(x.bfloat16()) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer.mlp.lean(x.bfloat16()).dtype == torch.bfloat16
+        assert layer.mlp.fused_forward(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_what_is_sharded_already_is_named(lone_mesh: Any) -> None:
@@ -408,7 +408,7 @@ def test_bad_input_and_nothing_to_fuse() -> None:
         octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
     assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
     with pytest.raises(NotImplementedError):
-        KnownForward().known()
+        KnownForward().library_forward()
     assert KnownForward.why_not(net) is None
 
 

@@ -246,6 +246,12 @@ def test_the_table_says_it_and_only_where_a_forward_ran():
     assert summary.flops is None and "FLOPs" not in str(summary)
 
 
+def test_where_an_unconverted_layer_saves_nothing_the_table_says_how_much_the_converted_one_does():
+    model = nn.Sequential(to_fp8(nn.Linear(32, 32), recipes.dynamic()))
+    text = str(octavo.summary(model, torch.randn(1024, 32)))
+    assert "a forward saves 0.03 MiB where it saves nothing unconverted, weights apart\n" in text
+
+
 def test_every_column_is_described_and_printed():
     """A field of each class stands among its attributes, and another value of it prints another summary."""
     row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic())).modules[0]

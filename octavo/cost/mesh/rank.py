@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, Shapes, Weight
+from octavo.cost.parts import LOSS
 from octavo.cost.rates import IN_BF16, PlanError
 from octavo.granularity import BLOCK
 
@@ -126,9 +127,9 @@ class Rank:
     def memory(self) -> dict[str, float]:
         """Bytes of a GPU by kind.
 
-        The loss has three tensors of the logits' size in float32: its log-softmax and two gradients.
+        The loss has what one device's has: three tensors of the logits' size in float32.
         """
-        logits = 3 * FLOAT * self.tokens * self.whole.head.rows / self.layout.tensor
+        logits = LOSS * self.tokens * self.whole.head.rows / self.layout.tensor
         return {**self._weights_and_state(), "activations": self._activations(), "logits": logits}
 
     @property

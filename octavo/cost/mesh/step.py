@@ -1,7 +1,7 @@
 """A step on a mesh: how long a rank computes, what it waits for, and what of that hides behind compute.
 
-Backward takes twice what forward takes. Products have octavo.cost's rate whatever their size, those of experts together
-that of one of all their rows.
+Backward takes twice what forward takes. Products take the time of octavo.cost, those of experts together that of one of
+all their rows by one expert's matrix.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from octavo.cost.mesh import messages
 from octavo.cost.mesh.messages import Wait
 from octavo.cost.mesh.rank import Rank
 from octavo.cost.mesh.shapes import BF16, FLOAT, Weight
-from octavo.cost.rates import IN_BF16, product_kinds
-from octavo.cost.work import LinearWork
+from octavo.cost.rates import IN_BF16
+from octavo.cost.work import ATTENTION_FLOP, LinearWork
 from octavo.scaling.recipe import Recipe
 
 
@@ -43,7 +43,8 @@ class Stage(Rank):
         layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
         other = 3 * BF16 * whole.elementwise * self.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
         flop = 2.0 * self.tokens * layout.sequence * whole.attention / layout.tensor
-        attention = flop / hardware.attention_forward + 2.5 * flop / hardware.attention_backward
+        backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
+        attention = flop / hardware.attention_forward + backward / hardware.attention_backward
         passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
         logits = self.tokens * whole.head.rows / (layout.tensor * layout.pipeline)
         head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.head.cols)
@@ -103,7 +104,7 @@ def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:
     # under tensor parallelism a split layer reads all tokens, another this rank's part of them
     rows = rank.tokens * weight.used / (1 if weight.split in ("in", "out") else rank.layout.tensor)
     work = LinearWork("", round(rows), weight.cols, weight.rows, True, True)
-    products, casts = sum(rates.product_seconds(kind, work.flop) for kind in product_kinds(recipe)), 0.0
+    products, casts = sum(work.product_seconds(recipe, rates)), 0.0
     if not recipe.is_high_precision:
         for role, elements in zip(recipe.casts, cast_elements(rank, weight, work.tokens), strict=True):
             if (cast := role.as_is or role.transposed) is not None:

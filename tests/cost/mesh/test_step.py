@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from octavo.cost.mesh.servers import Hardware
-from octavo.cost.mesh.step import Stage
+from octavo.cost.mesh.shapes import Weight
+from octavo.cost.mesh.step import Stage, layer_seconds
 from octavo.cost.rates import PlanError
 from tests.support.meshes import BF16, BLOCK, FP8, LAYOUT, SHAPES, stage
 
@@ -35,3 +36,9 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices_and_takes_its_products() -
     assert muon.optimizer + saved - adamw.optimizer > flop / fastest
     with pytest.raises(PlanError, match="tensor=1 would do"):
         Stage(SHAPES, replace(LAYOUT, tensor=2), replace(BF16, algorithm="muon"), Hardware())
+
+
+def test_products_of_few_tokens_take_the_time_of_their_bytes() -> None:
+    few, weight = stage(sequence=64), Weight(8192, 8192, True)
+    products, _ = layer_seconds(few, weight)
+    assert products > 3 * 2 * weight.elements / Hardware().rates.copy

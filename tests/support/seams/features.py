@@ -24,7 +24,7 @@ from octavo.nn.known_forwards import (
     Attention,
     DecoderLayer,
     LeanRMSNorm,
-    OfLlama,
+    LlamaFeedForward,
     apply_rotary_pos_emb,
     rotate_half,
 )
@@ -84,7 +84,7 @@ class SharedPart(Part):
 class KnownNorm(nn.RMSNorm):
     """Llama's."""
 
-    forward = LeanRMSNorm.known
+    forward = LeanRMSNorm.library_forward
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -94,7 +94,7 @@ class KnownNorm(nn.RMSNorm):
 class KnownMLP(nn.Module):
     """Llama's."""
 
-    forward = OfLlama.known
+    forward = LlamaFeedForward.library_forward
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class KnownAttention(nn.Module):
     """Llama's; importing transformers' would take each rank seconds."""
 
     forward = FunctionType(
-        Attention.known.__code__,
+        Attention.library_forward.__code__,
         {
             "ALL_ATTENTION_FUNCTIONS": SimpleNamespace(get_interface=lambda name, eager: causal_attention),
             "Callable": Callable,
@@ -176,7 +176,7 @@ class KnownAttention(nn.Module):
 class KnownDecoderLayer(nn.Module):
     """Llama's."""
 
-    forward = DecoderLayer.known
+    forward = DecoderLayer.library_forward
 
     def __init__(self) -> None:
         super().__init__()

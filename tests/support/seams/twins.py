@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import kernels
-from octavo.nn.known_forwards import DecoderLayer, LeanRMSNorm, OfLlama
+from octavo.nn.known_forwards import DecoderLayer, LeanRMSNorm, LlamaFeedForward
 from octavo.weights.stored import StoredWeight
 from tests.support import definitions
 
@@ -493,7 +493,7 @@ class TwinDecoderLayer(nn.Module):
 
 TWINS: dict[type, Any] = {
     DecoderLayer: TwinDecoderLayer,
-    OfLlama: TwinFeedForward,
+    LlamaFeedForward: TwinFeedForward,
     octavo.nn.Linear: TwinLinear,
     octavo.nn.Experts: TwinExperts,
     octavo.nn.RMSNormMLP: TwinMLP,
