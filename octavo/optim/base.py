@@ -121,11 +121,11 @@ class CompactOptimizer(Optimizer):
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
-        # here, not in the class: torch.compiler.disable imports the whole compiler, which torch's __init__ has done now
-        CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
 
     def _begin(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
+        # here, not at the class: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
+        type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
         # updates; one is made anew in _current once it is no longer right, all after a load and after new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
