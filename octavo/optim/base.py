@@ -74,18 +74,16 @@ class PreparedUpdate(NamedTuple):
     state: tuple[Any, ...]
 
 
-def has_moved(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
-    """Whether a weight has other memory now; a stored shard is compared by object: without rows it has no address."""
-    return prepared.data is not data if getattr(weight, "is_shard", False) else prepared.address != data.data_ptr()
-
-
-def was_written(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
-    """Whether anything but a step has written a weight since; where FSDP2 loads shards, it gives them other memory."""
-    if not getattr(weight, "is_shard", False):
-        return prepared.address == data.data_ptr() and prepared.version != data._version
-    if prepared.data._version != prepared.version:
-        return True
-    return prepared.data is not data and not torch.equal(prepared.data.view(torch.uint8), data.view(torch.uint8))
+def changes_since(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> tuple[bool, bool]:
+    """Return whether a weight has other memory now, and whether its master has to begin anew, as others wrote it."""
+    before, has_address_of_before = prepared.data, prepared.address == data.data_ptr()
+    if not isinstance(weight, StoredWeight):  # the master is the weight and bits below it: a write goes into it
+        return not has_address_of_before, False
+    if not weight.is_shard:
+        return not has_address_of_before, has_address_of_before and prepared.version != data._version
+    # without rows a shard has no address; where FSDP2 loads it, it gets other memory, in which other bytes are a write
+    has_same_bytes = before is data or torch.equal(before.view(torch.uint8), data.view(torch.uint8))
+    return before is not data, not has_same_bytes or before._version != prepared.version
 
 
 class CompactOptimizer(Optimizer):
@@ -384,37 +382,34 @@ class CompactOptimizer(Optimizer):
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
-        weight, state = states.local(param), self.state[param]
-        anew = not state
-        names = self.names_of(self.param_groups[group])
-        if anew:
+        weight, state, names = states.local(param), self.state[param], self.names_of(self.param_groups[group])
+        is_new, data = not state, states.data_of(weight)
+        if is_new:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, options, data = self._prepared.get(param), (group, index, self.seed, names), states.data_of(weight)
-        written = prepared is not None and isinstance(weight, StoredWeight) and was_written(prepared, weight, data)
+        prepared, options = self._prepared.get(param), (group, index, self.seed, names)
+        has_moved, was_written = (True, False) if prepared is None else changes_since(prepared, weight, data)
         if (
             prepared is None
-            or has_moved(prepared, weight, data)
+            or has_moved
             or prepared.options != options
             or len(prepared.state) != len(state)
             or not all(map(operator.is_, prepared.state, state.values()))
             or not data.is_contiguous()
         ):
-            if prepared is not None:
-                self._forget_plans()
-            prepared = self._prepared[param] = self._prepare(param, weight, state, options)
-        if written:  # by a load or by the user
-            fresh = MasterForm.of(param, self.master).new_state(weight)
-            for name, value in fresh.items():
-                states.local(state[name]).copy_(states.local(value))
-            prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
-        if (anew or written) and isinstance(weight, StoredWeight):
-            weight.low_bits = None
-        return prepared, anew or written
+            prepared = self._prepare(param, weight, state, options)
+        if was_written:  # by a load or by the user
+            prepared = self._restart_master(param, weight, state, prepared)
+        if isinstance(weight, StoredWeight) and (is_new or was_written):
+            weight.low_bits = None  # the master has them
+        return prepared, is_new or was_written
 
     def _prepare(
         self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], options: tuple[Any, ...]
     ) -> PreparedUpdate:
+        """Make a weight's update anew, which the next steps use too; launches of the update before it are dropped."""
         group, index, _, names = options
+        if param in self._prepared:
+            self._forget_plans()
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
@@ -423,7 +418,19 @@ class CompactOptimizer(Optimizer):
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
         data = states.data_of(weight)
-        return PreparedUpdate(update, data, data.data_ptr(), data._version, options, (*state.values(),))
+        made_from = data, data.data_ptr(), data._version, options, (*state.values(),)
+        self._prepared[param] = PreparedUpdate(update, *made_from)
+        return self._prepared[param]
+
+    def _restart_master(
+        self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], prepared: PreparedUpdate
+    ) -> PreparedUpdate:
+        """Write a stored weight, which was written, into its master; return its update as of these codes."""
+        for name, value in MasterForm.of(param, self.master).new_state(weight).items():
+            states.local(state[name]).copy_(states.local(value))
+        data = states.data_of(weight)
+        prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
+        return prepared
 
     @property
     def settings(self) -> Settings:

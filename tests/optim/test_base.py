@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.optim import SGD, Adam, AdamW, Muon
-from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
+from octavo.optim.base import CompactOptimizer, PreparedUpdate, changes_since
 from octavo.weights.stored import StoredWeight
 
 
@@ -206,13 +206,13 @@ def test_a_part_is_known_by_its_codes():
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
     held = part.qdata
     before = PreparedUpdate(None, held, held.data_ptr(), held._version, (), ())  # type: ignore[arg-type]
-    assert not has_moved(before, part, held) and not was_written(before, part, held)
+    assert changes_since(before, part, held) == (False, False)
     again = held.clone()
-    assert has_moved(before, part, again) and not was_written(before, part, again)
+    assert changes_since(before, part, again) == (True, False)
     again.view(torch.uint8)[0, 0] ^= 1
-    assert was_written(before, part, again)
+    assert changes_since(before, part, again) == (True, True)
     held.view(torch.uint8).add_(0)
-    assert was_written(before, part, held)
+    assert changes_since(before, part, held) == (False, True)
 
 
 def test_optimizers_of_one_weight_each_draw_other_bits_by_another_seed() -> None:
