@@ -96,7 +96,7 @@ class CompactOptimizer(Optimizer):
     names: tuple[str, ...] = ()
     shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
     also_pickled: tuple[str, ...] = ()
-    clip_update: bool  # whether updates are clipped to the most that exact moments give, which bounds a step
+    clip_update: bool  # whether steps bound updates: Adam clips them to R_t, the largest that exact Adam can make
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
@@ -114,7 +114,7 @@ class CompactOptimizer(Optimizer):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
         self.moments, self.master, self.seed = self.moments_of(moments), master, seed
         self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
-        self.clip_update = self.will_bound(self.settings, stored=False)
+        self.clip_update = self.bounds_update(self.settings, stored=False)
         self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
@@ -150,7 +150,7 @@ class CompactOptimizer(Optimizer):
         group = self.param_groups[-1]
         stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
         if stored:
-            self.clip_update = self.will_bound(self.settings, stored=True)
+            self.clip_update = self.bounds_update(self.settings, stored=True)
         try:
             for param in group["params"]:
                 self.check(param, group, self.settings, self.clip_update)
@@ -167,23 +167,23 @@ class CompactOptimizer(Optimizer):
         for group in self.param_groups:
             group["octavo"] = states.description(self.settings, self.seed)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError for a weight that these settings don't fit; ``bounds``: whether updates will be bounded."""
-        states.check(weight, settings.only(self.names_of(group)), bounds)
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
+        """Raise ValueError for a weight that these settings don't fit; ``bounds_update``: if steps bound updates."""
+        states.check(weight, settings.only(self.names_of(group)), bounds_update)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """Return the Moments that a ``moments`` argument means for this optimizer."""
         return moments_of(moments, len(self.names))
 
-    def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Whether updates would be bounded under these settings; ``stored``: whether any weight lives in FP8."""
+    def bounds_update(self, settings: Settings, stored: bool) -> bool:
+        """Whether steps would bound updates under these settings; ``stored``: whether any weight lives in FP8."""
         return False
 
     def adopt(self, settings: Settings) -> None:
         """Take over the settings of weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments or self.moments, settings.master
         stored = any(local_stored(param) is not None for param in self.all_params())
-        self.clip_update = self.will_bound(settings, stored)
+        self.clip_update = self.bounds_update(settings, stored)
         self._describe()
         self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
@@ -411,7 +411,7 @@ class CompactOptimizer(Optimizer):
         if param in self._prepared:
             self._forget_plans()
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
-            self.clip_update = self.will_bound(self.settings, stored=True)
+            self.clip_update = self.bounds_update(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
         master, moments = states.for_kernel(param, weight, state, self.settings.only(names))
         bits = BitNumbers(key_of(self.seed, index), *place_of(param))

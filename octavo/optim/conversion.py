@@ -98,9 +98,9 @@ class Conversion(NamedTuple):
             for group in optimizer.param_groups
             for param in group["params"]
         ]
-        bounds = optimizer.will_bound(self.settings, any(local_stored(target) is not None for target, _ in targets))
+        any_stored = any(local_stored(target) is not None for target, _ in targets)
         for target, group in targets:
-            optimizer.check(target, group, self.settings, bounds)
+            optimizer.check(target, group, self.settings, optimizer.bounds_update(self.settings, any_stored))
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""

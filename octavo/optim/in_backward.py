@@ -50,10 +50,10 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once is refused: GradScaler, skip_nonfinite, clipping by the exact global norm (``clip``
-    takes an estimate of it; the update is clipped to R_t already). So is DistributedDataParallel, whose ranks have not
-    exchanged a gradient yet when its hook runs; FSDP2's have. Until ``optimizer.step()`` a used gradient is a
-    UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the norm of all gradients, and raises if it
-    would clip. A closure is evaluated once.
+    takes an estimate of it; the update is clipped already, to R_t, the largest that exact Adam can make). So is
+    DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
+    ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
+    norm of all gradients, and raises if it would clip. A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam, Muon or SGD.

@@ -191,17 +191,17 @@ class Muon(CompactOptimizer):
             raise TypeError(f"moments={moments!r}: use {names}, a Moment, or three Moments")
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
-    def will_bound(self, settings: Settings, stored: bool) -> bool:
+    def bounds_update(self, settings: Settings, stored: bool) -> bool:
         """Whether any weight lives in FP8."""
         return stored
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
             check_betas(weight, group)
-            super().check(weight, group, settings, bounds)
+            super().check(weight, group, settings, bounds_update)
             return
         shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
@@ -219,12 +219,12 @@ class Muon(CompactOptimizer):
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
         if len(coefficients) != 3 or not 0 <= count < 100:
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
-        super().check(weight, group, settings, bounds)
+        super().check(weight, group, settings, bounds_update)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
         if group["algorithm"] == "adamw":
-            clip = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
-            return adam_group(group, maximize=False, decoupled=True, clip=clip)
+            bounds_update = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
+            return adam_group(group, maximize=False, decoupled=True, bounds_update=bounds_update)
         return self._rule(group)
 
     def _rule(self, group: dict[str, Any]) -> SgdGroup:

@@ -83,10 +83,10 @@ class Settings(NamedTuple):
         return self.only([name for name in self.names if holds(state, name)])
 
 
-def check(param: Tensor, settings: Settings, bounds: bool) -> None:
-    """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds updates."""
+def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
+    """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether the optimizer bounds updates."""
     stored = local_stored(param) is not None
-    if stored and not bounds:
+    if stored and not bounds_update:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
             "octavo.optim.AdamW or Adam, with clip_update on, or Muon for its matrices"

@@ -30,7 +30,7 @@ class _RuleFlags(NamedTuple):
 
     is_adam: bool
     decoupled: bool
-    clip: bool
+    bounds_update: bool
     small: bool
     ascends: bool
 
@@ -143,9 +143,11 @@ def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return _RuleFlags(is_adam=False, decoupled=first.averages, clip=False, small=False, ascends=ascends)
+        return _RuleFlags(is_adam=False, decoupled=first.averages, bounds_update=False, small=False, ascends=ascends)
     small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return _RuleFlags(is_adam=True, decoupled=first.decoupled, clip=first.clip, small=small, ascends=ascends)
+    return _RuleFlags(
+        is_adam=True, decoupled=first.decoupled, bounds_update=first.bounds_update, small=small, ascends=ascends
+    )
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:

@@ -62,7 +62,7 @@ class StepClass:
     Attributes:
         tensors: one for each way in which tensors differ.
         is_adam: else SGD.
-        decoupled, clip: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
+        decoupled, bounds_update: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
         small: whether all weights of a gradient in a first moment are below a half.
         ascends: whether any group does, by ``maximize``.
         blocks: a tile.
@@ -72,7 +72,7 @@ class StepClass:
     tensors: tuple[TensorClass, ...]
     is_adam: bool
     decoupled: bool
-    clip: bool
+    bounds_update: bool
     small: bool
     ascends: bool
     blocks: int
@@ -295,7 +295,7 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
     before = w
     if not STEP.find:
         if STEP.is_adam:
-            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.clip)
+            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.bounds_update)
         else:
             w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.decoupled)
     if STEP.is_adam:
