@@ -490,13 +490,15 @@ class CompactOptimizer(Optimizer):
         self._shared_amaxes.finish()
         same = described is None or states.has_form_of(described, self.settings)
         new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        converted: list[str] = []
+        any_converted, lost_masters = False, set[str]()
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
             if saved := state_dict["state"].get(index):
-                new_states[param], notes = states.loaded(param, saved, described, same, self._settings_in(saved, group))
-                converted += notes
-        if not converted and self._would_begin_with(new_states, dict(in_groups)):
+                settings = self._settings_in(saved, group)
+                new_states[param], was_converted, lost_master = states.loaded(param, saved, described, same, settings)
+                any_converted |= was_converted
+                lost_masters.add(lost_master)
+        if not any_converted and self._would_begin_with(new_states, dict(in_groups)):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_prepared()
@@ -509,8 +511,8 @@ class CompactOptimizer(Optimizer):
                 stored.low_bits = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
-        if converted:
-            warnings.warn(states.conversion_warning(described, self.settings, converted), stacklevel=2)
+        if any_converted:
+            warnings.warn(states.conversion_warning(described, self.settings, lost_masters), stacklevel=2)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -302,11 +302,11 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
 
 def loaded(
     param: nn.Parameter, loaded_state: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
-) -> tuple[dict[str, Any], list[str]]:
-    """Make a parameter's state from ``loaded_state``, which may have to be converted.
+) -> tuple[dict[str, Any], bool, str]:
+    """Return a parameter's state as loaded, whether it was converted, and a sentence on a lost master, or "".
 
     ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
-    ``settings`` do. The list that is returned has, if something was converted, a sentence on a lost master, or "".
+    ``settings`` do.
     """
     if described is None and any(str(name).endswith("_codes") for name in loaded_state):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
@@ -317,13 +317,13 @@ def loaded(
     old_kind, new_kind = (
         -1 if kind is None else int(kind) for kind in (loaded_state.get("master_kind"), state.get("master_kind"))
     )
-    lost_master = None  # or a sentence: a master in another form begins anew, as the weight
+    lost_master = ""  # a master in another form begins anew, as the weight
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
         kinds = [*MASTER_KINDS, "none"]
         lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, loaded_state, names):
-        return state, [] if lost_master is None else [lost_master]
+        return state, lost_master != "", lost_master
     old_moments = dict(zip(settings.names, settings.moments, strict=True))
     if described is not None:
         old_moments = {name: moment_from(moment) for name, moment in described["moments"].items()}
@@ -331,15 +331,15 @@ def loaded(
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
         state |= converted(param, name, old_moments[name], new, loaded_state)
-    return state, [lost_master or ""]
+    return state, True, lost_master
 
 
-def conversion_warning(described: dict[str, Any] | None, settings: Settings, converted: Sequence[str]) -> str:
-    """Return the warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
+def conversion_warning(described: dict[str, Any] | None, settings: Settings, lost_masters: set[str]) -> str:
+    """Return the warning about a converted state; ``lost_masters``: the sentences that ``loaded`` returned."""
     old = "torch's"
     if described is not None:
         old = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
-    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted({*converted} - {""})])
+    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(lost_masters - {""})])
     if old == new:
         old, new = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {old} to {new}"
