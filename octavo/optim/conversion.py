@@ -195,7 +195,7 @@ def _change(
     storage: Mapping[nn.Parameter, WeightStorage],
 ) -> None:
     """Change a weight and its state, as ``change`` does for all."""
-    storage_changes, is_sharded = param in storage, on_this_rank(param) is not param
+    storage_changes, is_dtensor = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
         if storage_changes:
             store(param, storage[param])
@@ -207,7 +207,7 @@ def _change(
     new_param: Any = param
     if storage_changes:
         zeros = blank(param, storage[param])
-        new_param = like_sharded(zeros, param, param.shape) if is_sharded else nn.Parameter(zeros, param.requires_grad)
+        new_param = like_sharded(zeros, param, param.shape) if is_dtensor else nn.Parameter(zeros, param.requires_grad)
     new_weight = states.local(new_param.detach())
     new_state = {"step": state["step"]} | _moments(param, new_param, state, old_settings, new_settings)
     old_form, new_form = MasterForm.of(param, old_settings.master), MasterForm.of(new_param, new_settings.master)
@@ -217,7 +217,7 @@ def _change(
         is_float = new.low_bits is not None and new.low_bits.is_floating_point()
         keeps_codes = not storage_changes and is_float  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
-        _rewrite(old, new, param if is_sharded else None, not storage_changes)
+        _rewrite(old, new, param if is_dtensor else None, not storage_changes)
         if codes is not None:
             new.weight.copy_(codes)
     else:
@@ -245,10 +245,10 @@ def _moments(
 
 
 @torch.no_grad()
-def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
+def _rewrite(old: Master, new: Master, dtensor: Tensor | None, same_storage: bool) -> None:
     """Write a master as another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
 
-    ``sharded``: the DTensor whose shard this is, or None; ranks share its scale where it has one for all elements.
+    ``dtensor``: whose local tensor this is, or None; ranks share its scale where it has one for all elements.
     """
     values = old.read_all(old.weight)
     # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
@@ -263,8 +263,8 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
                 bound = matrix.scale_inv * E4M3.max
             else:
                 bound = amax(wide, (BLOCK, BLOCK) if matrix.has_blocks else (ALL, ALL))
-                if sharded is not None and not by_expert and not matrix.has_blocks:
-                    bound = maximum_over_shards(bound, sharded)
+                if dtensor is not None and not by_expert and not matrix.has_blocks:
+                    bound = maximum_over_shards(bound, dtensor)
             matrix.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)
