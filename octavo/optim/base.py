@@ -180,7 +180,7 @@ class CompactOptimizer(Optimizer):
         return False
 
     def adopt(self, settings: Settings) -> None:
-        """Take over the settings of weights and state that optim/conversion.py has changed."""
+        """Take over the settings to which optim/conversion.py has converted weights and state."""
         self.moments, self.master = settings.moments or self.moments, settings.master
         stored = any(local_stored(param) is not None for param in self.all_params())
         self.clip_update = self.bounds_update(settings, stored)

@@ -181,16 +181,16 @@ def as_fp32(name: str, moment: Moment, loaded_state: dict[str, Any]) -> Tensor:
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
-def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: dict[str, Any]) -> dict[str, Tensor]:
-    """Convert a parameter's moment in a state from the form ``old`` to the form ``new``, rounded to nearest."""
-    values = as_fp32(name, old, loaded_state).to(local(param).device)
+def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Convert a parameter's moment in a state from ``old`` to ``new``, rounded to nearest; return its tensors."""
+    values = as_fp32(name, old, state).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
         values = values[own_slices(param.shape, param)]
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)
-    state = new.new_state(name, values.shape, values.device, fp8_experts)
-    whole, count = new.for_kernel(name, state, fp8_experts), values.shape[0] if fp8_experts else 1
+    tensors = new.new_state(name, values.shape, values.device, fp8_experts)
+    whole, count = new.for_kernel(name, tensors, fp8_experts), values.shape[0] if fp8_experts else 1
     if new.root:
         values = values.clamp(max=LARGEST_SQUARE)
     for index in range(count):
@@ -202,7 +202,7 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: 
         for piece in pieces(*matrix.shape):
             stored.write(piece, piece.of(matrix).clone(), None)
         stored.end()
-    return sharded_like(state, param)
+    return sharded_like(tensors, param)
 
 
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def loaded(
     if missing := [name for name in settings.names if name not in old_moments]:
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
-        state |= converted(param, name, old_moments[name], new, loaded_state)
+        state |= convert_moment(param, name, old_moments[name], new, loaded_state)
     return state, True, lost_master
 
 
