@@ -215,7 +215,7 @@ def cast_by_tensor(
     state: StateTensors | None = None,  # the last program rolls it
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
-    knows_amax: bool = False,  # whether out's amax may be written already
+    amax_is_written: bool = False,  # by a norm's launch before: out's amax
     value: tuple[Scaling, Codes] | None = None,  # for the activation whose gradient is cast, if that is cast too
 ) -> None:
     """Cast with one scale for all."""
@@ -223,8 +223,8 @@ def cast_by_tensor(
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", value is not None)
     strips, groups, tiling = inputs.tiling(*chosen[:3])
-    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
-    if needs_amax and not knows_amax:
+    needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
+    if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
     arguments = (
         out,
