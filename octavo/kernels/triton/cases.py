@@ -32,7 +32,7 @@ from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.kernels.triton.agreement import difference, same_state, sqnr
 from octavo.kernels.triton.delayed_update import committed
-from octavo.kernels.triton.launch import config
+from octavo.kernels.triton.launch import LARGE, config
 from octavo.kernels.triton.library_matmul import library_matmul
 from octavo.kernels.triton.matmul import triton_matmul
 
@@ -389,7 +389,7 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
     """Return a step as a function of ``_step``'s arguments that returns what it wrote."""
 
     def run(weight_update: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
-        keyword = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
+        keyword = {"plans": plans.setdefault(config("optimizer_step", LARGE), {})} if keeps_plans else {}
         kernel([weight_update], [ADAM], **keyword)
         # torch's roots on a CPU, and multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
         return tuple(tensor for tensor in stored(weight_update) if tensor.dtype != torch.int16)

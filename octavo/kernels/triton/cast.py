@@ -304,6 +304,6 @@ def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     block_c = max(elements // block_r, least)
     larger = widest // block_c
     if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
-        return Config(1, widest, chosen.tiles, larger * chosen.num_warps)
+        return Config(1, widest, chosen.depth, larger * chosen.num_warps)
     block_c = min(block_c, widest)
     return chosen._replace(block_r=max(block_r, elements // block_c), block_c=block_c)

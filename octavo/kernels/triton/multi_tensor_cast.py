@@ -22,7 +22,7 @@ from octavo.kernels.reference.cast import check_multi_tensor_cast
 from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
 from octavo.kernels.triton.delayed_update import scale_exists
-from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
+from octavo.kernels.triton.launch import LARGE, Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
@@ -234,7 +234,7 @@ def _work_of(
     rows, programs = [], 0
     for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
         strips = -(-width // chosen.block_c) or (not blocks)
-        groups = -(-height // (chosen.block_r * chosen.tiles)) or (not blocks)
+        groups = -(-height // (chosen.block_r * chosen.depth)) or (not blocks)
         pointers = [group[index] if group else 0 for group in addresses]
         rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
         programs += strips * groups
@@ -264,7 +264,7 @@ def multi_tensor_cast(
     if not xs:
         return
     blocks = tile[0] != ALL
-    chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", 64)
+    chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
     if blocks:
         chosen = with_room_for(chosen, tile)
     addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
