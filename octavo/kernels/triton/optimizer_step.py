@@ -17,15 +17,7 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
-from octavo.kernels.triton.launch import (
-    LARGE,
-    config,
-    is_capturing,
-    launch,
-    multiprocessors,
-    on_its_device,
-    workspace,
-)
+from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import TensorCount
@@ -38,9 +30,9 @@ class _RuleFlags(NamedTuple):
 
     is_adam: bool
     decoupled: bool
-    bounds_update: bool
-    small: bool
     ascends: bool
+    bounds_update: bool = False
+    share_below_half: bool = False
 
 
 class _Launch(NamedTuple):
@@ -151,11 +143,9 @@ def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return _RuleFlags(is_adam=False, decoupled=first.averages, bounds_update=False, small=False, ascends=ascends)
-    small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return _RuleFlags(
-        is_adam=True, decoupled=first.decoupled, bounds_update=first.bounds_update, small=small, ascends=ascends
-    )
+        return _RuleFlags(False, first.averages, ascends)
+    share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
+    return _RuleFlags(True, first.decoupled, ascends, first.bounds_update, share_below_half)
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
@@ -193,7 +183,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _R
         programs += -(-tiles // chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), *rule, blocks=chosen.block_r, find=find) for find in finds)
+    steps = tuple(StepClass(tuple(numbers), **rule._asdict(), blocks=chosen.block_r, find=find) for find in finds)
     updates_without_gradients = tuple(
         update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates
     )
