@@ -398,7 +398,7 @@ class CompactOptimizer(Optimizer):
         ):
             prepared = self._prepare(param, weight, state, options)
         if was_written:  # by a load or by the user
-            prepared = self._restart_master(param, weight, state, prepared)
+            prepared = self._restart_master(param, weight, state)
         if isinstance(weight, StoredWeight) and (is_new or was_written):
             weight.low_bits = None  # the master has them
         return prepared, is_new or was_written
@@ -422,15 +422,13 @@ class CompactOptimizer(Optimizer):
         self._prepared[param] = PreparedUpdate(update, *made_from)
         return self._prepared[param]
 
-    def _restart_master(
-        self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], prepared: PreparedUpdate
-    ) -> PreparedUpdate:
+    def _restart_master(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any]) -> PreparedUpdate:
         """Write a stored weight, which was written, into its master; return its update as of these codes."""
         for name, value in MasterForm.of(param, self.master).new_state(weight).items():
             states.local(state[name]).copy_(states.local(value))
         data = states.data_of(weight)
-        prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
-        return prepared
+        self._prepared[param] = self._prepared[param]._replace(data=data, version=data._version)
+        return self._prepared[param]
 
     @property
     def settings(self) -> Settings:

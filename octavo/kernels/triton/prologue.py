@@ -184,10 +184,8 @@ def turned_back(x, heads, rows, cols, function: tl.constexpr):
     at = cols % (2 * HALF)
     is_first = at < HALF
     other = tl.load(places + tl.where(is_first, HALF, -HALF)[None, :], mask=turns, other=0.0).to(tl.float32)
-    sequence, position = (
-        rows // heads.positions,
-        rows % heads.positions,
-    )  # of 32 bits: by 64 a function divides
+    # of 32 bits: a division of 64 is a function's call
+    sequence, position = rows // heads.positions, rows % heads.positions
     angles = (sequence.to(tl.int64) * heads.angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None]
     cos_offsets = tl.where(is_first, at, at - HALF + SHIFT)[None, :]
     sin_offsets = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
