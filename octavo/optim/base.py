@@ -392,8 +392,7 @@ class CompactOptimizer(Optimizer):
             prepared is None
             or has_moved
             or prepared.options != options
-            or len(prepared.state) != len(state)
-            or not all(map(operator.is_, prepared.state, state.values()))
+            or [*map(id, prepared.state)] != [*map(id, state.values())]
             or not data.is_contiguous()
         ):
             prepared = self._prepare(param, weight, state, options)
@@ -417,9 +416,8 @@ class CompactOptimizer(Optimizer):
         bits = BitNumbers(key_of(self.seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
-        data = states.data_of(weight)
-        made_from = data, data.data_ptr(), data._version, options, (*state.values(),)
-        self._prepared[param] = PreparedUpdate(update, *made_from)
+        data, values = states.data_of(weight), (*state.values(),)
+        self._prepared[param] = PreparedUpdate(update, data, data.data_ptr(), data._version, options, values)
         return self._prepared[param]
 
     def _restart_master(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any]) -> PreparedUpdate:

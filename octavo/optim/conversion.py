@@ -146,9 +146,8 @@ class Conversion(NamedTuple):
             local = states.local(param.detach())
             changes = param in self.storage
             stored = blank(local, self.storage[param], "meta") if changes else torch.empty_like(local, device="meta")
-            weights += states.bytes_of(
-                [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
-            )
+            pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
+            weights += states.bytes_of(pair_or_tensor)
             parameters += local.numel()
             if not isinstance(optimizer, CompactOptimizer):
                 moments += _torch_moments(optimizer, param) if param in trained else 0

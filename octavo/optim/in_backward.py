@@ -112,10 +112,8 @@ class GradientNorms:
         squares = squared_norms([param.grad for param in params if param.grad is not None])
         if new := [param for param in params if param not in self._numbers]:
             self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
-            ends = squares.new_full((len(new),), _TO_COME), squares.new_zeros(len(new))
-            self._now, self._last = (
-                torch.cat([old.to(end), end]) for old, end in zip((self._now, self._last), ends, strict=True)
-            )
+            self._now = torch.cat([self._now.to(squares), squares.new_full((len(new),), _TO_COME)])
+            self._last = torch.cat([self._last.to(squares), squares.new_zeros(len(new))])
             self._cells = self._now.unbind()
         torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 

@@ -128,10 +128,8 @@ def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return a delayed state that has scales, as after the first steps of training."""
-    scales, history = (
-        torch.full((3,), scale, device=DEVICE, dtype=torch.float32),
-        torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32),
-    )
+    scales = torch.full((3,), scale, device=DEVICE, dtype=torch.float32)
+    history = torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32)
     no_pass = torch.zeros_like(scales)
     before = torch.stack((no_pass, scales, no_pass)).view(torch.int32)  # written in no pass
     committed(scales, history, before, (True, True, True))

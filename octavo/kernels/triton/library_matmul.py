@@ -123,9 +123,8 @@ def _agrees(
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
-    device_case = ProductArguments(
-        _on(device, case[0]), _on(device, case[1]), None if bias is None else bias.to(device)
-    )
+    bias_there = None if bias is None else bias.to(device)
+    device_case = ProductArguments(_on(device, case[0]), _on(device, case[1]), bias_there)
     return _is_near(library_matmul, (device_case, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
 
 
@@ -319,9 +318,8 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
     case = GroupedOperands(a, b, offsets, None, PADDING)
     device_case = GroupedOperands(_on(device, a), _on(device, b), offsets.to(device), None, PADDING)
-    return _is_near(
-        library_grouped_matmul, (device_case, fast_accum), reference_grouped_matmul(case, torch.float32, False)
-    )
+    reference = reference_grouped_matmul(case, torch.float32, False)
+    return _is_near(library_grouped_matmul, (device_case, fast_accum), reference)
 
 
 def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tensor:

@@ -140,11 +140,8 @@ def multi_tensor_cast_kernel(
     strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
     q = code_pointer(row_ptr, Q, rounding.e5m2, ALIGNED)
-    if TRANSPOSED:
-        t = code_pointer(row_ptr, T, rounding.e5m2, ALIGNED)
-        out = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED))
-    else:
-        out = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), None, 0)
+    t = code_pointer(row_ptr, T, rounding.e5m2, ALIGNED) if TRANSPOSED else None
+    out = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
     first_row = (program // strips) * (tiling.tiles * tiling.block_r)
     amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, function, rounding.e5m2, False, tiling)
     if DELAYED:
@@ -177,11 +174,8 @@ def multi_tensor_cast_blocks_kernel(
     rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
     cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
     q = code_pointer(row_ptr, Q, scaling.e5m2, ALIGNED)
-    if TRANSPOSED:
-        t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED)
-        codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED))
-    else:
-        codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), None, 0)
+    t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED) if TRANSPOSED else None
+    codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
     scale_inv = pointer(row_ptr, SCALE_INV, SCALE_TYPE, False)
     amax = pointer(row_ptr, AMAX, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)

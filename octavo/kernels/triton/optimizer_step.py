@@ -184,10 +184,8 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _R
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), **rule._asdict(), blocks=chosen.block_r, find=find) for find in finds)
-    updates_without_gradients = tuple(
-        update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates
-    )
-    return _Launch(updates_without_gradients, table, programs, chosen.depth, steps, {}, set())
+    bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
+    return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
