@@ -633,7 +633,7 @@ def optimizer() -> Iterator[Case]:
     yield step("Adam fp8, odd rows", [update(ODD, fp8, "split32", BF16, BF16)])._replace(bits=8)
     mixed = [update(LARGE, fp8, "split32", BF16, BF16), update((1, 4096), fp8, "fp32", FP32, FP32)]
     yield step("Adam fp8, two kinds of weights", mixed)
-    yield step("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, clip=False))
+    yield step("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, bounds_update=False))
     for master, granularity in itertools.product(FP8_MASTERS, (PerTensor(), PerBlock(128, 128))):
         yield step(f"Adam fp8, E4M3 weight {granularity}, {master}", [stored_update(LARGE, master, granularity)])
     yield step("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)

@@ -30,10 +30,10 @@ def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
         )
 
 
-def adam_group(group: dict[str, Any], maximize: bool, decoupled: bool, clip: bool) -> AdamGroup:
+def adam_group(group: dict[str, Any], maximize: bool, decoupled: bool, bounds_update: bool) -> AdamGroup:
     """Return a group's options in the form that the kernels take."""
     beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
-    return AdamGroup(group["lr"], beta1, beta2, eps, decay, maximize, decoupled, clip)
+    return AdamGroup(group["lr"], beta1, beta2, eps, decay, maximize, decoupled, bounds_update)
 
 
 class Adam(CompactOptimizer):
@@ -89,26 +89,26 @@ class Adam(CompactOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
         """Raise ValueError as other optimizers do, and by ``check_betas``."""
         check_betas(weight, group)
-        super().check(weight, group, settings, bounds)
+        super().check(weight, group, settings, bounds_update)
 
-    def will_bound(self, settings: Settings, stored: bool) -> bool:
+    def bounds_update(self, settings: Settings, stored: bool) -> bool:
         """Whether updates will be clipped: ``clip_update``; None: if a weight is in FP8 or a moment not float32."""
         if self._clip is not None:
             return self._clip
         return stored or any(m.format != "fp32" for m in settings.moments)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
-        return adam_group(group, maximize=group["maximize"], decoupled=self.decoupled, clip=self.clip_update)
+        return adam_group(group, maximize=group["maximize"], decoupled=self.decoupled, bounds_update=self.clip_update)
 
 
 class AdamW(Adam):
     """torch.optim.AdamW, its moments in few bytes, and weights in bf16 with a master of the chosen size.
 
     With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit (foreach=False on a CPU). An update
-    is clipped to the most that exact moments can give (adam_max_update), which never changes exact Adam.
+    is clipped to R_t, the largest that exact Adam can make (adam_max_update), which never changes exact Adam.
 
     Args:
         params: parameters, or groups; plain or sharded by rows, columns or both (FSDP2, tensor parallel).
@@ -121,7 +121,8 @@ class AdamW(Adam):
             "split24": bf16 + 8 bits; None: bf16 alone, rounded stochastically; "fp32": float32 weights only. Float32
             weights stay as they are under each of them. Weights that are stored in FP8 take "split16" (code + 8 bits;
             what "auto" means), "split24" (code + 16 bits), "fp16_scaled" (code + float16), "fp32" and None.
-        clip_update: clip updates to R_t; by default where moments or master are not exact.
+        clip_update: clip updates to R_t, the largest that exact Adam can make; by default where moments or master are
+            not exact.
         seed: of stochastic rounding: its bits depend on the seed, the step, the weight's number in the optimizer and
             the element's index alone. Several optimizers (one a parameter, say) need another seed each.
         skip_nonfinite: change nothing in a step in which a gradient is inf or NaN; the host does not wait to find out.

@@ -74,18 +74,16 @@ class PreparedUpdate(NamedTuple):
     state: tuple[Any, ...]
 
 
-def has_moved(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
-    """Whether a weight has other memory now; a stored shard is compared by object: without rows it has no address."""
-    return prepared.data is not data if getattr(weight, "is_shard", False) else prepared.address != data.data_ptr()
-
-
-def was_written(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
-    """Whether anything but a step has written a weight since; where FSDP2 loads shards, it gives them other memory."""
-    if not getattr(weight, "is_shard", False):
-        return prepared.address == data.data_ptr() and prepared.version != data._version
-    if prepared.data._version != prepared.version:
-        return True
-    return prepared.data is not data and not torch.equal(prepared.data.view(torch.uint8), data.view(torch.uint8))
+def changes_since(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> tuple[bool, bool]:
+    """Return whether a weight has other memory now, and whether its master has to begin anew, as others wrote it."""
+    before, has_address_of_before = prepared.data, prepared.address == data.data_ptr()
+    if not isinstance(weight, StoredWeight):  # the master is the weight and bits below it: a write goes into it
+        return not has_address_of_before, False
+    if not weight.is_shard:
+        return not has_address_of_before, has_address_of_before and prepared.version != data._version
+    # without rows a shard has no address; where FSDP2 loads it, it gets other memory, in which other bytes are a write
+    has_same_bytes = before is data or torch.equal(before.view(torch.uint8), data.view(torch.uint8))
+    return before is not data, not has_same_bytes or before._version != prepared.version
 
 
 class CompactOptimizer(Optimizer):
@@ -98,7 +96,7 @@ class CompactOptimizer(Optimizer):
     names: tuple[str, ...] = ()
     shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
     also_pickled: tuple[str, ...] = ()
-    clip_update: bool  # whether updates are clipped to the most that exact moments give, which bounds a step
+    clip_update: bool  # whether steps bound updates: Adam clips them to R_t, the largest that exact Adam can make
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
@@ -116,16 +114,16 @@ class CompactOptimizer(Optimizer):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
         self.moments, self.master, self.seed = self.moments_of(moments), master, seed
         self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
-        self.clip_update = self.will_bound(self.settings, stored=False)
+        self.clip_update = self.bounds_update(self.settings, stored=False)
         self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
-        # here, not in the class: torch.compiler.disable imports the whole compiler, which torch's __init__ has done now
-        CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
 
     def _begin(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
+        # here, not at the class: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
+        type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
         # updates; one is made anew in _current once it is no longer right, all after a load and after new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
@@ -152,7 +150,7 @@ class CompactOptimizer(Optimizer):
         group = self.param_groups[-1]
         stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
         if stored:
-            self.clip_update = self.will_bound(self.settings, stored=True)
+            self.clip_update = self.bounds_update(self.settings, stored=True)
         try:
             for param in group["params"]:
                 self.check(param, group, self.settings, self.clip_update)
@@ -169,23 +167,23 @@ class CompactOptimizer(Optimizer):
         for group in self.param_groups:
             group["octavo"] = states.description(self.settings, self.seed)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError for a weight that these settings don't fit; ``bounds``: whether updates will be bounded."""
-        states.check(weight, settings.only(self.names_of(group)), bounds)
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
+        """Raise ValueError for a weight that these settings don't fit; ``bounds_update``: if steps bound updates."""
+        states.check(weight, settings.only(self.names_of(group)), bounds_update)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """Return the Moments that a ``moments`` argument means for this optimizer."""
         return moments_of(moments, len(self.names))
 
-    def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Whether updates would be bounded under these settings; ``stored``: whether any weight lives in FP8."""
+    def bounds_update(self, settings: Settings, stored: bool) -> bool:
+        """Whether steps would bound updates under these settings; ``stored``: whether any weight lives in FP8."""
         return False
 
     def adopt(self, settings: Settings) -> None:
-        """Take over the settings of weights and state that optim/conversion.py has changed."""
+        """Take over the settings to which optim/conversion.py has converted weights and state."""
         self.moments, self.master = settings.moments or self.moments, settings.master
         stored = any(local_stored(param) is not None for param in self.all_params())
-        self.clip_update = self.will_bound(settings, stored)
+        self.clip_update = self.bounds_update(settings, stored)
         self._describe()
         self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
@@ -384,46 +382,51 @@ class CompactOptimizer(Optimizer):
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
-        weight, state = states.local(param), self.state[param]
-        anew = not state
-        names = self.names_of(self.param_groups[group])
-        if anew:
+        weight, state, names = states.local(param), self.state[param], self.names_of(self.param_groups[group])
+        is_new, data = not state, states.data_of(weight)
+        if is_new:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, options, data = self._prepared.get(param), (group, index, self.seed, names), states.data_of(weight)
-        written = prepared is not None and isinstance(weight, StoredWeight) and was_written(prepared, weight, data)
+        prepared, options = self._prepared.get(param), (group, index, self.seed, names)
+        has_moved, was_written = (True, False) if prepared is None else changes_since(prepared, weight, data)
         if (
             prepared is None
-            or has_moved(prepared, weight, data)
+            or has_moved
             or prepared.options != options
-            or len(prepared.state) != len(state)
-            or not all(map(operator.is_, prepared.state, state.values()))
+            or [*map(id, prepared.state)] != [*map(id, state.values())]
             or not data.is_contiguous()
         ):
-            if prepared is not None:
-                self._forget_plans()
-            prepared = self._prepared[param] = self._prepare(param, weight, state, options)
-        if written:  # by a load or by the user
-            fresh = MasterForm.of(param, self.master).new_state(weight)
-            for name, value in fresh.items():
-                states.local(state[name]).copy_(states.local(value))
-            prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
-        if (anew or written) and isinstance(weight, StoredWeight):
-            weight.low_bits = None
-        return prepared, anew or written
+            prepared = self._prepare(param, weight, state, options)
+        if was_written:  # by a load or by the user
+            prepared = self._restart_master(param, weight, state)
+        if isinstance(weight, StoredWeight) and (is_new or was_written):
+            weight.low_bits = None  # the master has them
+        return prepared, is_new or was_written
 
     def _prepare(
         self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], options: tuple[Any, ...]
     ) -> PreparedUpdate:
+        """Make a weight's update anew, which the next steps use too; launches of the update before it are dropped."""
         group, index, _, names = options
+        if param in self._prepared:
+            self._forget_plans()
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
-            self.clip_update = self.will_bound(self.settings, stored=True)
+            self.clip_update = self.bounds_update(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
         master, moments = states.for_kernel(param, weight, state, self.settings.only(names))
         bits = BitNumbers(key_of(self.seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
+        data, values = states.data_of(weight), (*state.values(),)
+        self._prepared[param] = PreparedUpdate(update, data, data.data_ptr(), data._version, options, values)
+        return self._prepared[param]
+
+    def _restart_master(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any]) -> PreparedUpdate:
+        """Write a stored weight, which was written, into its master; return its update as of these codes."""
+        for name, value in MasterForm.of(param, self.master).new_state(weight).items():
+            states.local(state[name]).copy_(states.local(value))
         data = states.data_of(weight)
-        return PreparedUpdate(update, data, data.data_ptr(), data._version, options, (*state.values(),))
+        self._prepared[param] = self._prepared[param]._replace(data=data, version=data._version)
+        return self._prepared[param]
 
     @property
     def settings(self) -> Settings:
@@ -483,13 +486,15 @@ class CompactOptimizer(Optimizer):
         self._shared_amaxes.finish()
         same = described is None or states.has_form_of(described, self.settings)
         new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        converted: list[str] = []
+        any_converted, lost_masters = False, set[str]()
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
             if saved := state_dict["state"].get(index):
-                new_states[param], notes = states.loaded(param, saved, described, same, self._settings_in(saved, group))
-                converted += notes
-        if not converted and self._would_begin_with(new_states, dict(in_groups)):
+                settings = self._settings_in(saved, group)
+                new_states[param], was_converted, lost_master = states.loaded(param, saved, described, same, settings)
+                any_converted |= was_converted
+                lost_masters.add(lost_master)
+        if not any_converted and self._would_begin_with(new_states, dict(in_groups)):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_prepared()
@@ -502,8 +507,8 @@ class CompactOptimizer(Optimizer):
                 stored.low_bits = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
-        if converted:
-            warnings.warn(states.conversion_warning(described, self.settings, converted), stacklevel=2)
+        if any_converted:
+            warnings.warn(states.conversion_warning(described, self.settings, lost_masters), stacklevel=2)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

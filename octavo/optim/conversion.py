@@ -1,4 +1,4 @@
-"""Change moments, masters and the storage of weights in the middle of a training, one tensor at a time.
+"""Convert moments, masters and the storage of weights in the middle of a training, one tensor at a time.
 
 A master is read in float32, which holds every kind, and written as the new kind, rounded to nearest: exactly where the
 new kind has enough bits. In addition to the old state, memory holds one tensor's new state and its float32 values.
@@ -31,13 +31,13 @@ from octavo.weights.stored import StoredWeight, local_stored, put_into, store
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
 
-def change(
+def convert(
     optimizer: CompactOptimizer,
     settings: Settings,
     storage: Mapping[nn.Parameter, WeightStorage],
     stored: Callable[[nn.Parameter], None] = lambda param: None,
 ) -> None:
-    """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
+    """Convert an optimizer to other moments, masters and storage, in place: each parameter stays the same object.
 
     ``storage``: {weight whose storage changes: its new storage}; ``stored`` is called with each of them as soon as it
     has that. ValueError if a weight can't be kept so; nothing is changed then.
@@ -45,7 +45,7 @@ def change(
     Conversion(settings, storage).check(optimizer)
     optimizer.forget_prepared()
     for param in optimizer.all_params():
-        _change(optimizer, param, settings, storage)
+        _convert_param(optimizer, param, settings, storage)
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
@@ -99,9 +99,9 @@ class Conversion(NamedTuple):
             for group in optimizer.param_groups
             for param in group["params"]
         ]
-        bounds = optimizer.will_bound(self.settings, any(local_stored(target) is not None for target, _ in targets))
+        any_stored = any(local_stored(target) is not None for target, _ in targets)
         for target, group in targets:
-            optimizer.check(target, group, self.settings, bounds)
+            optimizer.check(target, group, self.settings, optimizer.bounds_update(self.settings, any_stored))
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
@@ -113,7 +113,7 @@ class Conversion(NamedTuple):
             )
 
     def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Change an optimizer's weights as ``change`` does, those of the model that it lacks too; FSDP2 gets shards."""
+        """Convert an optimizer's weights, and those of the model that it lacks; FSDP2 gets shards."""
         if not isinstance(optimizer, CompactOptimizer):
             return
 
@@ -123,7 +123,7 @@ class Conversion(NamedTuple):
 
         assert self.settings is not None
         if self.storage or self.settings != optimizer.settings:
-            change(optimizer, self.settings, self.storage, give_to_fsdp2)
+            convert(optimizer, self.settings, self.storage, give_to_fsdp2)
         owned = set(optimizer.all_params())
         for weight in self.storage:
             if weight not in owned:  # such as a frozen weight, which no optimizer has
@@ -147,9 +147,8 @@ class Conversion(NamedTuple):
             local = states.local(param.detach())
             changes = param in self.storage
             stored = blank(local, self.storage[param], "meta") if changes else torch.empty_like(local, device="meta")
-            weights += states.bytes_of(
-                [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
-            )
+            pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
+            weights += states.bytes_of(pair_or_tensor)
             parameters += local.numel()
             if not isinstance(optimizer, CompactOptimizer):
                 moments += _torch_moments(optimizer, param) if param in trained else 0
@@ -189,14 +188,14 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
     return count * states.bytes_of([states.local(param.detach())])
 
 
-def _change(
+def _convert_param(
     optimizer: CompactOptimizer,
     param: nn.Parameter,
     settings: Settings,
     storage: Mapping[nn.Parameter, WeightStorage],
 ) -> None:
-    """Change a weight and its state, as ``change`` does for all."""
-    storage_changes, is_sharded = param in storage, on_this_rank(param) is not param
+    """Convert a weight and its state, as ``convert`` does for all."""
+    storage_changes, is_dtensor = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
         if storage_changes:
             store(param, storage[param])
@@ -208,9 +207,9 @@ def _change(
     new_param: Any = param
     if storage_changes:
         zeros = blank(param, storage[param])
-        new_param = like_sharded(zeros, param, param.shape) if is_sharded else nn.Parameter(zeros, param.requires_grad)
+        new_param = like_sharded(zeros, param, param.shape) if is_dtensor else nn.Parameter(zeros, param.requires_grad)
     new_weight = states.local(new_param.detach())
-    new_state = {"step": state["step"]} | _moments(param, new_param, state, old_settings, new_settings)
+    new_state = {"step": state["step"]} | _converted_moments(param, new_param, state, old_settings, new_settings)
     old_form, new_form = MasterForm.of(param, old_settings.master), MasterForm.of(new_param, new_settings.master)
     if storage_changes or old_form is not new_form:
         new_state |= new_master(new_param, new_settings.master)
@@ -218,7 +217,7 @@ def _change(
         is_float = new.low_bits is not None and new.low_bits.is_floating_point()
         keeps_codes = not storage_changes and is_float  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
-        _rewrite(old, new, param if is_sharded else None, not storage_changes)
+        _convert_master(old, new, param if is_dtensor else None, not storage_changes)
         if codes is not None:
             new.weight.copy_(codes)
     else:
@@ -228,7 +227,7 @@ def _change(
     optimizer.state[param] = new_state
 
 
-def _moments(
+def _converted_moments(
     param: Tensor, new_param: Tensor, state: dict[str, Any], old_settings: Settings, new_settings: Settings
 ) -> dict[str, Any]:
     """Return the tensors of all moments; those whose storage does not change are not copied."""
@@ -241,15 +240,15 @@ def _moments(
         ):
             tensors |= {key: state[key] for key in empty_tensors}
         else:
-            tensors |= states.converted(new_param, name, old_moments[name], new, state)
+            tensors |= states.convert_moment(new_param, name, old_moments[name], new, state)
     return tensors
 
 
 @torch.no_grad()
-def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
-    """Write a master as another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
+def _convert_master(old: Master, new: Master, dtensor: Tensor | None, same_storage: bool) -> None:
+    """Convert a master to another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
 
-    ``sharded``: the DTensor whose shard this is, or None; ranks share its scale where it has one for all elements.
+    ``dtensor``: whose local tensor this is, or None; ranks share its scale where it has one for all elements.
     """
     values = old.read_all(old.weight)
     # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
@@ -264,8 +263,8 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
                 bound = matrix.scale_inv * E4M3.max
             else:
                 bound = amax(wide, (BLOCK, BLOCK) if matrix.has_blocks else (ALL, ALL))
-                if sharded is not None and not by_expert and not matrix.has_blocks:
-                    bound = maximum_over_shards(bound, sharded)
+                if dtensor is not None and not by_expert and not matrix.has_blocks:
+                    bound = maximum_over_shards(bound, dtensor)
             matrix.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)

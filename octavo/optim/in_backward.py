@@ -50,10 +50,10 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once is refused: GradScaler, skip_nonfinite, clipping by the exact global norm (``clip``
-    takes an estimate of it; the update is clipped to R_t already). So is DistributedDataParallel, whose ranks have not
-    exchanged a gradient yet when its hook runs; FSDP2's have. Until ``optimizer.step()`` a used gradient is a
-    UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the norm of all gradients, and raises if it
-    would clip. A closure is evaluated once.
+    takes an estimate of it; the update is clipped already, to R_t, the largest that exact Adam can make). So is
+    DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
+    ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
+    norm of all gradients, and raises if it would clip. A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam, Muon or SGD.
@@ -112,10 +112,8 @@ class GradientNorms:
         squares = squared_norms([param.grad for param in params if param.grad is not None])
         if new := [param for param in params if param not in self._numbers]:
             self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
-            ends = squares.new_full((len(new),), _TO_COME), squares.new_zeros(len(new))
-            self._now, self._last = (
-                torch.cat([old.to(end), end]) for old, end in zip((self._now, self._last), ends, strict=True)
-            )
+            self._now = torch.cat([self._now.to(squares), squares.new_full((len(new),), _TO_COME)])
+            self._last = torch.cat([self._last.to(squares), squares.new_zeros(len(new))])
             self._cells = self._now.unbind()
         torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 

@@ -9,7 +9,7 @@ go through each of the three together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -167,7 +167,7 @@ class Muon(CompactOptimizer):
             name: value for name, value in param_group.items() if not split["muon"] or name not in self.defaults
         }
         for algorithm, options in (("muon", param_group), ("adamw", adamw_options)):
-            if split[algorithm] or not (split["adamw"] or algorithm == "adamw"):  # an empty group stays one, as torch's
+            if split[algorithm] or (algorithm == "muon" and not any(split.values())):  # as torch, keep an empty group
                 new_group = options | {"params": split[algorithm], "algorithm": algorithm}
                 super().add_param_group(self._defaults_of(algorithm) | new_group)
 
@@ -191,17 +191,17 @@ class Muon(CompactOptimizer):
             raise TypeError(f"moments={moments!r}: use {names}, a Moment, or three Moments")
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
-    def will_bound(self, settings: Settings, stored: bool) -> bool:
+    def bounds_update(self, settings: Settings, stored: bool) -> bool:
         """Whether any weight lives in FP8."""
         return stored
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
             check_betas(weight, group)
-            super().check(weight, group, settings, bounds)
+            super().check(weight, group, settings, bounds_update)
             return
         shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
@@ -219,12 +219,12 @@ class Muon(CompactOptimizer):
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
         if len(coefficients) != 3 or not 0 <= count < 100:
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
-        super().check(weight, group, settings, bounds)
+        super().check(weight, group, settings, bounds_update)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
         if group["algorithm"] == "adamw":
-            clip = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
-            return adam_group(group, maximize=False, decoupled=True, clip=clip)
+            bounds_update = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
+            return adam_group(group, maximize=False, decoupled=True, bounds_update=bounds_update)
         return self._rule(group)
 
     def _rule(self, group: dict[str, Any]) -> SgdGroup:
@@ -370,37 +370,33 @@ def by_owners(
     divides them; ``shapes``: of the whole matrices [R, C], the same on all ranks, which are in the order of the rows.
     Functions make bf16 [R, C] of all rows.
     """
-    ranks, this_rank = group.size(), group.rank()
-    owners = owners_of(shapes, ranks)
-    # matrices go by their numbers: those of each rank, and all of them in the order of their owners, as they are sent
-    owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-    ordered = list(itertools.chain.from_iterable(owned))
+    ranks, owners = range(group.size()), owners_of(shapes, group.size())
+    owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in ranks]  # matrices' numbers
+    owned_here = owned[group.rank()]
     rows: dict[int, list[int]] = {}  # {matrix that this rank owns: how many of its rows each rank has}
-    for number in owned[this_rank]:
-        slices = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
+    for number in owned_here:
+        slices = (rows_of_rank(shapes[number][0], len(ranks), rank) for rank in ranks)
         rows[number] = [some.stop - some.start for some in slices]
-    # there: elements that each rank sends of each matrix of this rank's, and elements to and from each rank
-    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned[this_rank]] for rank in range(ranks)]
-    sent = [sum(parts[number].numel() for number in some) for some in owned]
-    received = [sum(some) for some in sizes]
-    arrived = _exchanged((parts[number] for number in ordered), parts[0], sent, received, group)
-    pieces = [part.split(lengths) for part, lengths in zip(arrived.split(received), sizes, strict=True)]
+    by_owner = [[parts[number] for number in numbers] for numbers in owned]
+    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned_here] for rank in ranks]
+    shards = _exchanged(by_owner, sizes, parts[0], group)
     results = [
-        functions[number](torch.cat(shards).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
-        for number, shards in zip(owned[this_rank], zip(*pieces, strict=True), strict=True)
+        functions[number](torch.cat(by_rank).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
+        for number, by_rank in zip(owned_here, zip(*shards, strict=True), strict=True)
     ]
-    # back: each rank's rows of the results
-    back = (matrix[rank] for rank in range(ranks) for matrix in results)
-    sent_back = [sum(rows[number][rank] * shapes[number][1] for number in owned[this_rank]) for rank in range(ranks)]
-    sizes_here = {number: parts[number].shape[0] * shapes[number][1] for number in ordered}
-    expected = [sum(sizes_here[number] for number in some) for some in owned]
-    like = parts[0].new_empty(0, dtype=torch.bfloat16)
-    returned = _exchanged(back, like, sent_back, expected, group).split([*sizes_here.values()])
-    rows_by_number = dict(zip(ordered, returned, strict=True))
-    return [rows_by_number[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
+    back = [[result[rank] for result in results] for rank in ranks]
+    sizes_back = [[parts[number].shape[0] * shapes[number][1] for number in numbers] for numbers in owned]
+    returned = _exchanged(back, sizes_back, parts[0].new_empty(0, dtype=torch.bfloat16), group)
+    rows_here = dict(zip(itertools.chain(*owned), itertools.chain(*returned), strict=True))
+    return [rows_here[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
 
 
-def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Return the elements, flat, that an all-to-all of tensors brings; ``sent``, ``received``: how many, by rank."""
-    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
-    return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))
+def _exchanged(tensors: list[list[Tensor]], sizes: list[list[int]], like: Tensor, group: Any) -> list[Any]:
+    """Send each rank its tensors by one all-to-all; return what each rank sends, as flat tensors of these sizes.
+
+    ``like``: a tensor of their dtype and device, for a rank that sends nothing.
+    """
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in itertools.chain(*tensors))])
+    sent, received = [sum(tensor.numel() for tensor in to_rank) for to_rank in tensors], [sum(each) for each in sizes]
+    arrived = c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))
+    return [part.split(lengths) for part, lengths in zip(arrived.split(received), sizes, strict=True)]

@@ -41,7 +41,7 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
+    """Return this rank's shard of a tensor, by ``on_this_rank``; sooner where its type says that it is plain."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
 
@@ -83,10 +83,10 @@ class Settings(NamedTuple):
         return self.only([name for name in self.names if holds(state, name)])
 
 
-def check(param: Tensor, settings: Settings, bounds: bool) -> None:
-    """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds updates."""
+def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
+    """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether the optimizer bounds updates."""
     stored = local_stored(param) is not None
-    if stored and not bounds:
+    if stored and not bounds_update:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
             "octavo.optim.AdamW or Adam, with clip_update on, or Muon for its matrices"
@@ -181,16 +181,16 @@ def as_fp32(name: str, moment: Moment, loaded_state: dict[str, Any]) -> Tensor:
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
-def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: dict[str, Any]) -> dict[str, Tensor]:
-    """Convert a parameter's moment in a state from the form ``old`` to the form ``new``, rounded to nearest."""
-    values = as_fp32(name, old, loaded_state).to(local(param).device)
+def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Convert a parameter's moment in a state from ``old`` to ``new``, rounded to nearest; return its tensors."""
+    values = as_fp32(name, old, state).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
         values = values[own_slices(param.shape, param)]
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)
-    state = new.new_state(name, values.shape, values.device, fp8_experts)
-    whole, count = new.for_kernel(name, state, fp8_experts), values.shape[0] if fp8_experts else 1
+    tensors = new.new_state(name, values.shape, values.device, fp8_experts)
+    whole, count = new.for_kernel(name, tensors, fp8_experts), values.shape[0] if fp8_experts else 1
     if new.root:
         values = values.clamp(max=LARGEST_SQUARE)
     for index in range(count):
@@ -202,7 +202,7 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: 
         for piece in pieces(*matrix.shape):
             stored.write(piece, piece.of(matrix).clone(), None)
         stored.end()
-    return sharded_like(state, param)
+    return sharded_like(tensors, param)
 
 
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
@@ -302,11 +302,11 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
 
 def loaded(
     param: nn.Parameter, loaded_state: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
-) -> tuple[dict[str, Any], list[str]]:
-    """Make a parameter's state from ``loaded_state``, which may have to be converted.
+) -> tuple[dict[str, Any], bool, str]:
+    """Return a parameter's state as loaded, whether it was converted, and a sentence on a lost master, or "".
 
     ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
-    ``settings`` do. The list that is returned has, if something was converted, a sentence on a lost master, or "".
+    ``settings`` do.
     """
     if described is None and any(str(name).endswith("_codes") for name in loaded_state):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
@@ -317,29 +317,29 @@ def loaded(
     old_kind, new_kind = (
         -1 if kind is None else int(kind) for kind in (loaded_state.get("master_kind"), state.get("master_kind"))
     )
-    lost_master = None  # or a sentence: a master in another form begins anew, as the weight
+    lost_master = ""  # a master in another form begins anew, as the weight
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
         kinds = [*MASTER_KINDS, "none"]
         lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, loaded_state, names):
-        return state, [] if lost_master is None else [lost_master]
+        return state, lost_master != "", lost_master
     old_moments = dict(zip(settings.names, settings.moments, strict=True))
     if described is not None:
         old_moments = {name: moment_from(moment) for name, moment in described["moments"].items()}
     if missing := [name for name in settings.names if name not in old_moments]:
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
-        state |= converted(param, name, old_moments[name], new, loaded_state)
-    return state, [lost_master or ""]
+        state |= convert_moment(param, name, old_moments[name], new, loaded_state)
+    return state, True, lost_master
 
 
-def conversion_warning(described: dict[str, Any] | None, settings: Settings, converted: Sequence[str]) -> str:
-    """Return the warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
+def conversion_warning(described: dict[str, Any] | None, settings: Settings, lost_masters: set[str]) -> str:
+    """Return the warning about a converted state; ``lost_masters``: the sentences that ``loaded`` returned."""
     old = "torch's"
     if described is not None:
         old = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
-    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted({*converted} - {""})])
+    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(lost_masters - {""})])
     if old == new:
         old, new = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {old} to {new}"

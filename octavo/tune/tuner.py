@@ -73,10 +73,10 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
-        tiles = base.tiles + round(math.log2(t)) if is_product else max(1, int(base.tiles * t))
+        depth = base.depth + round(math.log2(t)) if is_product else max(1, int(base.depth * t))
         warps = min(16, int(base.num_warps * w))
         if r * c / w in factors and base.block_r * r >= least and warps > 0:
-            configs.append(type(base)(int(base.block_r * r), int(base.block_c * c), tiles, warps))
+            configs.append(type(base)(int(base.block_r * r), int(base.block_c * c), depth, warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 

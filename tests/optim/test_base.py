@@ -1,5 +1,6 @@
 import inspect
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.optim import SGD, Adam, AdamW, Muon
-from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
+from octavo.optim.base import CompactOptimizer, PreparedUpdate, changes_since
 from octavo.weights.stored import StoredWeight
 
 
@@ -102,6 +103,33 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
     torch.compiler.reset()
 
 
+def test_a_subclass_may_override_its_step() -> None:
+    class Counting(octavo.optim.SGD):
+        steps = 0
+
+        def _step(self, closure: Any) -> Any:
+            self.steps += 1
+            return super()._step(closure)
+
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = Counting([weight], lr=0.5)
+    octavo.optim.SGD([nn.Parameter(torch.ones(4))])  # which has a step of its own
+    weight.grad = torch.ones(4)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert optimizer.steps == 1
+    assert torch.equal(weight.detach(), torch.full((4,), 0.5))
+
+
+def test_an_unpickled_optimizer_steps_in_a_process_that_made_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(octavo.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.5))
+    monkeypatch.delattr(octavo.optim.SGD, "_untraced")
+    optimizer = pickle.loads(pickled)
+    (weight,) = optimizer.all_params()
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((4,), 0.5))
+
+
 @each_kind
 def test_a_grad_scaler_leaves_gradients_unscaled_unless_it_skips(kind: type) -> None:
     for storage in (None, "fp8"):
@@ -178,13 +206,13 @@ def test_a_part_is_known_by_its_codes():
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
     held = part.qdata
     before = PreparedUpdate(None, held, held.data_ptr(), held._version, (), ())  # type: ignore[arg-type]
-    assert not has_moved(before, part, held) and not was_written(before, part, held)
+    assert changes_since(before, part, held) == (False, False)
     again = held.clone()
-    assert has_moved(before, part, again) and not was_written(before, part, again)
+    assert changes_since(before, part, again) == (True, False)
     again.view(torch.uint8)[0, 0] ^= 1
-    assert was_written(before, part, again)
+    assert changes_since(before, part, again) == (True, True)
     held.view(torch.uint8).add_(0)
-    assert was_written(before, part, held)
+    assert changes_since(before, part, held) == (False, True)
 
 
 def test_optimizers_of_one_weight_each_draw_other_bits_by_another_seed() -> None:

@@ -15,9 +15,9 @@ from octavo import E4M3, E5M2, PerBlock, PerTensor
 from octavo.kernels import devices
 from octavo.kernels.reference import optimizer_step as steps
 from octavo.optim import AdamW, Moment
-from octavo.optim.conversion import change
+from octavo.optim.conversion import convert
 from octavo.optim.masters import FP8_MASTERS
-from octavo.optim.state import Settings, as_fp32, converted
+from octavo.optim.state import Settings, as_fp32, convert_moment
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
 
@@ -101,10 +101,10 @@ def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
     weight.grad = torch.randn(SHAPE)
     optimizer.step()
     before, moment = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
-    change(optimizer, Settings(optimizer.moments, optimizer.names, master), {weight: granularity})
+    convert(optimizer, Settings(optimizer.moments, optimizer.names, master), {weight: granularity})
     assert isinstance(weight, StoredWeight) and weight.scale_inv.shape[0] == len(SHAPE)
     assert weight.granularity == granularity and torch.equal(optimizer.state[weight]["exp_avg"], moment)
-    change(optimizer, Settings(optimizer.moments, optimizer.names, "fp32"), {weight: None})
+    convert(optimizer, Settings(optimizer.moments, optimizer.names, "fp32"), {weight: None})
     assert type(weight) is nn.Parameter
     torch.testing.assert_close(weight.detach(), before, rtol=0 if master == "fp32" else 2**-19, atol=0)
 
@@ -148,13 +148,13 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
         other.step()
     assert_reads(optimizer, before := read(other))
     saved, after = copy.deepcopy(optimizer.state_dict()), PerTensor() if storage is None else None
-    change(optimizer, optimizer.settings, {weight: after})
+    convert(optimizer, optimizer.settings, {weight: after})
     # as matrices of the other storage load these values
     expected = adamw_of(as_matrices(values, after), after, moments)
     for name, moment in zip(other.names, other.moments, strict=True):
         parts = as_matrices(before[name].view(shape), after)
         for one, part in zip(expected.all_params(), parts, strict=True):
-            expected.state[one] |= converted(one, name, Moment("fp32"), moment, {name: part})
+            expected.state[one] |= convert_moment(one, name, Moment("fp32"), moment, {name: part})
     coincide = shape[0] == 1 if moments == ONE else shape[1] == 1 or shape[2] % 128 == 0
     assert_reads(optimizer, wanted := before if coincide else read(expected))
     loaded = adamw_of([values], after, moments)
@@ -177,7 +177,7 @@ def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
         backward(weight, grad)
         assert torch.equal(weight.grad.dequantize(), first)
         optimizer.step()
-        change(optimizer, optimizer.settings, {weight: storage})
+        convert(optimizer, optimizer.settings, {weight: storage})
         with pytest.raises(RuntimeError, match=r"experts were stored in FP8, or back .* do it before backward"):
             optimizer.step()
         optimizer.zero_grad()

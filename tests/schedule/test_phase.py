@@ -106,16 +106,16 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
         if name.startswith("master_")
     ]
     left = []
-    changing = conversion.change
+    converting = conversion.convert
 
-    def change(optimizer, settings, moved, stored):
+    def convert(optimizer, settings, moved, stored):
         def then(weight):
             stored(weight)
             left.append(sum(not weight.expired() for weight in old))
 
-        return changing(optimizer, settings, moved, then)
+        return converting(optimizer, settings, moved, then)
 
-    monkeypatch.setattr(conversion, "change", change)
+    monkeypatch.setattr(conversion, "convert", convert)
     (target,) = phase_targets(model, optimizer, [Phase(LOW, weight_storage=storage)])
     switch(model, optimizer, target)
     assert left == [5, 4, 3, 2, 1, 0]

@@ -54,7 +54,7 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
 
     Args:
         update: with one matrix.
-        step: the rule; SGD's, and Adam's without a clip, which is torch's, are the reference's alone.
+        step: the rule; SGD's, and Adam's without a bound, which is torch's, are the reference's alone.
         divisor: the number that the gradient is divided by.
     """
     tensors = [*_tensors_of(update.master), *(x for moment in update.moments for x in _tensors_of(moment))]

@@ -39,7 +39,8 @@ SMALLEST = 2.0**-9  # E4M3's step at scale 1
 class AdamGroup(NamedTuple):
     """Options of some weights: torch.optim.AdamW's, or Adam's where the decay is not ``decoupled``.
 
-    ``lr``: a number, or a tensor of one on the weights' device. ``clip``: whether updates are clipped to R_t.
+    ``lr``: a number, or a tensor of one on the weights' device. ``bounds_update``: whether updates
+    are clipped to R_t, the largest that exact Adam can make.
     """
 
     lr: float | Tensor
@@ -49,7 +50,7 @@ class AdamGroup(NamedTuple):
     weight_decay: float
     maximize: bool
     decoupled: bool
-    clip: bool
+    bounds_update: bool
 
 
 class AdamStep:
@@ -62,7 +63,7 @@ class AdamStep:
             self.coupled_decay, self.decoupled_decay = group.weight_decay, 0.0
         self.correction1 = 1 - power(group.beta1, number)
         self.correction2 = math.sqrt(1 - power(group.beta2, number))
-        self.max_update = adam_max_update(number, group.beta1, group.beta2) if group.clip else None
+        self.max_update = adam_max_update(number, group.beta1, group.beta2) if group.bounds_update else None
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
         """Update the moments by a gradient, in place."""
@@ -71,7 +72,7 @@ class AdamStep:
         v.mul_(self.group.beta2).addcmul_(g, g, value=1 - self.group.beta2)
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
-        """Update the master; without a clip, by torch's operations in torch's order."""
+        """Update the master; unless it is bounded, by torch's operations in torch's order."""
         m, v = moments
         if self.decoupled_decay:
             w.mul_(1 - self.lr * self.decoupled_decay)

@@ -32,7 +32,7 @@ from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.kernels.triton.agreement import difference, same_state, sqnr
 from octavo.kernels.triton.delayed_update import committed
-from octavo.kernels.triton.launch import config
+from octavo.kernels.triton.launch import LARGE, config
 from octavo.kernels.triton.library_matmul import library_matmul
 from octavo.kernels.triton.matmul import triton_matmul
 
@@ -52,7 +52,14 @@ LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fas
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Shape = tuple[int, ...]
-Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
+
+
+class CastOp(NamedTuple):
+    """A cast's op, its arguments from the scale up to the margin, and the names of those that follow by position."""
+
+    name: str
+    scaling: Callable[[], tuple[Any, ...]]
+    by_position: tuple[str, ...] = ()
 
 
 def normal(shape: Shape, seed: int = 0) -> Tensor:
@@ -121,27 +128,28 @@ def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return a delayed state that has scales, as after the first steps of training."""
-    scales, history = (
-        torch.full((3,), scale, device=DEVICE, dtype=torch.float32),
-        torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32),
-    )
+    scales = torch.full((3,), scale, device=DEVICE, dtype=torch.float32)
+    history = torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32)
     no_pass = torch.zeros_like(scales)
     before = torch.stack((no_pass, scales, no_pass)).view(torch.int32)  # written in no pass
     committed(scales, history, before, (True, True, True))
     return scales, history, before
 
 
-def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> Make:
-    return lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0)
+def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> CastOp:
+    return CastOp("cast", lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0))
 
 
-def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> Make:
-    return lambda: (None, 0, dtype, tile, power_of_two, 0)
+def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> CastOp:
+    return CastOp("cast", lambda: (None, 0, dtype, tile, power_of_two, 0))
 
 
-def _commit() -> tuple[Any, ...]:
+def _state_and_update() -> tuple[Any, ...]:
     amax = torch.full((1, 1), 5.0, device=DEVICE, dtype=torch.float32)
     return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
+
+
+_COMMIT = CastOp("cast_and_commit", _state_and_update, _COMMIT_NAMES)
 
 
 def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
@@ -150,7 +158,7 @@ def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
 
 
 def _cast(
-    make: Make,
+    op: CastOp,
     reads: int = 1,
     inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone,
     names: Sequence[str] = (),
@@ -161,12 +169,10 @@ def _cast(
 
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
         named_arguments = named | dict(zip(names, others, strict=False))
-        if make is _commit:  # its first arguments go by position
-            by_position = [named_arguments.pop(name) for name in _COMMIT_NAMES if name in named_arguments]
-            return x, *make(), *by_position, Named(named_arguments)
-        return x, *make(), Named(named_arguments)
+        by_position = [named_arguments.pop(name) for name in op.by_position if name in named_arguments]
+        return x, *op.scaling(), *by_position, Named(named_arguments)
 
-    return Case("cast_and_commit" if make is _commit else "cast", arguments, reads, inputs, exact)
+    return Case(op.name, arguments, reads, inputs, exact)
 
 
 def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
@@ -176,23 +182,23 @@ def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: b
         ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (shape[0] // 8)
         return normal(shape), ends
 
-    make = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
-    return _cast(make, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
+    op = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
+    return _cast(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
 
 
-def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Case:
+def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
     """Return the cast of an activation."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         x = normal(shape)
         return (torch.cat((x, normal(shape, 1)), 1),) if activation in GATED else (x,)
 
-    return _cast(make, reads, inputs, exact=False, activation=activation, transpose=True, **named)
+    return _cast(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
 
 
 def _gradient(
     activation: str,
-    make: Make,
+    op: CastOp,
     reads: int = 1,
     saved: Sequence[int] | None = None,
     and_value: bool = False,
@@ -216,7 +222,7 @@ def _gradient(
     if and_value:
         named |= {"value_dtype": E4M3, "value_transposed": True}
     names = "preactivation", "value_scale" if and_value else "h_scale_inv"
-    return _cast(make, reads, inputs, names, False, **named)
+    return _cast(op, reads, inputs, names, False, **named)
 
 
 def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
@@ -225,14 +231,14 @@ def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
     return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
 
 
-def _normed(norm: str, make: Make, reads: int = 1, **named: Any) -> Case:
+def _normed(norm: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
     """Return the cast of a norm."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         return normal(shape), *_parameters(norm, shape[1])
 
     named = {"transpose": True, "kind": NORMS[norm], "eps": EPS, **named}
-    return _cast(make, reads, inputs, ("gamma", "beta"), False, **named)
+    return _cast(op, reads, inputs, ("gamma", "beta"), False, **named)
 
 
 def _norm_gradient(norm: str) -> Case:
@@ -284,10 +290,10 @@ PLAIN = {
     "cast dynamic": _cast(_dynamic(), 2),
     "cast+transpose delayed": _cast(_delayed(SCALE), transpose=True),
     "cast+transpose dynamic": _cast(_dynamic(), 2, transpose=True),
-    "cast+transpose+sum+commit": _cast(_commit, transpose=True, pad=1, column_sum=True),
+    "cast+transpose+sum+commit": _cast(_COMMIT, transpose=True, pad=1, column_sum=True),
     "five weights at once": Case("many", _weights, reads=2),
     "cast rows": _cast(_dynamic(ROWS)),
-    "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS)()), reads=2),
+    "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS).scaling()), reads=2),
     "cast rows + columns": _cast(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
     "cast 1x128": _cast(_dynamic(VECTOR, True)),
     "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
@@ -307,9 +313,9 @@ FUSED = {
     "gelu + cast+transpose delayed": _activated("gelu", _delayed()),
     "swiglu + rows + columns": _activated("swiglu", _dynamic(ROWS), 2, **second(COLUMNS, False)),
     "swiglu + 1x128 + 128x1": _activated("swiglu", _dynamic(VECTOR, True), **second(TALL)),
-    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", _commit),
+    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT),
     "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", _dynamic(dtype=E5M2), 2),
-    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", _commit),
+    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", _COMMIT),
     "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", _dynamic(VECTOR, True), **second(TALL)),
     "rmsnorm + cast+transpose delayed": _normed("rmsnorm", _delayed()),
     "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(), 2),
@@ -322,9 +328,9 @@ FUSED = {
 # cases of configurations that no other case uses
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", _delayed(role=2, dtype=E5M2), transpose=False),
-    "swiglu gradient and swiglu + cast+transpose+sum+commit": _gradient("swiglu", _commit, and_value=True),
+    "swiglu gradient and swiglu + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT, and_value=True),
     "swiglu gradient + rows": _gradient("swiglu", _dynamic(ROWS), transpose=False, column_sum=False),
-    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _commit, saved=MX),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT, saved=MX),
     "rmsnorm + cast delayed": _normed("rmsnorm", _delayed(), transpose=False),
     "rmsnorm + rows": _normed("rmsnorm", _dynamic(ROWS), transpose=False),
     "rmsnorm + 1x128": _normed("rmsnorm", _dynamic(VECTOR, True), transpose=False),
@@ -389,7 +395,7 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
     """Return a step as a function of ``_step``'s arguments that returns what it wrote."""
 
     def run(weight_update: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
-        keyword = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
+        keyword = {"plans": plans.setdefault(config("optimizer_step", LARGE), {})} if keeps_plans else {}
         kernel([weight_update], [ADAM], **keyword)
         # torch's roots on a CPU, and multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
         return tuple(tensor for tensor in stored(weight_update) if tensor.dtype != torch.int16)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +82,9 @@ def cast(
     if isinstance(source, NormSource):
         mean, rstd, y = more
         inputs = norm_input(source, mean, rstd)
-        casts: Any = _NormCasts(inputs, float(source.eps), y if output.keep else None)
+        casts: type[_PlainCasts] | _NormCasts = _NormCasts(inputs, float(source.eps), y if output.keep else None)
     else:
-        inputs, casts = cast_input(source), _CASTS
+        inputs, casts = cast_input(source), _PlainCasts
         sums, kept_scale = more[0] if output.column_sum else None, more[1] if output.keep else None
     if not (inputs.fits(first.tile) if second is None else inputs.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
@@ -170,11 +169,11 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def cast_by_tile(
-    inputs: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None, knows_amax: bool = False
+    inputs: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None, amax_is_written: bool = False
 ) -> None:
-    """Cast with one scaling. knows_amax: of a whole tensor, whether out's amax is written already."""
+    """Cast with one scaling. amax_is_written: whether a norm's launch has written out's amax, of a whole tensor."""
     if scaling.tile == (ALL, ALL):
-        cast_by_tensor(inputs, scaling, out, sums, knows_amax=knows_amax)
+        cast_by_tensor(inputs, scaling, out, sums, amax_is_written=amax_is_written)
     elif scaling.tile == (1, ALL) and sums is None and out.codes.t is None and inputs.x.stride(1) == 1:
         cast_by_row(inputs, scaling, out)
     elif scaling.tile in LINES:
@@ -183,7 +182,14 @@ def cast_by_tile(
         cast_by_block(inputs, sums, (scaling, out))
 
 
-_CASTS = SimpleNamespace(by_tile=cast_by_tile, by_block=cast_by_block, by_line=cast_by_line)
+class _PlainCasts:
+    """The casts of an input before which nothing else has to be computed."""
+
+    by_tile = staticmethod(cast_by_tile)
+    by_block = staticmethod(cast_by_block)
+    by_line = staticmethod(cast_by_line)
+
+
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
 
 
@@ -193,9 +199,9 @@ def _two_scalings(
     codes: tuple[Codes, Codes],
     scale_invs: tuple[Tensor, Tensor],
     sums: Tensor | None,
-    casts: Any,
+    casts: type[_PlainCasts] | _NormCasts,
 ) -> None:
-    """Cast blocks twice, or rows and columns, by one call; else one after the other. casts: _CASTS or _NormCasts."""
+    """Cast blocks twice, or rows and columns, by one call; else one after the other."""
     first, second = scalings
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
     amaxes = (None if both_blocks else torch.empty_like(scale_inv, dtype=torch.float32) for scale_inv in scale_invs)
@@ -212,13 +218,13 @@ def _two_scalings(
 
 
 class _NormCasts(NamedTuple):
-    """The casts of a norm, whose statistics the cast's launch computes, or a launch before it."""
+    """The casts of a norm, whose statistics the cast's launch computes, or a launch before it; it has no sums."""
 
     inputs: CastInput
     eps: float
     y: Tensor | None
 
-    def by_tile(self, inputs: CastInput, scaling: Scaling, out: Outputs, sums: None) -> None:
+    def by_tile(self, inputs: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None) -> None:
         """Do ``cast_by_tile`` of the norm, and write its statistics and y."""
         tile, delayed_scale = scaling.tile, scaling.delayed_scale
         if is_small_block(tile):
@@ -231,12 +237,12 @@ class _NormCasts(NamedTuple):
             self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
         else:
             self.find_statistics(out.amax if tile == (ALL, ALL) else None)
-            cast_by_tile(inputs, scaling, out, sums, knows_amax=True)
+            cast_by_tile(inputs, scaling, out, sums, amax_is_written=True)
 
     def by_block(
         self,
         inputs: CastInput,
-        sums: None,
+        sums: Tensor | None,
         first: tuple[Scaling, Outputs],
         second: tuple[Scaling, Outputs] | None = None,
     ) -> None:
@@ -252,7 +258,7 @@ class _NormCasts(NamedTuple):
         roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
         self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), roundings, blocks)
 
-    def by_line(self, inputs: CastInput, sums: None, *scalings: tuple[Scaling, Outputs]) -> None:
+    def by_line(self, inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
         """Do ``cast_by_line`` of the norm, and write its statistics and y."""
         self.find_statistics(None)
         cast_by_line(inputs, sums, *scalings)
@@ -261,7 +267,8 @@ class _NormCasts(NamedTuple):
         """Write the statistics, y, and into ``amax`` [1, 1], if there is one, the amax of the norm's result."""
         work = None if amax is None else workspace(self.inputs.x, 2)
         arguments = Outputs(codes_to(None), scale_inv=None, amax=amax, stride_r=0, stride_c=0), None, work
-        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))  # role and e5m2, of codes
+        role, e5m2 = 0, False  # of codes, of which there are none here
+        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (role, e5m2))
 
     def launch(
         self,
@@ -297,6 +304,6 @@ def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     block_c = max(elements // block_r, least)
     larger = widest // block_c
     if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
-        return Config(1, widest, chosen.tiles, larger * chosen.num_warps)
+        return Config(1, widest, chosen.depth, larger * chosen.num_warps)
     block_c = min(block_c, widest)
     return chosen._replace(block_r=max(block_r, elements // block_c), block_c=block_c)

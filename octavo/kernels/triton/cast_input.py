@@ -66,13 +66,14 @@ def _shares(
 class CastInput(NamedTuple):
     """x, and the function of it that is cast.
 
-    rows, cols: of a half, where a gated gradient writes two, which lie along the columns.
+    rows, cols: of a half, where a gated gradient writes two, which lie along the columns. extra: what the
+    function reads besides x.
     """
 
     x: Tensor
     rows: int
     cols: int
-    h: Input | NormFactors | HeadGradients | None = None
+    extra: Input | NormFactors | HeadGradients | None = None
     function: Function = Function()
     halves: int = 1
 
@@ -92,7 +93,7 @@ class CastInput(NamedTuple):
         ``and_value``: whether the activation whose gradient is cast is cast too.
         """
         by_kind = f"{kernel}_{self.kind}" if self.kind else kernel
-        h_is_codes = isinstance(self.h, Input) and self.h.scale_inv is not None
+        h_is_codes = isinstance(self.extra, Input) and self.extra.scale_inv is not None
         variant = f"{by_kind}_and_value" if and_value else f"{by_kind}_of_codes" if h_is_codes else by_kind
         name = next((name for name in (variant, by_kind) if name in TABLE), kernel)
         return config(name, (self.rows * self.cols).bit_length())
@@ -107,7 +108,7 @@ class CastInput(NamedTuple):
 
     def fits(self, *tiles: Tile) -> bool:
         """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
-        function, h = self.function, self.h
+        function, h = self.function, self.extra
         if isinstance(h, Input) and function.gated and h.scale_inv is not None:
             if function.tile_c != WHOLE and self.cols % function.tile_c:  # a scale's tile would hold gate and up
                 return False
@@ -143,7 +144,7 @@ class CastInput(NamedTuple):
         """Launch a kernel that reads this, with these other arguments and constants of it."""
         # a function may fuse multiply-adds, but not one that is rounded as the op rotary rounds; a plain cast has none
         fuses = self.function.name not in ("", "rotary")
-        launch(kernel, programs, (self.source, self.h, *arguments, self.function, *constants), num_warps, fuses)
+        launch(kernel, programs, (self.source, self.extra, *arguments, self.function, *constants), num_warps, fuses)
 
 
 def cast_input(source: CastSource | RotaryHeads) -> CastInput:

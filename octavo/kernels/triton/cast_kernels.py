@@ -60,12 +60,21 @@ def finite_largest(largest, tile, second, tiling: tl.constexpr):
 
 
 @triton.jit
-def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
+def larger(tile, second, tiling: tl.constexpr):
+    """Return the finite magnitudes of a tile, or the larger ones of two halves; finite_largest has another order."""
+    result = finite_abs(tile)
+    if tiling.halves:
+        result = tl.maximum(result, finite_abs(second))
+    return result
+
+
+@triton.jit
+def strip_amax(x, extra, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
     """Return the amax of a program's tiles, a scalar."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile, second = produce(x, extra, rows, cols, function, tiling.even)
         largest = finite_largest(largest, tile, second, tiling)
     return tl.max(tl.max(largest, 1), 0)
 
@@ -73,7 +82,7 @@ def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constex
 @triton.jit
 def cast_strip(
     x,
-    h,
+    extra,
     out,
     scale,
     first_row,
@@ -91,14 +100,14 @@ def cast_strip(
     second_sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile, second = produce(x, extra, rows, cols, function, tiling.even)
         largest = finite_largest(largest, tile, second, tiling)
         if SUMS:
             sums += tile
             if tiling.halves:
                 second_sums += second
         if y_function is not None:
-            y, _ = produce(x, h, rows, cols, y_function, tiling.even)  # before any store, so h is loaded once
+            y, _ = produce(x, extra, rows, cols, y_function, tiling.even)  # before any store, so extra is loaded once
             store_codes(encode(y, tl.load(value[0]), y_function.e5m2), value[1], rows, cols, x, tiling.even)
         store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
@@ -107,7 +116,7 @@ def cast_strip(
 @triton.jit(do_not_specialize=["groups"])
 def amax_kernel(
     x,
-    h,
+    extra,
     amax_ptr,
     delayed,  # with a ROLE, a State: return at once where a scale exists
     work_ptr,
@@ -124,7 +133,7 @@ def amax_kernel(
     program = tl.program_id(0)
     first_row = (program // strips) * (tiling.tiles * tiling.block_r)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
-    raise_amax(work_ptr, strip_amax(x, h, first_row, cols, function, tiling))
+    raise_amax(work_ptr, strip_amax(x, extra, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):
         tl.store(amax_ptr, take_amax(work_ptr))
 
@@ -147,7 +156,7 @@ def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
 @triton.jit(do_not_specialize=["groups"])
 def cast_tensor_kernel(
     x,
-    h,
+    extra,
     out,  # Outputs; its amax is written if Delayed
     own_amax_ptr,  # out.amax if amax_kernel wrote it: for Dynamic, or where there may be no history; else None
     delayed,  # with a ROLE, a State; without an update only its scale is read
@@ -178,8 +187,9 @@ def cast_tensor_kernel(
     group = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
+    SUMS: tl.constexpr = sums is not None
     amax, parts, second_parts = cast_strip(
-        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling, value, y_function
+        x, extra, out.codes, scale, first_row, cols, function, rounding.e5m2, SUMS, tiling, value, y_function
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -215,7 +225,7 @@ def cast_by_tensor(
     state: StateTensors | None = None,  # the last program rolls it
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
-    knows_amax: bool = False,  # whether out's amax may be written already
+    amax_is_written: bool = False,  # by a norm's launch before: out's amax
     value: tuple[Scaling, Codes] | None = None,  # for the activation whose gradient is cast, if that is cast too
 ) -> None:
     """Cast with one scale for all."""
@@ -223,8 +233,8 @@ def cast_by_tensor(
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", value is not None)
     strips, groups, tiling = inputs.tiling(*chosen[:3])
-    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
-    if needs_amax and not knows_amax:
+    needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
+    if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
     arguments = (
         out,
@@ -244,7 +254,7 @@ def cast_by_tensor(
 @triton.jit
 def cast_rows_kernel(
     x,
-    h,
+    extra,
     out,  # Outputs
     function: tl.constexpr,  # Function
     rounding: tl.constexpr,
@@ -253,11 +263,11 @@ def cast_rows_kernel(
     """Cast with a scale for each row."""
     rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
-    tile, second = produce(x, h, rows, cols, function, tiling.even)
+    tile, second = produce(x, extra, rows, cols, function, tiling.even)
     largest = larger(tile, second, tiling)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
-            more, more_second = produce(x, h, rows, start + cols, function, tiling.even)
+            more, more_second = produce(x, extra, rows, start + cols, function, tiling.even)
             largest = tl.maximum(largest, larger(more, more_second, tiling))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
@@ -268,17 +278,8 @@ def cast_rows_kernel(
         store_tiles(tile, second, scale, scale, out.codes, rows, cols, x, rounding.e5m2, tiling)
     else:
         for start in range(0, x.C, tiling.block_c):
-            tile, second = produce(x, h, rows, start + cols, function, tiling.even)
+            tile, second = produce(x, extra, rows, start + cols, function, tiling.even)
             store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
-
-
-@triton.jit
-def larger(tile, second, tiling: tl.constexpr):
-    """Return the finite magnitudes of a tile, or the larger ones of two halves."""
-    result = finite_abs(tile)
-    if tiling.halves:
-        result = tl.maximum(result, finite_abs(second))
-    return result
 
 
 def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
@@ -314,7 +315,7 @@ def finish_lines(bits_ptr, lines, end, out, scale_ptr, rounding: tl.constexpr):
 @triton.jit(do_not_specialize=["groups"])
 def line_amax_kernel(
     x,
-    h,
+    extra,
     by_row,  # Outputs of a scaling by rows, or anything
     by_column,  # outputs of the scaling by columns
     scales,  # the scales that the cast reads: those of rows, then those of columns
@@ -339,7 +340,7 @@ def line_amax_kernel(
     second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = group * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile, second = produce(x, extra, rows, cols, function, tiling.even)
         tile = finite_abs(tile)
         second = finite_abs(second)
         if column_rounding is not None:
@@ -367,7 +368,7 @@ def line_amax_kernel(
 @triton.jit(do_not_specialize=["groups"])
 def cast_lines_kernel(
     x,
-    h,
+    extra,
     by_row,  # Outputs of a scaling by rows, or anything
     by_column,  # outputs of the scaling by columns
     scales,  # that line_amax_kernel wrote
@@ -397,7 +398,7 @@ def cast_lines_kernel(
     second_total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = (group * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile, second = produce(x, extra, rows, cols, function, tiling.even)
         if row_rounding is not None:
             scale = tl.load(scales[0] + rows, mask=rows < x.R, other=1.0)[:, None]
             store_tiles(tile, second, scale, scale, by_row.codes, rows, cols, x, row_rounding.e5m2, tiling)
@@ -520,13 +521,13 @@ def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexp
 
 
 @triton.jit
-def column_amaxes(x, h, place, cols, function: tl.constexpr, tiling: tl.constexpr):
+def column_amaxes(x, extra, place, cols, function: tl.constexpr, tiling: tl.constexpr):
     """Return the amaxes of the columns [BC] of a program's part, and of its second half."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = (place[0] * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile, second = produce(x, extra, rows, cols, function, tiling.even)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
             second_largest = tl.maximum(second_largest, finite_abs(second))
@@ -536,7 +537,7 @@ def column_amaxes(x, h, place, cols, function: tl.constexpr, tiling: tl.constexp
 @triton.jit
 def cast_blocks_kernel(
     x,
-    h,
+    extra,
     first,  # Outputs of the first scaling
     second,  # outputs of the second scaling, or None
     sums,  # None, or (column sums, their parts [halves, groups, C])
@@ -561,7 +562,7 @@ def cast_blocks_kernel(
     second_tall = None
     second_tall_of_half = None
     if tiling.tiles > 1:
-        largest, largest_of_half = column_amaxes(x, h, place, cols, function, tiling)
+        largest, largest_of_half = column_amaxes(x, extra, place, cols, function, tiling)
         if scaling.block[0] > tiling.block_r:
             tall = tall_scales(largest, 0, place, x, first, scaling, tiling)
             if tiling.halves:
@@ -576,7 +577,7 @@ def cast_blocks_kernel(
     for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
         at = (place[0] * tiling.tiles + tiling.tiles - 1 - i, place[1])
         rows = at[0] * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, half = produce(x, h, rows, cols, function, tiling.even)
+        tile, half = produce(x, extra, rows, cols, function, tiling.even)
         if sums is not None:
             total += tile if function.name == "" else rounded(tile)
             if tiling.halves:

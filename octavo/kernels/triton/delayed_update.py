@@ -46,13 +46,17 @@ class StateTensors(NamedTuple):
     numbers: Tensor | None  # [2] int32: of this pass, and of the last one of a step that is over
 
 
+# where rows of ``before`` [3, 3] begin, which have an element a role; see octavo/scaling/delayed.py
+LAST_COMMIT, SCALE_BEFORE, LAST_ROLL = map(tl.constexpr, (0, 3, 6))
+
+
 @triton.jit
 def scale_of_pass(state, ROLE: tl.constexpr):
     """Return the scale that was in force when the backward pass began; of a state without ``before`` its scale."""
     scale = tl.load(state.scale + ROLE)
     if state.before is not None:
-        scale_before = tl.load(state.before + 3 + ROLE).to(tl.float32, bitcast=True)
-        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.numbers), scale_before, scale)
+        scale_before = tl.load(state.before + SCALE_BEFORE + ROLE).to(tl.float32, bitcast=True)
+        scale = tl.where(tl.load(state.before + LAST_COMMIT + ROLE) == tl.load(state.numbers), scale_before, scale)
     return scale
 
 
@@ -62,10 +66,10 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
     index = tl.arange(0, update.block)
     row_ptr = state.history + ROLE * update.length
     number = tl.load(state.numbers)
-    last_roll = tl.load(state.before + 6 + ROLE)
+    last_roll = tl.load(state.before + LAST_ROLL + ROLE)
     passes_since = number - last_roll  # negative: of another process's or device's numbers
     again = (last_roll > tl.load(state.numbers + 1)) & (passes_since >= 0) & (passes_since < update.longest)
-    again = again | (tl.load(state.before + ROLE) == number)
+    again = again | (tl.load(state.before + LAST_COMMIT + ROLE) == number)
     previous = tl.load(state.scale + ROLE)
     scale_before = scale_of_pass(state, ROLE)
     newest = tl.where(again, tl.maximum(amax, tl.load(row_ptr)), amax)
@@ -78,9 +82,9 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
         largest = tl.max(rolled, 0)
     tl.debug_barrier()  # every thread has read what another writes
     tl.store(row_ptr + index, rolled, mask=index < update.length)
-    tl.store(state.before + ROLE, number)
-    tl.store(state.before + 3 + ROLE, scale_before.to(tl.int32, bitcast=True))
-    tl.store(state.before + 6 + ROLE, tl.where(again, last_roll, number))
+    tl.store(state.before + LAST_COMMIT + ROLE, number)
+    tl.store(state.before + SCALE_BEFORE + ROLE, scale_before.to(tl.int32, bitcast=True))
+    tl.store(state.before + LAST_ROLL + ROLE, tl.where(again, last_roll, number))
     scale = scale_from_amax(largest, update.limits[ROLE], update.powers_of_two[ROLE])
     tl.store(state.scale + ROLE, tl.where(largest > 0, scale, previous))
 

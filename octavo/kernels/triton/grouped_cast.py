@@ -53,12 +53,12 @@ from octavo.kernels.triton.tiles import (
 
 
 @triton.jit
-def produce_of_group(x, h, place, local, cols, function: tl.constexpr, grouping: tl.constexpr):
+def produce_of_group(x, extra, place, local, cols, function: tl.constexpr, grouping: tl.constexpr):
     """Return ``produce`` of a group's rows ``local``."""
     is_mine = local < place.size
     rows = tl.where(is_mine, place.start + local, x.R)
     H_ROWS: tl.constexpr = grouping.h_tile_r
-    return produce(x, h, rows, cols, function, False, tl.where(is_mine, place.h_row + local // H_ROWS, 0))
+    return produce(x, extra, rows, cols, function, False, tl.where(is_mine, place.h_row + local // H_ROWS, 0))
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def finish_groups(work_ptr, groups, cols, cols_end, width, out, scales_ptr, roun
 @triton.jit(do_not_specialize=["heights"])
 def group_amax_kernel(
     x,
-    h,
+    extra,
     groups,
     out,  # Outputs of the scaling
     scales_ptr,  # the scales that the cast reads: one a group, or one for each column of a group
@@ -127,7 +127,7 @@ def group_amax_kernel(
     second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for first in range(place.first, tl.minimum(place.first + HEIGHT, place.size), tiling.block_r):
         local = first + tl.arange(0, tiling.block_r)
-        tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+        tile, second = produce_of_group(x, extra, place, local, cols, function, grouping)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
             second_largest = tl.maximum(second_largest, finite_abs(second))
@@ -161,7 +161,7 @@ def known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE: tl.constexpr
 @triton.jit(do_not_specialize=["heights"])
 def cast_group_kernel(
     x,
-    h,
+    extra,
     groups,
     out,  # Outputs; of a delayed scale its amax and scale_inv are written too
     scales_ptr,  # that group_amax_kernel wrote, or None
@@ -195,7 +195,7 @@ def cast_group_kernel(
     last = tl.minimum(place.first + HEIGHT, tl.maximum(place.height, place.columns))
     for first in range(place.first, last, tiling.block_r):
         local = first + tl.arange(0, tiling.block_r)
-        tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+        tile, second = produce_of_group(x, extra, place, local, cols, function, grouping)
         if delayed_scale_ptr is not None:
             largest = tl.maximum(largest, larger(tile, second, tiling))
         rows, columns, end = places_of_codes(x, place, local)
@@ -219,7 +219,7 @@ def cast_group_kernel(
 @triton.jit
 def cast_group_rows_kernel(
     x,
-    h,
+    extra,
     groups,
     out,  # Outputs
     function: tl.constexpr,  # Function
@@ -231,11 +231,11 @@ def cast_group_rows_kernel(
     place = locate(groups, tl.program_id(0), x.R, tiling.block_r, grouping)
     local = place.first + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
-    tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+    tile, second = produce_of_group(x, extra, place, local, cols, function, grouping)
     largest = larger(tile, second, tiling)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
-            more, more_second = produce_of_group(x, h, place, local, start + cols, function, grouping)
+            more, more_second = produce_of_group(x, extra, place, local, start + cols, function, grouping)
             largest = tl.maximum(largest, larger(more, more_second, tiling))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
@@ -248,7 +248,7 @@ def cast_group_rows_kernel(
         store_tiles(tile, second, scale, scale, out.codes, rows, cols, x, E5M2, tiling, columns, end)
     else:
         for start in range(0, x.C, tiling.block_c):
-            tile, second = produce_of_group(x, h, place, local, start + cols, function, grouping)
+            tile, second = produce_of_group(x, extra, place, local, start + cols, function, grouping)
             store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, E5M2, tiling, columns, end)
 
 
@@ -283,7 +283,7 @@ def store_group_blocks(
 @triton.jit
 def cast_group_blocks_kernel(
     x,
-    h,
+    extra,
     groups,
     out,  # Outputs
     function: tl.constexpr,  # Function
@@ -304,7 +304,7 @@ def cast_group_blocks_kernel(
         largest_of_half = tl.full([BR, tiling.block_c], 0.0, tl.float32)
         for i in range(tiling.tiles):
             local = place.first + i * BR + tl.arange(0, BR)
-            tile, half = produce_of_group(x, h, place, local, cols, function, grouping)
+            tile, half = produce_of_group(x, extra, place, local, cols, function, grouping)
             largest = tl.maximum(largest, finite_abs(tile))
             if tiling.halves:
                 largest_of_half = tl.maximum(largest_of_half, finite_abs(half))
@@ -316,7 +316,7 @@ def cast_group_blocks_kernel(
             store_group_scales(amax, scale, 1, row, place, strip, x, out, scaling)
     for i in range(tiling.tiles):
         first = place.first + (tiling.tiles - 1 - i) * BR
-        tile, half = produce_of_group(x, h, place, first + tl.arange(0, BR), cols, function, grouping)
+        tile, half = produce_of_group(x, extra, place, first + tl.arange(0, BR), cols, function, grouping)
         store_group_blocks(tile, 0, first, place, strip, x, out, scaling, tiling, tall)
         if tiling.halves:
             store_group_blocks(half, 1, first, place, strip, x, out, scaling, tiling, tall_of_half)
@@ -354,7 +354,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     q, t, scale_inv, amax = new_cast(source, scaling, None, output, offsets)
     inputs.clear_padding(q)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
-    h_tile_r = inputs.function.tile_r if isinstance(inputs.h, Input) and inputs.h.scale_inv is not None else 1
+    h_tile_r = inputs.function.tile_r if isinstance(inputs.extra, Input) and inputs.extra.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
     options = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
     grouped = _GroupedSource(inputs, *on_device(offsets, *options))

@@ -170,7 +170,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
         grouping,
         tiling_of(a, b, fast_accum, chosen, K),
     )
-    launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+    launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 
 def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
@@ -187,7 +187,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
         tiling_of(a, b, fast_accum, chosen, 1),  # of any number of terms
     )
     programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
-    launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+    launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 
 def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], groups: int = 1) -> Config:

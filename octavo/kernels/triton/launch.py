@@ -32,11 +32,15 @@ SHIPPED = Path(__file__).with_name("configs.json")
 
 
 class Config(NamedTuple):
-    """A kernel's tile [block_r, block_c], how many of them a program does, and its warps."""
+    """A kernel's tile [block_r, block_c], of "optimizer_step" block_r blocks of block_c, and a program's warps.
+
+    ``depth``: how many tiles a program does; of kinds of matmul how many stages it loads ahead, of norm_backward how
+    many programs a multiprocessor has.
+    """
 
     block_r: int
     block_c: int
-    tiles: int
+    depth: int
     num_warps: int
 
 
@@ -114,6 +118,7 @@ def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
 _TABLE = TileTable.read(TileTable.tuned_file())
 TABLE = _TABLE.configs
 config = functools.cache(_TABLE.config)
+LARGE = 64  # log2 of elements, in place of a size: takes a kind's last row
 
 # the products that torch's own scaled product makes: here, and by the shipped table
 LIBRARY, SHIPPED_LIBRARY = _TABLE.library, TileTable.read(None).library
@@ -129,7 +134,7 @@ def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks))
     block_c = max(chosen.block_c, *(cols for _, cols in blocks))
     larger = block_r * block_c // (chosen.block_r * chosen.block_c)
-    return Config(block_r, block_c, chosen.tiles, min(16, chosen.num_warps * larger))
+    return Config(block_r, block_c, chosen.depth, min(16, chosen.num_warps * larger))
 
 
 def as_argument(scale_inv: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ ones, and a launch after it writes the rows that it left: three launches, two mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,16 +119,23 @@ def _agrees(
 
     def pair(count: int, tile: Tile, dtype: torch.dtype) -> OperandPair:
         codes = torch.randn(count, terms, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        scale_inv = torch.exp2(
-            4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32, device="cpu")
-        )
-        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
+        return _with_random_scales(codes, scale_shape(codes.shape, tile), tile, generator)
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
-    a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
-    device_case = ProductArguments(a, b, None if bias is None else bias.to(device))
+    bias_there = None if bias is None else bias.to(device)
+    device_case = ProductArguments(_on(device, case[0]), _on(device, case[1]), bias_there)
     return _is_near(library_matmul, (device_case, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
+
+
+def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generator: torch.Generator) -> OperandPair:
+    """Return codes with random scales between 1 and 16, which are powers of two for 1 x 32."""
+    scale_inv = torch.exp2(4 * torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu"))
+    return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
+
+
+def _on(device: torch.device, pair: OperandPair) -> OperandPair:
+    return OperandPair(pair.codes.to(device), pair.scale_inv.to(device), pair.tile)
 
 
 def _powers(scale_inv: Tensor) -> Tensor:
@@ -301,8 +308,7 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # a cast, for its padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=PADDING), offsets)[1]
-        scale_inv = torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu"))
-        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
+        return _with_random_scales(codes, scales, tile, generator)
 
     if ragged_rows:
         cols = tiles_along(K, tile[1])
@@ -311,11 +317,9 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
     case = GroupedOperands(a, b, offsets, None, PADDING)
-    a_there, b_there = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
-    device_case = GroupedOperands(a_there, b_there, offsets.to(device), None, PADDING)
-    return _is_near(
-        library_grouped_matmul, (device_case, fast_accum), reference_grouped_matmul(case, torch.float32, False)
-    )
+    device_case = GroupedOperands(_on(device, a), _on(device, b), offsets.to(device), None, PADDING)
+    reference = reference_grouped_matmul(case, torch.float32, False)
+    return _is_near(library_grouped_matmul, (device_case, fast_accum), reference)
 
 
 def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tensor:

@@ -399,7 +399,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
         tiling = tiling_of(a, b, fast_accum, chosen, K)
         arguments = operand_of(a), operand_of(b), None if bias is None else bias.contiguous(), K, out, tiling
         programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
-        launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+        launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
     return out
 
 

@@ -3,9 +3,6 @@
 A table on the device (table.py) says where each tensor and its outputs lie and which programs work on it. It is kept
 while the same tensors come, so that in a training loop nothing is copied; and for ever, 96 bytes a tensor, where a CUDA
 graph reads it.
-
-TABLE, int64 [tensors, 12]: x, q, t, scale_inv, amax and delayed_scale's addresses; R, C; q's and t's row stride; the
-first program; x's row stride.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from octavo.kernels.reference.cast import check_multi_tensor_cast
 from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
 from octavo.kernels.triton.delayed_update import scale_exists
-from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
+from octavo.kernels.triton.launch import LARGE, Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
@@ -42,12 +39,17 @@ from octavo.kernels.triton.tiles import (
 )
 from octavo.numerics import E8M0
 
+# columns of the table, int64 [tensors, WIDTH]: addresses; the tensor's sizes and rows' strides, and its first program
+X, Q, T, SCALE_INV, AMAX, DELAYED_SCALE = map(tl.constexpr, range(6))
+R, C, Q_STRIDE, T_STRIDE, FIRST_PROGRAM, X_STRIDE = map(tl.constexpr, range(6, 12))
+WIDTH: tl.constexpr = tl.constexpr(12)
+
 
 @triton.jit
 def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the row's tensor."""
-    stride = size(row_ptr, 11, ALIGNED)
-    return Source(pointer(row_ptr, 0, dtype, ALIGNED), size(row_ptr, 6, False), size(row_ptr, 7, ALIGNED), stride, 1)
+    stride = size(row_ptr, X_STRIDE, ALIGNED)
+    return Source(pointer(row_ptr, X, dtype, ALIGNED), size(row_ptr, R, False), size(row_ptr, C, ALIGNED), stride, 1)
 
 
 @triton.jit
@@ -63,10 +65,10 @@ def code_pointer(row_ptr, COLUMN: tl.constexpr, E5M2: tl.constexpr, ALIGNED: tl.
 @triton.jit
 def programs_of(row_ptr, tensor, programs, TENSORS: tl.constexpr):
     """Return (the tensor's first program, how many it has)."""
-    first = size(row_ptr, 10, False)
+    first = size(row_ptr, FIRST_PROGRAM, False)
     end = programs
     if tensor + 1 < TENSORS.count:
-        end = size(row_ptr + 12, 10, False)
+        end = size(row_ptr + WIDTH, FIRST_PROGRAM, False)
     return first, end - first
 
 
@@ -88,9 +90,9 @@ def multi_tensor_amax_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     if DELAYED:
-        if tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE) != 0:
+        if tl.load(pointer(row_ptr, DELAYED_SCALE, tl.float32, False) + ROLE) != 0:
             return
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
@@ -100,7 +102,7 @@ def multi_tensor_amax_kernel(
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
     raise_amax(work_ptr + 2 * tensor, strip_amax(x, None, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 2 * tensor + 1, count):
-        tl.store(pointer(row_ptr, 4, tl.float32, False), take_amax(work_ptr + 2 * tensor))
+        tl.store(pointer(row_ptr, AMAX, tl.float32, False), take_amax(work_ptr + 2 * tensor))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -123,26 +125,23 @@ def multi_tensor_cast_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
-    amax_ptr = pointer(row_ptr, 4, tl.float32, False)
+    amax_ptr = pointer(row_ptr, AMAX, tl.float32, False)
     scale = 0.0
     if DELAYED:
-        scale = tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE)
+        scale = tl.load(pointer(row_ptr, DELAYED_SCALE, tl.float32, False) + ROLE)
     if scale == 0:
         scale = scale_from_amax(tl.load(amax_ptr), rounding.limit, rounding.power_of_two)
     program = tl.program_id(0) - first
     if program == 0:
-        tl.store(pointer(row_ptr, 3, tl.float32, False), scale_inv_from_scale(scale, False))
+        tl.store(pointer(row_ptr, SCALE_INV, tl.float32, False), scale_inv_from_scale(scale, False))
     x = source(row_ptr, X_TYPE, ALIGNED)
     strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
-    q = code_pointer(row_ptr, 1, rounding.e5m2, ALIGNED)
-    if TRANSPOSED:
-        t = code_pointer(row_ptr, 2, rounding.e5m2, ALIGNED)
-        out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
-    else:
-        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
+    q = code_pointer(row_ptr, Q, rounding.e5m2, ALIGNED)
+    t = code_pointer(row_ptr, T, rounding.e5m2, ALIGNED) if TRANSPOSED else None
+    out = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
     first_row = (program // strips) * (tiling.tiles * tiling.block_r)
     amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, function, rounding.e5m2, False, tiling)
     if DELAYED:
@@ -167,21 +166,18 @@ def multi_tensor_cast_blocks_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
+    _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     x = source(row_ptr, X_TYPE, ALIGNED)
-    program = tl.program_id(0) - size(row_ptr, 10, False)
+    program = tl.program_id(0) - size(row_ptr, FIRST_PROGRAM, False)
     strips = tl.cdiv(x.C, tiling.block_c)
     place = (program // strips, program % strips)
     rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
     cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
-    q = code_pointer(row_ptr, 1, scaling.e5m2, ALIGNED)
-    if TRANSPOSED:
-        t = code_pointer(row_ptr, 2, scaling.e5m2, ALIGNED)
-        codes = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
-    else:
-        codes = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
-    scale_inv = pointer(row_ptr, 3, SCALE_TYPE, False)
-    amax = pointer(row_ptr, 4, tl.float32, False)
+    q = code_pointer(row_ptr, Q, scaling.e5m2, ALIGNED)
+    t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED) if TRANSPOSED else None
+    codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
+    scale_inv = pointer(row_ptr, SCALE_INV, SCALE_TYPE, False)
+    amax = pointer(row_ptr, AMAX, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
     store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
 
@@ -230,11 +226,11 @@ def _work_of(
     if is_capturing():
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
     rows, programs = [], 0
-    for index, (R, C, x_stride, q_stride, t_stride) in enumerate(sizes):
-        strips = -(-C // chosen.block_c) or (not blocks)
-        groups = -(-R // (chosen.block_r * chosen.tiles)) or (not blocks)
+    for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
+        strips = -(-width // chosen.block_c) or (not blocks)
+        groups = -(-height // (chosen.block_r * chosen.depth)) or (not blocks)
         pointers = [group[index] if group else 0 for group in addresses]
-        rows.append([*pointers, R, C, q_stride, t_stride, programs, x_stride])
+        rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
         programs += strips * groups
     vectors = [*addresses[0], *addresses[1], *addresses[2], *(n for (_, *wide) in sizes for n in wide)]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
@@ -262,7 +258,7 @@ def multi_tensor_cast(
     if not xs:
         return
     blocks = tile[0] != ALL
-    chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", 64)
+    chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
     if blocks:
         chosen = with_room_for(chosen, tile)
     addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)

@@ -414,10 +414,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
-    """Return a configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
-
-    ``tiles`` is how many programs a multiprocessor has.
-    """
+    """Return a configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them."""
     widest = max(16, triton.next_power_of_2(cols))
     wide = with_room_for(chosen, (1, widest))
     larger = wide.block_c // chosen.block_c
@@ -425,5 +422,5 @@ def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
         block_r = min(4, chosen.block_r * chosen.block_c // 16)
         return chosen._replace(block_r=block_r, block_c=chosen.block_r * chosen.block_c // block_r), False
     if larger > 1:
-        return wide._replace(tiles=max(1, chosen.tiles // larger)), True
+        return wide._replace(depth=max(1, chosen.depth // larger)), True
     return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True

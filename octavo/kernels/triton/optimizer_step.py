@@ -17,7 +17,7 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
-from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace
+from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import TensorCount
@@ -30,9 +30,9 @@ class _RuleFlags(NamedTuple):
 
     is_adam: bool
     decoupled: bool
-    clip: bool
-    small: bool
     ascends: bool
+    bounds_update: bool = False
+    share_below_half: bool = False
 
 
 class _Launch(NamedTuple):
@@ -97,7 +97,7 @@ def optimizer_step(
 
 @on_its_device
 def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> None:
-    tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", 64).num_warps
+    tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", LARGE).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
         arguments = table, *step_arguments, work, plan.programs, plan.tiles, tensors, step
@@ -143,9 +143,9 @@ def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return _RuleFlags(is_adam=False, decoupled=first.averages, clip=False, small=False, ascends=ascends)
-    small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return _RuleFlags(is_adam=True, decoupled=first.decoupled, clip=first.clip, small=small, ascends=ascends)
+        return _RuleFlags(False, first.averages, ascends)
+    share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
+    return _RuleFlags(True, first.decoupled, ascends, first.bounds_update, share_below_half)
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
@@ -159,11 +159,11 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
 
 
 def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
-    chosen = config("optimizer_step", 64)
+    chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
     most = sum(update.gradient.numel() for update in updates) // (chosen.block_r * BLOCK * (enough or 1))
-    chosen = chosen._replace(tiles=max(1, min(chosen.tiles, most)))
+    chosen = chosen._replace(depth=max(1, min(chosen.depth, most)))
     rows, programs = [], 0
     numbers: dict[TensorClass, int] = {}
     matrices = [matrix for update in updates for matrix in update.matrices()]
@@ -174,20 +174,18 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _R
         tensor_class = _class_of(update, height, cols, start, gap)
         tiles = -(-height * blocks_in_row(cols) // chosen.block_r)
         if tensor_class.square:
-            tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.tiles
+            tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.depth
         kind = numbers.setdefault(tensor_class, len(numbers))
         place = {"rows": height, "cols": cols, "start": start, "gap": gap, "first_program": programs}
         options = {"lr": rates[update.group], "group": update.group, "key": key_of(update.bits.key)}
         row = TableRow(**_addresses(update), **options, **place, tensor_class=kind, measured=update.measured)
         rows.append([*row, *[0] * (WIDTH.value - len(row))])
-        programs += -(-tiles // chosen.tiles)
+        programs += -(-tiles // chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), *rule, blocks=chosen.block_r, find=find) for find in finds)
-    updates_without_gradients = tuple(
-        update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates
-    )
-    return _Launch(updates_without_gradients, table, programs, chosen.tiles, steps, {}, set())
+    steps = tuple(StepClass(tuple(numbers), **rule._asdict(), blocks=chosen.block_r, find=find) for find in finds)
+    bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
+    return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:

@@ -76,12 +76,12 @@ class HeadGradients(NamedTuple):
 
 
 @triton.jit
-def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
+def produce(x, extra, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
     """Return the tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
-    x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. h is
-    Input, NormFactors, HeadGradients or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a
-    row has, if not by its number.
+    x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. extra
+    is Input, NormFactors, HeadGradients or None. EVEN: none of the tile is outside. scale_rows [BR]: which of an
+    Input's scales a row has, if not by its number.
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
@@ -89,27 +89,27 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_
     elif function.name == "norm":
         ZERO_CENTERED: tl.constexpr = function.zero_centered
         first = load_tile(x, rows, cols, EVEN)
-        first = normalise(first, x, h, rows, cols, ZERO_CENTERED, EVEN)
+        first = normalise(first, x, extra, rows, cols, ZERO_CENTERED, EVEN)
         second = first
     elif function.name == "rotary":
-        first = turned_back(x, h, rows, cols, function)
+        first = turned_back(x, extra, rows, cols, function)
         second = first
     else:
         NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
-        gate = load_input(h, x, rows, cols, False, function, EVEN, scale_rows)
+        gate = load_input(extra, x, rows, cols, False, function, EVEN, scale_rows)
         if function.gradient:
             first = load_tile(x, rows, cols, EVEN)
             second = first
             if function.gated:
                 second *= value(gate, NAME)
-                first *= load_input(h, x, rows, cols, True, function, EVEN, scale_rows)
+                first *= load_input(extra, x, rows, cols, True, function, EVEN, scale_rows)
             first *= slope(gate, NAME)
             if not function.gated:
                 second = first
         else:
             first = value(gate, NAME)
             if function.gated:
-                first *= load_input(h, x, rows, cols, True, function, EVEN, scale_rows)
+                first *= load_input(extra, x, rows, cols, True, function, EVEN, scale_rows)
             second = first
     return first, second
 
@@ -163,7 +163,7 @@ def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def turned_back(x, h, rows, cols, function: tl.constexpr):
+def turned_back(x, heads, rows, cols, function: tl.constexpr):
     """Return a tile of heads' gradients, turned back by their positions and rounded, float32.
 
     reference/rotary.py has the formula. The other half of a head's element lies in the same lines of a cache.
@@ -171,28 +171,29 @@ def turned_back(x, h, rows, cols, function: tl.constexpr):
     HALF: tl.constexpr = function.half
     SHIFT: tl.constexpr = function.shift
     inside = (rows < x.R)[:, None] & (cols < x.C)[None, :]
-    turns = inside & (cols < h.v_first)[None, :]
+    turns = inside & (cols < heads.v_first)[None, :]
     q_ptr = x.ptr + cols
-    k_ptr = h.k + (cols - h.k_first)
-    v_ptr = h.v + (cols - h.v_first)
-    ptr = tl.where(cols < h.k_first, q_ptr, tl.where(cols < h.v_first, k_ptr, v_ptr))
+    k_ptr = heads.k + (cols - heads.k_first)
+    v_ptr = heads.v + (cols - heads.v_first)
+    ptr = tl.where(cols < heads.k_first, q_ptr, tl.where(cols < heads.v_first, k_ptr, v_ptr))
     # by differences: LLVM makes a choice between arguments a choice between their addresses
-    stride = x.stride_r + tl.where(cols < h.k_first, 0, h.added_stride_k)
-    stride += tl.where(cols < h.v_first, 0, h.added_stride_v)
+    stride = x.stride_r + tl.where(cols < heads.k_first, 0, heads.added_stride_k)
+    stride += tl.where(cols < heads.v_first, 0, heads.added_stride_v)
     places = ptr[None, :] + rows.to(tl.int64)[:, None] * stride[None, :]
     this = tl.load(places, mask=inside, other=0.0)
     at = cols % (2 * HALF)
     is_first = at < HALF
     other = tl.load(places + tl.where(is_first, HALF, -HALF)[None, :], mask=turns, other=0.0).to(tl.float32)
-    sequence, position = rows // h.positions, rows % h.positions  # of 32 bits: a division of 64 is a function's call
-    angles = (sequence.to(tl.int64) * h.angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None]
+    # of 32 bits: a division of 64 is a function's call
+    sequence, position = rows // heads.positions, rows % heads.positions
+    angles = (sequence.to(tl.int64) * heads.angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None]
     cos_offsets = tl.where(is_first, at, at - HALF + SHIFT)[None, :]
     sin_offsets = tl.where(is_first, at + SHIFT, at - HALF)[None, :]
-    cos = tl.load(h.cos + angles + cos_offsets, mask=turns, other=0.0).to(tl.float32)
-    sin = tl.load(h.sin + angles + sin_offsets, mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(heads.cos + angles + cos_offsets, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.load(heads.sin + angles + sin_offsets, mask=turns, other=0.0).to(tl.float32)
     turned = this.to(tl.float32) * cos + other * tl.where(is_first[None, :], sin, -sin)
     turned = narrow(turned, x.ptr.dtype.element_ty).to(tl.float32)
-    return tl.where((cols < h.v_first)[None, :], turned, this.to(tl.float32))
+    return tl.where((cols < heads.v_first)[None, :], turned, this.to(tl.float32))
 
 
 @triton.jit

@@ -62,8 +62,9 @@ class StepClass:
     Attributes:
         tensors: one for each way in which tensors differ.
         is_adam: else SGD.
-        decoupled, clip: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
-        small: whether all weights of a gradient in a first moment are below a half.
+        decoupled, bounds_update: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
+        share_below_half: whether 1 - beta1, a gradient's share in the first moment, is below a half in all groups: then
+            ``lerp`` needs one of its branches.
         ascends: whether any group does, by ``maximize``.
         blocks: a tile.
         find: only find the amaxes of moments whose scale is "found".
@@ -72,8 +73,8 @@ class StepClass:
     tensors: tuple[TensorClass, ...]
     is_adam: bool
     decoupled: bool
-    clip: bool
-    small: bool
+    bounds_update: bool
+    share_below_half: bool
     ascends: bool
     blocks: int
     find: bool
@@ -85,17 +86,17 @@ class StepClass:
 
 
 @triton.jit
-def lerp(a, b, weight, IS_SMALL: tl.constexpr):
-    """Return a + weight (b - a), as torch's; IS_SMALL: the weight is known to be below a half."""
+def lerp(a, b, weight, BELOW_HALF: tl.constexpr):
+    """Return a + weight (b - a), as torch's; BELOW_HALF: whether the weight is known to be."""
     near = weight < 0.5
-    factor = weight if IS_SMALL else tl.where(near, weight, weight - 1.0)
-    return tl.fma(tl.zeros_like(a) + factor, b - a, a if IS_SMALL else tl.where(near, a, b))
+    factor = weight if BELOW_HALF else tl.where(near, weight, weight - 1.0)
+    return tl.fma(tl.zeros_like(a) + factor, b - a, a if BELOW_HALF else tl.where(near, a, b))
 
 
 @triton.jit
-def adam_moments(m, v, g, n, IS_SMALL: tl.constexpr):
-    """Return the moments after a gradient; IS_SMALL: as ``lerp``'s."""
-    return lerp(m, g, n.weight1, IS_SMALL), tl.fma(g * n.square, g, v * n.beta2)
+def adam_moments(m, v, g, n, BELOW_HALF: tl.constexpr):
+    """Return the moments after a gradient; BELOW_HALF: as ``lerp``'s."""
+    return lerp(m, g, n.weight1, BELOW_HALF), tl.fma(g * n.square, g, v * n.beta2)
 
 
 @triton.jit
@@ -288,14 +289,14 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
         m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, TENSOR.even)
     if STEP.is_adam:
         v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, TENSOR.even)
-        m, v = adam_moments(m, v, g, n, STEP.small)
+        m, v = adam_moments(m, v, g, n, STEP.share_below_half)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
         m = sgd_moment(m, g, n, STEP.decoupled)
     before = w
     if not STEP.find:
         if STEP.is_adam:
-            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.clip)
+            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.bounds_update)
         else:
             w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.decoupled)
     if STEP.is_adam:

@@ -37,7 +37,7 @@ def differences_of(seed: int, count: int, recorded: Any = step_in_place) -> list
     for number, case in enumerate(dealt_weights(seed, count, KINDS, SHAPES)):
         update = update_of_case(case, slice(2), number)._replace(group=0)
         ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
-        group = (ADAM, OTHER)[number % 2]._replace(clip=True, decoupled=number % 3 > 0)
+        group = (ADAM, OTHER)[number % 2]._replace(bounds_update=True, decoupled=number % 3 > 0)
         scale = [None, torch.tensor(8.0), torch.tensor(3.0)][number % 3]
         optimizer_step([theirs], [group], None, scale)
         optimizer_step([ours], [group], None, scale, None, recorded)
@@ -67,8 +67,8 @@ def test_plain_weights_of_16_bits_are_updated_as_the_reference_does() -> None:
         update = update._replace(master=MasterWeight(update.master.weight.to(dtype), "weight"))
         before = update.master.weight.clone()
         ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
-        optimizer_step([theirs], [ADAM._replace(clip=True)])
-        optimizer_step([ours], [ADAM._replace(clip=True)], step_in_place=step_in_place)
+        optimizer_step([theirs], [ADAM._replace(bounds_update=True)])
+        optimizer_step([ours], [ADAM._replace(bounds_update=True)], step_in_place=step_in_place)
         assert differences([ours], [theirs]) == [] and not torch.equal(theirs.master.weight, before)
 
 

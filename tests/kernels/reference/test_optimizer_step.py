@@ -155,7 +155,7 @@ def test_the_previous_amax_scales_the_next_step() -> None:
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)], ids=str)
 def test_an_update_is_clipped_to_the_bound_which_exact_adam_never_meets(betas: tuple[float, float]) -> None:
     shape, lr = (2, 200), 2.0**-4
-    group = PLAIN._replace(beta1=betas[0], beta2=betas[1], clip=True)
+    group = PLAIN._replace(beta1=betas[0], beta2=betas[1], bounds_update=True)
     for number in (1, 2, 50) if betas[0] else ():
         first, second = fp32(shape)
         first.data.copy_(torch.randn(shape) * 10)  # beside second moments of 0
@@ -168,7 +168,7 @@ def test_an_update_is_clipped_to_the_bound_which_exact_adam_never_meets(betas: t
     for number in range(1, 30):
         grad = torch.randn(shape) * torch.randn(shape).mul(4).exp()
         update(group, MasterWeight(clipped, "weight"), grad, *moments, number=number)
-        update(group._replace(clip=False), MasterWeight(free, "weight"), grad, *others, number=number)
+        update(group._replace(bounds_update=False), MasterWeight(free, "weight"), grad, *others, number=number)
     assert torch.allclose(clipped, free, rtol=1e-5, atol=1e-7)
 
 
@@ -185,7 +185,7 @@ def test_a_scaled_master_never_overflows(decay: float) -> None:
     # one element sees the gradients that move it most, the others none or any
     beta1, beta2, steps, lr = 0.9, 0.999, 60, 0.1
     master, moments = scaled_master(torch.randn(2, 200) * 1e-3), fp32((2, 200))
-    group = PLAIN._replace(lr=lr, beta2=beta2, weight_decay=decay, clip=True)
+    group = PLAIN._replace(lr=lr, beta2=beta2, weight_decay=decay, bounds_update=True)
     for number in range(1, steps + 1):
         grad = torch.randn(2, 200)
         grad[0] = (beta1 / beta2) ** (steps - number)
@@ -203,7 +203,7 @@ def test_a_scaled_master_that_was_rounded_up_does_not_overflow() -> None:
     for factor in torch.linspace(0.5, 1, 60).tolist():
         master, moments = scaled_master(weight * factor), fp32((1, 200))
         for number, lr in enumerate((1e-5, 0.0, 0.0), 1):
-            update(PLAIN._replace(lr=lr, clip=True), master, torch.zeros(1, 200), *moments, number=number)
+            update(PLAIN._replace(lr=lr, bounds_update=True), master, torch.zeros(1, 200), *moments, number=number)
             assert master.low_bits.isfinite().all()
 
 
@@ -218,7 +218,10 @@ def all_random_bits(key: int, index: Tensor) -> Tensor:
     return ((index << 12) | ((index >> 4) & 0xFFF)).to(torch.int32)
 
 
-@pytest.mark.parametrize("group", [PLAIN._replace(clip=True), SGD[0]._replace(max_update=2.0)], ids=["Adam", "SGD"])
+BOUNDED = {"Adam": PLAIN._replace(bounds_update=True), "SGD": SGD[0]._replace(max_update=2.0)}
+
+
+@pytest.mark.parametrize("group", BOUNDED.values(), ids=BOUNDED)
 def test_the_mean_over_all_random_bits_is_the_number_that_is_rounded(group: Any, monkeypatch: Any) -> None:
     """A step with a moment and a weight in codes is held against the same step in float32, where nothing is rounded."""
     monkeypatch.setattr(f"{optimizer_step.__module__}.random_bits", all_random_bits)

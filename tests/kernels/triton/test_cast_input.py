@@ -70,8 +70,8 @@ def test_no_scales_of_no_codes(kernels: TritonKernels, module: Any) -> None:
     for shape in ((0, 32), (32, 0)):
         for h_tile in ((1, 32), (32, 32), (1, 5)):
             one = of(module, shape=shape, h_tile=h_tile)
-            assert one.h is None or one.h.scale_inv is None
-    assert of(module, shape=(0, 32), h_tile=ALL).h.scale_inv is not None
+            assert one.extra is None or one.extra.scale_inv is None
+    assert of(module, shape=(0, 32), h_tile=ALL).extra.scale_inv is not None
 
 
 def test_a_configuration_of_its_own(kernels: TritonKernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_the_table(kernels: TritonKernels) -> None:
                 assert size.bit_count() == 1 and size <= 2**14, kernel
             assert config.block_c % PADDING == 0, f"{kernel}: rows are padded"
             assert config.block_r * config.block_c <= 2**20, f"{kernel}: more than Triton allows"
-            assert config.num_warps in (1, 2, 4, 8, 16) and config.tiles >= 1, kernel
+            assert config.num_warps in (1, 2, 4, 8, 16) and config.depth >= 1, kernel
 
 
 def test_config_goes_by_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
