@@ -381,7 +381,7 @@ class Subject:
         if self.stored:
             self.in_flight = []
         self.model.load_state_dict(state, assign=assign)
-        self.empty_state()
+        empty_state(self.state)  # the same one that backwards of forwards in flight read
         self.forget()
         self.written_in_flight()
         self.kept_weights = None
