@@ -232,7 +232,7 @@ class _ChainFunction(torch.autograd.Function):
             second = tensors_behind, (needs_dh, needs_dw2, needs_db2)
             dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, (saved, needs), second)
         elif source is not None and needs_dh:
-            dx, dw, db = gradients(cast_gradient(source, saved, plan, needs), saved, plan, needs)
+            dx, dw, db = gradients([cast_gradient(source, saved, plan, needs)], saved, plan, needs)
         if source is not None:
             ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, plans[1:])]
         dx = _whole(dx, plan)
@@ -266,10 +266,10 @@ def _gradients_of_two_layers(
     recast = None  # of the second layer's input
     if needs_dw and saved.recast_scale is not None:
         recast = Recast(saved.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
-    # GradOutputs are in lists: pop() leaves ``gradients`` the only reference, as it wants
+    # in a list, from which ``gradients`` takes it: there is no other reference to it then
     g2 = [cast_gradient(grad, saved, plan, needs)]
     needs_now = needs_dh, needs_dw and recast is None, needs_db
-    dh, dw2, db2 = gradients(g2.pop() if recast is None else g2[0], saved, plan, needs_now)
+    dh, dw2, db2 = gradients(g2 if recast is None else [*g2], saved, plan, needs_now)
     g1 = []
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
@@ -280,9 +280,9 @@ def _gradients_of_two_layers(
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
             codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.pads)
-        dw2 = gradients(g2.pop(), saved._replace(x_q=codes), plan, (False, True, False))[1]
+        dw2 = gradients(g2, saved._replace(x_q=codes), plan, (False, True, False))[1]
         del codes
-    dx, dw, db = gradients(g1.pop(), first_saved, first_plan, first_needs) if g1 else (None, None, None)
+    dx, dw, db = gradients(g1, first_saved, first_plan, first_needs) if g1 else (None, None, None)
     return dx, dw, db, dw2, db2
 
 
@@ -356,7 +356,7 @@ class _ActivatedLinear(torch.autograd.Function):
             h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
         if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
-        da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)
+        da, dw, db = gradients([cast_gradient(grads[0], saved, plan, needs)], saved, plan, needs)
         dgate, dup = (None, None) if da is None else _gradients_of_h(da, h, ctx.activation)
         return dgate if needs_dgate else None, dup if needs_dup else None, dw, db, None, None
 

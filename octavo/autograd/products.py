@@ -245,12 +245,12 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 
 
 def gradients(
-    g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
+    g: list[GradOutput], saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments.
 
-    Each pair of ``g`` is freed before the next product, if the caller has no reference to it: neither a variable's nor,
-    in Python 3.11, that of arguments after a star.
+    ``g``: a list of the one that it returned, which is taken out of it, so that each pair is freed before the next
+    product: arguments themselves are held until a call returns, by the star of a call or torch.compile's way to call.
     """
     weight_NK, offsets = saved.weight_NK, saved.offsets
     if plan.weight_is_swapped and weight_NK is not None:
@@ -258,9 +258,9 @@ def gradients(
     layer, dtype = plan.layer, plan.dtype
     recipe, observers, committed = layer.recipe, layer.observers, layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
-    operands, grad_TN = g
+    operands, grad_TN = g.pop()
     as_is, transposed, column_sum = operands.as_is, operands.transposed, operands.column_sum
-    del g, operands
+    del operands
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
@@ -397,7 +397,7 @@ class _LinearFunction(torch.autograd.Function):
         plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         saved = Saved(*ctx.saved_tensors)
-        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None, None
+        return *gradients([cast_gradient(grads[0], saved, plan, needs)], saved, plan, needs), None, None, None
 
 
 def linear(
