@@ -261,7 +261,8 @@ class Recorder:
         if self._writer is None:
             return
         device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
-        values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device, dtype=torch.float32)
+        doubles = [value.double() for value in on_device]  # before they are joined: a count in a loss's dtype is rounded
+        values = torch.stack(doubles) if doubles else torch.zeros(0, device=device, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
         names = tuple(counts)
         self._readings.append(_Reading(self._step, self._table, scalars, names, in_flight, self._others, self._outputs))

@@ -458,14 +458,15 @@ def losses(run: Training, stays: Rule, climbs: Rule) -> Iterator[Hit]:
         level, now = float(np.mean(earlier_losses)), float(np.mean(later))
         error = float(np.std(earlier_losses)) * math.sqrt(1 / len(earlier_losses) + 1 / len(later))
         if now - level > max(ERRORS * error, stays.limit * abs(level)) and min(later) > level:
-            lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
+            lasting.append(((now - level) / max(error, 1e-9 * abs(now)), at, level, now))
     for _, at, level, now in [max(lasting)] if lasting else []:
         at, climbs_on = _where_it_rises(np.array(loss), at)
         more = run.largest_rise(bisect_left(run.steps, steps[at]))
         texts = {"was": level, "now": now, "more": more, "look": run.where_to_look(steps[at])}
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
         rule = climbs._replace(level="" if is_beyond else "note") if climbs_on else stays
-        yield Hit(rule, steps[at], (now - level) / level / stays.limit, texts, worst=steps[-1])
+        share = (now - level) / max(abs(level), 1e-9 * abs(now))  # a loss may be 0 or below
+        yield Hit(rule, steps[at], share / stays.limit, texts, worst=steps[-1])
 
 
 def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:

@@ -403,9 +403,9 @@ class Attention(KnownForward):
         return result
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class returns, which computes it where arguments are given by position."""
+        """Return what its own class returns, which computes it where arguments are given by position, or an old name."""
         layers = self.readers
-        angles: Any = kwargs.get("position_embeddings")
+        angles: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")  # its own renames that
         is_turned = not (args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]))
         if not is_turned or hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)

@@ -145,6 +145,14 @@ def test_a_recorded_step_does_not_wait_for_the_device(
     assert wait or all("master_rest" in state for p, state in optimizer.state.items() if p.ndim == 2)  # they are read
 
 
+def test_a_count_is_not_rounded_to_the_losses_dtype(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(64, 64)
+    with octavo.inspect.record(layer, tmp_path, twin=False) as recorder:
+        layer(torch.randn(4, 64)).sum().backward()
+        recorder.step(torch.tensor(2.0, dtype=torch.bfloat16), tokens=torch.tensor(20_000_003))
+    assert octavo.inspect.load(tmp_path).scalars["tokens"] == ([0], [20_000_003.0])
+
+
 def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
     layer, norm = octavo.nn.Linear(16, 16, recipe=recipes.dynamic()), torch.zeros(())
     with octavo.inspect.record(layer, tmp_path) as recorder:

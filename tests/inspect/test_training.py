@@ -240,6 +240,18 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
     assert diagnose(record) == []
 
 
+def test_a_loss_may_be_0_or_below() -> None:
+    """As an ELBO or the loss of a policy: the same rise has the same severity around 0 on either side."""
+    severities = []
+    for level in (5.0, -5.0, 0.0):
+        record = healthy(4, RECORDS)
+        record.scalars["loss"] = record.steps, [level + 20.0 * (at >= AT) for at in range(RECORDS)]
+        (finding,) = diagnose(record)
+        assert (finding.kind, finding.begins) == ("batch", 50 * AT)
+        severities.append(finding.severity)
+    assert severities[0] == severities[1] < severities[2] == 10
+
+
 def test_a_slope_that_never_was_1_is_a_note() -> None:
     """It may be meant, as with a straight-through estimator."""
     record = healthy(4, RECORDS)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -501,3 +502,16 @@ def test_a_cache_leaves_no_second_copy_of_keys_and_values() -> None:
         attention.append(predicted_by_kind(model, (), batch)["attention"])
     codes_of_input = 2 * 64 * 512  # which one product for q, k and v saves itself
     assert attention[1] <= attention[0] + codes_of_input + 64
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_filled_by_each_name_that_transformers_takes(name: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32)
+    model = octavo.convert(transformers.LlamaForCausalLM(config).eval(), recipes.dynamic(), lambda *_: True, fuse=True)
+    x, cache = torch.randn(1, 5, 64), transformers.DynamicCache(config=config)
+    angles = model.model.rotary_emb(x, torch.arange(5)[None])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the old name
+        model.model.layers[0](x, position_embeddings=angles, attention_mask=None, **{name: cache})
+    assert cache.get_seq_length() == 5
