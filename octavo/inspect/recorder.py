@@ -261,7 +261,7 @@ class Recorder:
         if self._writer is None:
             return
         device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
-        doubles = [value.double() for value in on_device]  # before they are joined: a count in a loss's dtype is rounded
+        doubles = [value.double() for value in on_device]  # a count in a loss's dtype would be rounded
         values = torch.stack(doubles) if doubles else torch.zeros(0, device=device, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
         names = tuple(counts)

@@ -403,7 +403,7 @@ class Attention(KnownForward):
         return result
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class returns, which computes it where arguments are given by position, or an old name."""
+        """Return what its own class returns, which computes it for arguments by position, or by an old name."""
         layers = self.readers
         angles: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")  # its own renames that
         is_turned = not (args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]))
