@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, innermost, np
-from octavo.inspect.twin import LOSS, SLOPE
+from octavo.inspect.twin import LOSS, NO_OUTPUT, NO_TWIN, SLOPE
 from octavo.inspect.weights import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
@@ -46,7 +46,7 @@ HOWS = ("", " for a record", " in each record")
 class Departure(NamedTuple):
     """A number that leaves its course: the step, its name, the factor by which, and for how long.
 
-    ``times``: for good, for a record or in each record (``how``); inf where the number is inf or NaN.
+    ``times``: for good, for a record or in each record (``how``); inf where ``name`` says all, such as of inf or NaN.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Departure(NamedTuple):
 
     def __str__(self) -> str:
         if self.times == math.inf:
-            return f"{self.name} became inf or NaN"
+            return self.name
         change = "rose" if self.times > 1 else "fell"
         return f"{self.name} {change} {max(self.times, 1 / self.times):.3g} times{self.how}"
 
@@ -64,13 +64,15 @@ class Departure(NamedTuple):
 class _Number(NamedTuple):
     """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by.
 
-    ``module``: whose output it is, of numbers of the family "forward".
+    ``only_rises``: its fall is no change, as it follows smaller updates. ``module``: whose output it is, of numbers of
+    the family "forward".
     """
 
     family: str
     name: str
     values: Any
     unit: float = 1.0
+    only_rises: bool = False
     module: str = ""
 
     def course(self) -> Any | None:
@@ -88,31 +90,39 @@ def departures(record: Record) -> list[Departure]:
     """Return what changed at the record where a run changed first, one number of a family, in the order of a step."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
-        lost_at, lost_name = min(filter(None, map(_lost, numbers)), default=(len(record.steps), ""))
+        ends = [*filter(None, map(_lost, numbers)), *_other_ways(record)]
+        lost_at, lost = min(ends, default=(len(record.steps), None))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]
         if lost_at > LEAST_BEFORE and courses:
             columns = np.stack([course[:lost_at] for _, course in courses], 1)
             if first := _at_the_change(record.steps, [number for number, _ in courses], columns):
                 return first
-    return [Departure(record.steps[lost_at], lost_name, math.inf)] if lost_name else []
+    return [Departure(record.steps[lost_at], lost, math.inf)] if lost else []
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:
-    """Return the first record where a number is inf, or a loss NaN, and the number's name."""
+    """Return the first record where a number is inf, or a loss NaN, and words for it."""
     is_lost = np.isinf(number.values) | (np.isnan(number.values) & (number.name == "the loss"))
-    return (int(is_lost.argmax()), number.name) if is_lost.any() else None
+    return (int(is_lost.argmax()), f"{number.name} became inf or NaN") if is_lost.any() else None
+
+
+def _other_ways(record: Record) -> Iterator[tuple[int, str]]:
+    """Yield the first record, but for the very first, whose gradients came by another way, and words for it."""
+    for step, kind, text in record.events:
+        if kind == NO_TWIN and text == NO_OUTPUT and step > record.steps[0]:
+            yield record.steps.index(step), "gradients no longer come through the outputs of the recorded model"
 
 
 def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: Any) -> list[Departure]:
     """Return the most changed number of each family that changed at the first change; none where little did."""
     families = [number.family for number in numbers]
     places = [np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families]
-    only_rises = np.array([each == "forward" for each in families])  # what falls follows smaller updates
+    only_rises = np.array([number.only_rises for number in numbers])
     if (change := _first_change(courses, places, only_rises)) is None:
         return []
     first = []
     for places_of_family, evidence in zip(places, change.family_evidence, strict=True):
-        if evidence >= change.family_evidence.max() / 2:
+        if evidence >= change.family_evidence.max() / 3:
             place = places_of_family[change.evidence[places_of_family].argmax()]
             if numbers[place].family == "forward":  # of a module and those around it the innermost
                 least = change.evidence[place] / 2
@@ -204,7 +214,10 @@ def _numbers(record: Record) -> Iterator[_Number]:
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
         name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
-        yield _Number("forward", name, changes, FAINT, module)
+        yield _Number("forward", name, changes, FAINT, True, module)
+    for place, parameter in enumerate(record.parameters):
+        name, changes = f"the gradient of {parameter} for the first batch", record.of_parameters["change"][:, place]
+        yield _Number("backward", name, changes, FAINT, only_rises=True)
     sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in ROLE_FAMILIES}
     for (layer, role), size in sizes.items():
         family, what = ROLE_FAMILIES[role]

@@ -1,4 +1,7 @@
-"""The first recorded batch, whose forward runs again in each recorded step, also of a run that goes on from another.
+"""The first recorded batch, which runs again in each recorded step, also of a run that goes on from another.
+
+Its backward begins with the outputs themselves as their gradients, as of half their mean square: no label and no loss
+is in what it computes.
 
 Files in the record's folder, of which a run that is resumed reads those of the run before it:
 
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.forwards import Autocast, Forward, device_of
+from octavo.inspect.forwards import Autocast, Forward, device_of, map_tensors
 from octavo.inspect.module_outputs import ModuleOutputs, OutputChanges
 from octavo.inspect.record import np
 from octavo.private import pytree
@@ -28,11 +31,12 @@ from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
 
 OUTPUTS = "outputs.npz"
 LARGEST = 1 << 26  # bytes of a batch that is written
+SHARE, LEAST_ROWS = 4, 2  # one row of so many runs again, but at least so many: a norm over one has no variance
 _NUMPY = 1  # the place of NumPy's state among the random states, whose array torch.load would not read
 
 
 class FirstBatch:
-    """Runs the first recorded batch again, and compares what modules compute of it with the run before.
+    """Runs the first recorded batch again, and compares what forward and backward compute of it with the run before.
 
     Args:
         model: whose forward it is.
@@ -45,17 +49,18 @@ class FirstBatch:
     def __init__(
         self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path | None, resumes: bool = False
     ) -> None:
-        self._model, self._ranks, self._outputs, self._runs = model, ranks, ModuleOutputs(model), True
+        self._model, self._ranks, self._outputs = model, ranks, ModuleOutputs(model)
         path = None if folder is None else folder / f"batch-{ranks.rank}.npz"
         earlier = _read(path, model, ranks) if path is not None and resumes else None
         if ranks.any(earlier is None):
-            self._forward = forward._replace(delayed=[])
+            whole = forward._replace(delayed=[])
+            self._forwards = [whole._replace(arguments=_part(whole.arguments)), whole]  # the first of them that runs
             if path is not None:
                 with contextlib.suppress(OSError):  # the record says so when it is written
-                    _write(path, self._forward, model, ranks)
+                    _write(path, self._forwards[0], model, ranks)
         else:
             assert earlier is not None and folder is not None
-            self._forward = earlier
+            self._forwards = [earlier]
             if ranks.rank == 0:
                 self._outputs.go_on(folder / OUTPUTS, device_of(model))
 
@@ -64,24 +69,42 @@ class FirstBatch:
         return self._outputs.is_of(model)
 
     def run(self, modes: Sequence[bool]) -> OutputChanges | None:
-        """Run the first batch; return how far outputs moved; None from then on where that failed on a rank.
+        """Run the first batch; return how far tensors moved; None where that failed on a rank.
 
-        Such as of an argument that can be read once. ``modes``: whether each module is in training, in this step.
+        Where a part of it failed, the next call runs the whole; where that did too, as of an argument that can be read
+        once, all later ones return None. ``modes``: whether each module is in training, in this step. No parameter may
+        have a gradient, and none has one then.
         """
-        if not self._runs:
+        if not self._forwards:
             return None
+        has_failed, forward = False, self._forwards[0]._replace(modes=modes)
         try:
-            with torch.no_grad(), self._outputs.sampled():
-                self._forward._replace(modes=modes).again(self._model)
+            with self._outputs.sampled():
+                with torch.enable_grad():
+                    all_outputs = forward.again(self._model)
+                outputs = [y for y in all_outputs if y.requires_grad and not y.is_leaf]
+                torch.autograd.backward(outputs, [y.detach() / max(1, y.shape[:-1].numel()) for y in outputs])
         except Exception:
             if not forget_failed_pass(self._model):
                 raise
-            self._runs = False
-        if self._ranks.any(not self._runs):
-            self._runs = False
+            has_failed = True
+        finally:
+            self._model.zero_grad()
+        if self._ranks.any(has_failed):
+            del self._forwards[0]
             return None
+        del self._forwards[1:]
         moved = self._outputs.moved(device_of(self._model))
         return moved._replace(sums=self._ranks.sum(moved.sums))
+
+
+def _part(arguments: Any) -> Any:
+    """Return arguments with some of their rows, where all tensors have as many rows; else the arguments."""
+    shapes: list[tuple[int, ...]] = []
+    map_tensors(lambda x: shapes.append(x.shape), arguments)
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    count = max(LEAST_ROWS, min(rows, default=0) // SHARE)
+    return map_tensors(lambda x: x[:count], arguments) if len(rows) == 1 else arguments
 
 
 def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Samples of what modules compute of one batch, and how far these move from a recorded step to the next."""
+"""Samples of what a model computes of one batch, forward and backward, and how far they move from step to step."""
 
 from __future__ import annotations
 
@@ -17,33 +17,42 @@ from octavo.weights.fsdp2 import on_this_rank
 
 
 class OutputChanges(NamedTuple):
-    """The distances by which inputs and outputs of modules moved since the run before.
+    """The distances by which some tensors moved since the run before: modules' inputs and outputs, and gradients.
 
     Attributes:
-        sums: float64 [modules, 4], squared norms: of an input's change and of the input, and of the output's; 0 where a
-            module did not run in both, or has tensors of another size.
-        values: float32 [2 * modules, samples]: of inputs and outputs now, padded with zeros.
+        sums: float64 [tensors, 2]: squared norms of a tensor's change and of the tensor, of the input and the output of
+            each module, then of each parameter's gradient; 0 where it is not of both runs, or has another size.
+        values: float32 [tensors, samples]: of these tensors now, padded with zeros.
         lengths: how many of them are samples.
-        modules: their names.
+        modules, parameters: their names.
     """
 
     sums: Tensor
     values: Tensor
     lengths: list[int]
     modules: list[str]
+    parameters: list[str]
+
+    def arrays(self, sums: Any) -> dict[str, Any]:
+        """Return a record's arrays of ``sums``, as NumPy's: "outputs" [modules, 4], "gradients" [parameters, 2]."""
+        outputs, gradients = np.split(sums, [2 * len(self.modules)])
+        return {"outputs": outputs.reshape(-1, 4), "gradients": gradients, **self.names()}
+
+    def names(self) -> dict[str, Any]:
+        return {"modules": np.array(self.modules, dtype=str), "parameters": np.array(self.parameters, dtype=str)}
 
 
 class ModuleOutputs:
-    """Samples the inputs and outputs of a model's modules while it runs forward, and compares them with the run before.
+    """Samples modules' inputs and outputs and parameters' gradients, and compares them with those of the run before.
 
     Attributes:
-        names: of the modules, in the order of ``named_modules``.
+        modules, parameters: their names, in the order of ``named_modules`` and ``named_parameters``.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self.names = [*self._modules]
-        self._samples: dict[tuple[str, int], Tensor] = {}  # of inputs (0) and outputs (1)
+        self._model, self._modules = model, dict(model.named_modules())
+        self.modules, self.parameters = [*self._modules], [name for name, _ in model.named_parameters()]
+        self._samples: dict[tuple[str, str], Tensor] = {}  # by (module or parameter, "input", "output" or "gradient")
         self._last: tuple[list[int], Tensor] | None = None  # lengths and values of the samples of the run before
 
     def is_of(self, model: nn.Module) -> bool:
@@ -52,14 +61,13 @@ class ModuleOutputs:
 
     @contextlib.contextmanager
     def sampled(self) -> Iterator[None]:
-        """Sample what each module gets and returns in a block, of the first call of each."""
+        """Sample what each module gets and returns in a block, of its first call, and the gradients at its end."""
 
         def hook_of(name: str) -> Any:
             def sample(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                for place, values in enumerate(((*args, *kwargs.values()), output)):
-                    if (name, place) not in self._samples and (first := _first_of(values)) is not None:
-                        sampled = strided(on_this_rank(first)).to(torch.float32, copy=True)
-                        self._samples[name, place] = sampled
+                for role, values in (("input", (*args, *kwargs.values())), ("output", output)):
+                    if (name, role) not in self._samples and (first := _first_of(values)) is not None:
+                        self._samples[name, role] = _sampled(first)
 
             return sample
 
@@ -70,11 +78,15 @@ class ModuleOutputs:
         finally:
             for hook in hooks:
                 hook.remove()
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                self._samples[name, "gradient"] = _sampled(parameter.grad.detach())
 
     def moved(self, device: torch.device) -> OutputChanges:
-        """Return by how much inputs and outputs changed since the block before, for the next one."""
+        """Return by how much tensors changed since the block before, for the next one."""
         none = torch.zeros(0, dtype=torch.float32, device=device)
-        samples = [self._samples.get(which, none) for which in itertools.product(self.names, range(2))]
+        tensors = [*itertools.product(self.modules, ("input", "output")), *((p, "gradient") for p in self.parameters)]
+        samples = [self._samples.get(which, none) for which in tensors]
         lengths, values = [*map(len, samples)], padded(samples)
         last, self._last, self._samples = self._last, (lengths, values), {}
         last_lengths, last_values = last or ([-1] * len(lengths), values)
@@ -82,13 +94,17 @@ class ModuleOutputs:
         if last_lengths != lengths:
             is_alike = [one == other for one, other in zip(last_lengths, lengths, strict=True)]
             sums = sums.where(torch.tensor(is_alike, device=device)[:, None], 0.0)
-        return OutputChanges(sums.view(-1, 4), values, lengths, self.names)
+        return OutputChanges(sums, values, lengths, self.modules, self.parameters)
 
     def go_on(self, path: Path, device: torch.device) -> None:
         """Compare the next block with the samples that a file has, if these are of the same modules."""
         with contextlib.suppress(Exception), np.load(path) as arrays:  # whatever a damaged file makes NumPy raise
-            if arrays["modules"].tolist() == self.names:
+            if [arrays["modules"].tolist(), arrays["parameters"].tolist()] == [self.modules, self.parameters]:
                 self._last = arrays["lengths"].tolist(), torch.from_numpy(arrays["values"]).to(device)
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    return strided(on_this_rank(tensor)).to(torch.float32, copy=True)
 
 
 def _first_of(values: Any) -> Tensor | None:

@@ -6,9 +6,9 @@ A killed run leaves a readable record, too:
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py) and outputs
-                        [modules, 4], modules by name (module_outputs.py); for experts also the arrays of
-                        recorder.arrays_of
+                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py), and outputs
+                        [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts also the
+                        arrays of recorder.arrays_of
     batch-<rank>.npz, outputs.npz    the first recorded batch, and what modules compute of it (first_batch.py)
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
@@ -193,6 +193,8 @@ class Record:
         of_others: as ``weights``, each [steps, others].
         modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
         of_modules: output_changes' by name, each [steps, modules], float64; nan where no twin ran, and at first.
+        parameters: names of those whose gradients of the first recorded batch were compared.
+        of_parameters: "change", of these gradients, over their sizes: [steps, parameters], nan as in ``of_modules``.
         lowest: the first exponent, -48.
 
     Example:
@@ -220,6 +222,8 @@ class Record:
     of_others: dict[str, Any] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
     of_modules: dict[str, Any] = field(default_factory=dict)
+    parameters: list[str] = field(default_factory=list)
+    of_parameters: dict[str, Any] = field(default_factory=dict)
     lowest: ClassVar[int] = Counted.lowest
 
     @property
@@ -262,6 +266,7 @@ class Record:
             experts=experts,
             of_others=chosen(self.of_others),
             of_modules=chosen(self.of_modules),
+            of_parameters=chosen(self.of_parameters),
         )
 
     def loads(self) -> list[Load]:
@@ -347,6 +352,7 @@ class _RecordedCounts:
         self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
         self.others: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
+        self.gradients: dict[str, Any] = {}
 
     def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
         """Read the arrays of a recorded step that counts these rows."""
@@ -363,9 +369,9 @@ class _RecordedCounts:
         self.moved[at, columns] = arrays["moved"]
         if "twin" in arrays:
             self.twins[at, columns] = arrays["twin"]
-        pairs = [(self.others, "others", "others_moved"), (self.outputs, "modules", "outputs")]
-        for by_name, names, sums in pairs if "outputs" in arrays else pairs[:1]:
-            for name, values in zip(arrays[names], arrays[sums], strict=True):
+        compared = [(self.outputs, "modules", "outputs"), (self.gradients, "parameters", "gradients")]
+        for by_name, names, sums in [(self.others, "others", "others_moved"), *compared]:
+            for name, values in zip(arrays[names], arrays[sums], strict=True) if sums in arrays else ():
                 by_name.setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
 
     def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
@@ -377,8 +383,10 @@ class _RecordedCounts:
         measures, weights = measures_of(self.rows, counts["sums"], counts["extremes"]), weight_measures(self.moved)
         others = weight_measures(np.stack([*self.others.values()], 1)) if self.others else {}
         outputs = output_changes(np.stack([*self.outputs.values()], 1)) if self.outputs else {}
-        fields = measures, counts["exponents"], self.layers, weights | twin_measures(self.twins), scalars, events
-        return Record(self.rows, steps, *fields, experts, [*self.others], others, [*self.outputs], outputs)
+        gradients = {"change": relative_change(np.stack([*self.gradients.values()], 1))} if self.gradients else {}
+        of_rows = measures, counts["exponents"], self.layers, weights | twin_measures(self.twins), scalars, events
+        of_batch = [*self.outputs], outputs, [*self.gradients], gradients
+        return Record(self.rows, steps, *of_rows, experts, [*self.others], others, *of_batch)
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
@@ -386,13 +394,16 @@ def output_changes(sums: Any) -> dict[str, Any]:
 
     "output": the change over the output's size; "own": that over the change of the input, where it has one.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        input_change, output_change = (
-            np.where(size > 0, np.sqrt(change / size), np.nan)
-            for change, size in ((sums[..., 0], sums[..., 1]), (sums[..., 2], sums[..., 3]))
-        )
+    input_change, output_change = relative_change(sums[..., :2]), relative_change(sums[..., 2:])
     least = np.fmax(np.nan_to_num(input_change, nan=1.0), LEAST_INPUT_CHANGE)
     return {"output": output_change, "own": output_change / least}
+
+
+def relative_change(squares: Any) -> Any:
+    """Return changes over sizes from their squares [..., 2]; nan where a size is 0."""
+    change, size = squares[..., 0], squares[..., 1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(size > 0, np.sqrt(change / size), np.nan)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,17 @@ from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.twin import CONTROL, CONTROL_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, Twin
-from octavo.inspect.weights import GROUP, MOVED, Updates, count_weights, optimizer_facts, other_parameters, tied_names
+from octavo.inspect.weights import (
+    FROZEN,
+    GROUP,
+    MOVED,
+    Updates,
+    count_weights,
+    optimizer_facts,
+    other_parameters,
+    tied_names,
+    trained_names,
+)
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
@@ -64,10 +74,11 @@ class Recorder:
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
         twin: compute each recorded step once more in high precision, before the optimizer's update, and record how far
             losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. Before it
-            the first recorded batch runs forward again: what modules compute of it tells a change of the forward from
-            one of the data. After it the same forward runs from weights moved along the gradients, which tells whether
-            backward is that of the forward. None leaves a trace in the training; they take three forwards and a
-            backward, and memory for activations, gradients and a copy of the weights.
+            a quarter of the first recorded batch runs again: what modules and backward compute of it tells a change of
+            the program from one of the data. After it the same forward runs from weights moved along the gradients,
+            which tells whether backward is that of the forward. None leaves a trace in the training; they take two and
+            a quarter forwards, one and a quarter backwards, and memory for activations, gradients and a copy of the
+            weights.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
@@ -115,7 +126,7 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._tied, self._updates = tied_names(model), Updates(optimizer)
+        self._tied, self._trained, self._updates = tied_names(model), trained_names(model), Updates(optimizer)
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
@@ -158,8 +169,8 @@ class Recorder:
         """Record an event of this step.
 
         A recorder itself records each "switch" and "recovery" of its schedule, each step that is "skipped" by the
-        schedule or by an optimizer of octavo.optim, and parameters that modules no longer share ("untied"). Other
-        events are recorded by calling this.
+        schedule or by an optimizer of octavo.optim, parameters that modules no longer share ("untied"), and those that
+        no longer require a gradient ("frozen"). Other events are recorded by calling this.
         """
         with self._or_ends():
             if self._writer is not None:
@@ -211,6 +222,9 @@ class Recorder:
         for names in sorted(self._tied - tied_names(self.model)):
             self.event("untied", names)
             self._tied.discard(names)
+        last_trained, self._trained = self._trained, trained_names(self.model)
+        if frozen := last_trained - self._trained:
+            self.event(FROZEN, ", ".join(sorted(frozen)))
         self._table.attach(True)
         if self._table.rows:
             last_others, others = self._others, other_parameters(self.model, self._table.layers)
@@ -318,9 +332,8 @@ class Recorder:
             if self._twin is not None:
                 self._twin.arrived(tensors["twin"], tensors["moved_loss"])
         if reading.outputs is not None and "outputs" in counts:
-            modules = np.array(reading.outputs.modules, dtype=str)
-            arrays |= {"outputs": counts["outputs"], "modules": modules}
-            samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], "modules": modules}
+            arrays |= reading.outputs.arrays(counts["outputs"])
+            samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], **reading.outputs.names()}
             writer.write_arrays(OUTPUTS, samples)
         arrays |= {"others": np.array(reading.others, dtype=str), "others_moved": counts["moved"][layers:]}
         writer.add_counts(reading.step, arrays)

@@ -234,6 +234,13 @@ RULES: Sequence[Rule] = (
         "run that was resumed, at the weights that it loaded",
         level="warning",
     ),
+    # the change of a gradient of the same batch, over the largest and twice the spread of those before
+    Rule(
+        *("backward", 2.0, tests.gradient_of_batch),
+        "backward computes another gradient of {name} for the same batch: it changed by {now}, by {most} before",
+        BACKWARD,
+        level="warning",
+    ),
     # the change of the loss along the gradients over what they say, less what it was; less 1
     Rule(
         *("backward", 0.04, tests.slope),

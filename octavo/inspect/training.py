@@ -20,7 +20,7 @@ from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of
 from octavo.inspect.record import Record, innermost, is_inside, np
 from octavo.inspect.remedies import percent
 from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
-from octavo.inspect.weights import GROUP
+from octavo.inspect.weights import FROZEN, GROUP
 from octavo.scaling.recipe import ROLES
 
 DECOUPLED = f"decoupled_weight_decay{GROUP}"
@@ -41,6 +41,7 @@ BUSY = 16  # the last record's tokens for each expert: with fewer an expert may 
 # a measure over what it is compared with
 CERTAIN, LIKELY = 8.0, 4.0  # over its limit: of a fault that has no measure, as it is one or not
 JUMP = 2.5  # an input's size over that before, where the loss rises with it; the last gradient of an output's, too
+OUTPUT_LEAP = 1.5  # the change of a module's output over the largest one before: by more gradients change with it
 SAME_LEAP = 3.0  # the change of a module's output over the largest one before: by less it computes the same
 # a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
 # direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
@@ -54,6 +55,7 @@ LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in whi
 # a share
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
+TURNED = 0.5  # the same of a parameter's gradient: where a token goes to another expert some change by 0.4
 NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
 UNMOVED = 0.9  # of a weight's numbers: a step does not change so many
 NOISY = 0.75  # of losses' changes: if fewer are falls, the losses differ from batch to batch
@@ -210,6 +212,12 @@ class Training:
             yield Hit(rule, *at, texts, (self.layers[place], "weight"), self.steps[worst], numbers)
 
     @cached_property
+    def frozen_by_choice(self) -> set[str]:
+        """The weights that no longer require a gradient, as ``names``."""
+        parameters = (text.split(", ") for _, kind, text in self.record.events if kind == FROZEN)
+        return {name.removesuffix(".weight") for name in itertools.chain(*parameters)}
+
+    @cached_property
     def always_updates(self) -> bool:
         """Whether the optimizer changed weights in each recorded step, or in none: each step has an update."""
         changes = (self.weights["update"] > 0).any(axis=1)
@@ -241,6 +249,22 @@ class Training:
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier records to compare with
         return np.where(changes["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
+
+    @cached_property
+    def backward_leaps(self) -> Any:
+        """Factors by which each parameter's gradient of the same batch changed more than ever: [steps, parameters].
+
+        Over the largest change before and twice what all before differ by, and over the changes of weights. 0 where it
+        means nothing, or where outputs of the same batch changed more than ever too.
+        """
+        if not self.record.parameters:
+            return np.zeros((len(self.steps), 0))
+        changes = self.record.of_parameters["change"]
+        most, least = earlier(changes, np.nanmax), earlier(changes, np.nanmin)
+        leaps = changes / (most + 2 * (most - least)) / self.weights_changed.max(axis=1, keepdims=True)
+        leaps[: FEW + 1] = 0  # too few earlier records to compare with
+        leaps[self.forward_leaps.max(axis=1, initial=0.0) > OUTPUT_LEAP] = 0
+        return np.where(changes > TURNED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     def where_to_look(self, step: int) -> str:
         """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
@@ -677,7 +701,8 @@ def frozen(run: Training, with_gradients: Rule, without: Rule, everything: Rule)
             continue
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
-        is_choice = at == 0 and rule is without  # as the base of an adapter
+        # as the base of an adapter, or by requires_grad_(False) in the training
+        is_choice = rule is without and (at == 0 or run.frozen_by_choice >= {run.names[place] for place in places})
         yield Hit(rule._replace(level="note") if is_choice else rule, run.steps[at], LIKELY, texts, where)
 
 
@@ -739,6 +764,20 @@ def forward(run: Training, rule: Rule) -> Iterator[Hit]:
         numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
         texts = {**{name: percent(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
         yield Hit(rule, run.steps[at], float(leap[at, place]) / rule.limit, texts, (layer, ""), numbers=numbers)
+
+
+def gradient_of_batch(run: Training, rule: Rule) -> Iterator[Hit]:
+    """Yield the first record where backward of the same batch gives other gradients, by more than the past explains.
+
+    The layer is the last one whose gradient does: where backward begins to differ.
+    """
+    if (over := run.backward_leaps > rule.limit).any():
+        at = int(over.any(axis=1).argmax())
+        place = int(np.flatnonzero(over[at])[-1])
+        changes, name = run.record.of_parameters["change"], run.record.parameters[place].removesuffix(".weight")
+        texts = {"now": percent(float(changes[at, place])), "most": percent(float(np.nanmax(changes[:at, place])))}
+        times = float(run.backward_leaps[at, place]) / rule.limit
+        yield Hit(rule, run.steps[at], times, texts | {"name": name})
 
 
 def slope(run: Training, leaves: Rule, stays: Rule) -> Iterator[Hit]:

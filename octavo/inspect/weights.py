@@ -35,6 +35,7 @@ MOVED = (
 )
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
+FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
 GROUP = " of group "  # in the name of an option, between it and its group's number
 
 
@@ -242,6 +243,11 @@ def tied_names(model: nn.Module) -> set[str]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return {" and ".join(several) for several in names.values() if len(several) > 1}
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that require a gradient."""
+    return {name for name, param in model.named_parameters() if param.requires_grad}
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.inspect import verdict
 from octavo.inspect.departures import departures
+from octavo.inspect.twin import NO_OUTPUT, NO_TWIN
 
 np = pytest.importorskip("numpy")
 
@@ -33,6 +34,20 @@ def test_what_changed_first_is_named_whatever_it_is(times: float) -> None:
         assert what in first.name and first.step == record.steps[AT]
         assert first.times == pytest.approx(times, rel=0.5)
         assert f"What changed first: the {first.name.removeprefix('the ')}" in verdict(record, [])
+
+
+def test_gradients_that_come_by_another_way_are_named() -> None:
+    """As of a loss that is computed from what a hook noted: the twin, which ends there, is no number of its own."""
+    record, noise = healthy(4, RECORDS), np.random.default_rng(0).normal(0, 0.1, (RECORDS, 4))
+    record.weights.update(gradient=np.exp(noise), update=1e-4 * np.exp(noise))
+    record.events.append((record.steps[0], NO_TWIN, NO_OUTPUT))
+    assert departures(record) == []
+    record.events.append((record.steps[AT], NO_TWIN, NO_OUTPUT))
+    (first,) = departures(record)
+    assert first.step == record.steps[AT]
+    assert "What changed first: gradients no longer come through the outputs of the recorded model" in verdict(
+        record, []
+    )
 
 
 def test_a_small_change_of_many_numbers_is_named_before_a_larger_one_of_one() -> None:

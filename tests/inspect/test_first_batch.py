@@ -133,6 +133,44 @@ def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> N
     assert found == {"nothing": [], "code": [("1", AT)], "weights": [("2.up", AT)], "damage": [], "outputs": []}
 
 
+def test_a_quarter_of_the_first_batch_runs_again(tmp_path: Path) -> None:
+    """Where all arguments have as many rows; of a model that takes no fewer the whole does, from the next record on."""
+    seen: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self, takes: int) -> None:
+            super().__init__()
+            self.layer, self.takes = octavo.nn.Linear(32, 32), takes
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            seen.append(len(x))
+            if len(x) < self.takes:
+                raise ValueError("too few")
+            return self.layer(x * scale)
+
+    for name, (scale, takes, rows, first) in {
+        "a part": (torch.ones(16, 1), 1, 4, 1),
+        "one scale": (torch.ones(1, 1), 1, 16, 1),
+        "no fewer": (torch.ones(16, 1), 16, 16, 2),
+    }.items():
+        model = Model(takes)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer) as recorder:
+            for _ in range(4):
+                seen.clear()
+                (loss := model(torch.randn(16, 32), scale).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+        record = octavo.inspect.load(tmp_path / name)
+        assert seen == [16, rows, 16, 16] and record.events == []  # the step, the first batch, the twin and its slope
+        assert np.isfinite(record.of_modules["output"][first:]).all() and record.parameters == [
+            "layer.weight",
+            "layer.bias",
+        ]
+        assert np.isfinite(record.of_parameters["change"][first + (name == "no fewer") :]).all()
+
+
 class Batch:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x

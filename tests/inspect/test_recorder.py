@@ -250,6 +250,22 @@ def test_parameters_that_modules_no_longer_share_are_noted_once(tmp_path: Path) 
     assert octavo.inspect.load(tmp_path).events == [(2, "untied", "0.weight and 1.weight")]
 
 
+def test_parameters_that_no_longer_require_a_gradient_are_noted(tmp_path: Path) -> None:
+    model = nn.Sequential(octavo.nn.Linear(32, 32), octavo.nn.Linear(32, 16))
+    with octavo.inspect.record(model, tmp_path) as recorder:
+        for step in range(3):
+            model[0].requires_grad_(step == 0)
+            model(torch.randn(16, 32)).sum().backward()
+            recorder.step()
+    assert octavo.inspect.load(tmp_path).events == []  # of recorded steps
+    with octavo.inspect.record(model, tmp_path / "each", 1) as recorder:
+        for step in range(3):
+            model(torch.randn(16, 32)).sum().backward()
+            model[1].weight.requires_grad_(step < 1)
+            recorder.step()
+    assert octavo.inspect.load(tmp_path / "each").events == [(2, "frozen", "1.weight")]
+
+
 class Late:
     """An event of a device that is behind: nothing has arrived until somebody waits for it."""
 

@@ -97,6 +97,12 @@ def frozen(record: Record) -> None:
     record.weights["update"][AT:, 1] = record.weights["changed"][AT:, 1] = 0
 
 
+def other_gradient(record: Record) -> None:
+    record.parameters.extend(["embedding.weight", "head.weight"])
+    record.of_parameters["change"] = np.tile([[0.1], [0.12]], (RECORDS // 2, 2))
+    record.of_parameters["change"][AT, 0] = 0.6
+
+
 def between(record: Record) -> None:
     record.weights["between"][AT, 1] = 0.1  # of a weight whose root mean square is 0.25, in 49 steps of 1e-4 each
 
@@ -210,6 +216,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "a frozen layer": ("frozen", LAYER, both(weights("gradient", 1e-3, 1e-3), frozen)),
     "a dead row": ("dead rows", LAYER, measure("zeros", 0.01, WEIGHT)),
     "a backward that changes": ("backward", "", scalar("twin_slope", 1.0, 0.9)),
+    "a gradient that changes": ("backward", "", other_gradient),
     "saturated logits": ("logits", LAYER.replace("mlp", "qkv"), logits),
 }
 
@@ -238,6 +245,30 @@ def test_healthy_numbers_of_a_training_are_no_finding() -> None:
     record.scalars["twin_control"] = (record.steps, [1 - 0.05 * at for at in range(RECORDS)])
     record.scalars["twin_slope"] = (record.steps, [1 + 0.1 * (-1) ** at - 0.05 * (at == AT) for at in range(RECORDS)])
     assert diagnose(record) == []
+
+
+def test_a_gradient_of_the_first_batch_may_change_with_what_it_is_of() -> None:
+    """Its weights, or outputs; or as noise does; beyond that it is a finding, which names the last such parameter."""
+    record = healthy(4, RECORDS)
+    other_gradient(record)
+    (finding,) = diagnose(record)
+    assert (finding.kind, finding.level, finding.begins) == ("backward", "warning", 50 * AT)
+    assert "another gradient of embedding for the same batch: it changed by 60 %, by 12 % before" in finding.sentence
+    for value in (0.45, 1.0):
+        record.of_parameters["change"][AT, 0] = value
+        record.of_parameters["change"][1, 0] = value / 3
+        assert diagnose(record) == []
+
+
+def test_a_weight_that_code_froze_is_a_note() -> None:
+    """As of layers that are frozen one by one: its requires_grad is a choice."""
+    for events, level in (([], "warning"), ([(50 * AT, "frozen", f"{LAYER}.weight, other.weight")], "note")):
+        record = healthy(4, RECORDS)
+        frozen(record)
+        weights("gradient", 1e-3, 0.0, 1, records=LASTING)(record)
+        record.events.extend(events)
+        (finding,) = diagnose(record)
+        assert (finding.kind, finding.layer, finding.level) == ("frozen", LAYER, level)
 
 
 def test_a_loss_may_be_0_or_below() -> None:
