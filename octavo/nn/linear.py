@@ -150,6 +150,8 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
     wrong = [name for name in splits if not name.isidentifier() or name in ("weight", "bias")]
     if not splits or wrong:
         raise ValueError(f"out_features={splits!r}: splits need names like 'query', not {wrong or 'none'}")
+    if min(splits.values()) < 0:
+        raise ValueError(f"out_features={splits!r}: a split's size can't be negative")
     return sum(splits.values()), splits
 
 

@@ -249,6 +249,12 @@ def test_names_must_fit_a_state_dict(splits):
         checked_splits(splits)
 
 
+def test_a_splits_size_cant_be_negative():
+    with pytest.raises(ValueError, match="a split's size can't be negative"):
+        octavo.nn.Linear(64, {"q": 64, "k": -32})
+    assert octavo.nn.Linear(64, {"q": 64, "k": 0})(torch.randn(8, 64))[1].shape == (8, 0)
+
+
 def separate(prefix="", sizes=SPLITS, parameters=("weight", "bias")):
     return {
         f"{prefix}{name}.{parameter}": torch.randn(size, 3) if parameter == "weight" else torch.randn(size)
