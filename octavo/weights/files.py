@@ -58,30 +58,66 @@ def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
-    """Replace codes and scale_inv in a state_dict by a tensor that the weight of this key can load; in place."""
+    """Replace codes and scale_inv in a state_dict by a tensor that the weight of this key can load; in place.
+
+    weight               codes become                                     values become
+    in high precision    their values                                     stay: torch copies them
+    in FP8               a StoredWeight of these codes; of newly cast     stay: copying them casts them
+                         ones where it may not have their scales
+    a shard in FP8       the same, as a DTensor                           a DTensor of codes, cast here: collective
+
+    A StoredWeight, somebody's parameter, stays too.
+    """
     entry, scale_inv = state_dict.get(key), _scales_of(state_dict.pop(f"{key}{SCALE_INV}", None))
     if not isinstance(entry, Tensor):
         return  # torch says which key is missing or wrong
-    stored, local = local_stored(weight), on_this_rank(entry)
-    codes, shard = _codes_of(local), None if stored is weight else stored
-    if shard is not None and _has_codes_of_first_rank(entry, local, weight):
-        codes = shard.qdata if codes is None else codes
+    stored = local_stored(weight)
+    if weight is None or stored is None or stored is weight:
+        state_dict[key] = _for_whole(weight, entry, scale_inv, key)
+    else:
+        state_dict[key] = _for_shard(weight, stored, entry, scale_inv, key)
+
+
+def _for_whole(weight: Tensor | None, entry: Tensor, scale_inv: Any, key: str) -> Tensor:
+    """Return what a weight that is no shard in FP8 can load of a state_dict's ``entry``."""
+    local = on_this_rank(entry)
+    if isinstance(local, StoredWeight) or (codes := _checked_codes(entry, scale_inv, key)) is None:
+        return entry
+    loaded = StoredWeight(codes, on_this_rank(scale_inv), torch.float32 if weight is None else weight.dtype)
+    if not isinstance(weight, StoredWeight) or local is not entry:
+        return like_sharded(loaded.dequantize(), entry, _shape_of(entry), columns_dim=codes.ndim - 1)
+    return loaded if weight.may_have(scale_inv) else StoredWeight.cast(loaded.dequantize(), weight.granularity)
+
+
+def _for_shard(weight: Tensor, shard: StoredWeight, entry: Tensor, scale_inv: Any, key: str) -> Tensor:
+    """Return a DTensor that ``weight``, of which ``shard`` is this rank's, can load of an ``entry``; collective."""
+    local = on_this_rank(entry)
+    codes: Tensor | None
+    if _has_codes_of_first_rank(entry, local, weight):
+        codes = shard.qdata if (codes_in_entry := _codes_of(local)) is None else codes_in_entry
         scale_inv = _scales_of_first_rank(weight, shard, scale_inv, key).to(codes.device)
     elif isinstance(local, StoredWeight):
-        return  # a parameter, as it is
-    elif codes is not None or scale_inv is not None:
-        _check_pair(entry, codes, scale_inv, key)
-    if weight is not None and shard is not None:
-        state_dict[key] = _as_shard(weight, shard, entry, codes, scale_inv)
-    elif codes is not None:
-        shape, dtype = _shape_of(entry), torch.float32 if weight is None else weight.dtype
-        loaded = StoredWeight(codes, on_this_rank(scale_inv), dtype)
-        if stored is None or local is not entry:
-            state_dict[key] = like_sharded(loaded.pair().dequantize(), entry, shape, columns_dim=len(shape) - 1)
-        elif stored.may_have(scale_inv):
-            state_dict[key] = loaded
-        else:
-            state_dict[key] = StoredWeight.cast(loaded.pair().dequantize(), stored.granularity)
+        return entry
+    else:
+        codes = _checked_codes(entry, scale_inv, key)
+    shape = local.shape if codes is None else codes.shape
+    if local is entry or shape != shard.shape:
+        raise ValueError(
+            f"a sharded weight {tuple(weight.shape)}, here {tuple(shard.shape)}, is loaded from one that is sharded "
+            f"alike, not from a {type(entry).__name__} of {tuple(shape)}: use set_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
+        )
+    values = local
+    if codes is not None:
+        scales = on_this_rank(scale_inv)
+        if scales is scale_inv and scales.shape != (1, 1):  # a full state dict has the scales of all ranks' blocks
+            scales = scales[own_slices(scales.shape, weight)]
+        if scales.shape == shard.scale_inv.shape and shard.may_have(scales):
+            loaded = StoredWeight(codes, scales, shard.dtype, shard.granularity, is_shard=True)
+            return like_sharded(loaded, weight, weight.shape)
+        values = StoredWeight(codes, scales, shard.dtype).dequantize()
+    cast = StoredWeight.cast(values, shard.granularity, weight.requires_grad, weight)
+    return like_sharded(cast, weight, weight.shape)
 
 
 def _scales_of(entry: Any) -> Any:
@@ -92,7 +128,10 @@ def _scales_of(entry: Any) -> Any:
 
 
 def _has_codes_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
-    """Whether a state_dict's entry has codes from the first rank: in the weight itself, or a DTensor of its shape."""
+    """Whether torch has sent an entry's codes from the first rank: into the weight, or a DTensor of its shape.
+
+    Those that it writes into the weight itself leave scales of NaN there, see StoredWeight.write.
+    """
     if local is on_this_rank(weight):
         return bool(local.scale_inv.isnan().any())  # type: ignore[attr-defined]
     return local is not entry and local.dtype == torch.uint8 and entry.shape == weight.shape
@@ -135,8 +174,15 @@ def granularity_of_file(shape: torch.Size, scale_inv: Tensor, name: str) -> Gran
     return granularity
 
 
-def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
-    """Raise ValueError unless a state_dict's entry has codes, and a scale_inv that fits them."""
+def _checked_codes(entry: Tensor, scale_inv: Tensor | None, key: str) -> Tensor | None:
+    """Return this rank's codes in a state_dict's ``entry``; None if it holds values.
+
+    Raises:
+        ValueError: for codes without a scale_inv that fits them, or a scale_inv beside values.
+    """
+    codes = _codes_of(on_this_rank(entry))
+    if codes is None and scale_inv is None:
+        return None
     if codes is None:
         raise ValueError(
             f"{key} beside {key}{SCALE_INV} is {entry.dtype} {tuple(entry.shape)}, neither uint8 [N, 1, K] nor "
@@ -145,6 +191,7 @@ def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, k
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
     granularity_of_file(_shape_of(entry), scale_inv, f"{key}{SCALE_INV}")
+    return codes
 
 
 def _codes_of(entry: Tensor) -> Tensor | None:
@@ -157,28 +204,3 @@ def _codes_of(entry: Tensor) -> Tensor | None:
 def _shape_of(entry: Tensor) -> torch.Size:
     """Return the shape of the weight whose codes a state_dict's tensor holds."""
     return entry.shape[:-2] + entry.shape[-1:] if entry.dtype == torch.uint8 else entry.shape
-
-
-def _as_shard(
-    weight: Tensor, shard: StoredWeight, entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None
-) -> Tensor:
-    """Return a DTensor that ``weight`` can load. Collective, as values need one scale for all ranks.
-
-    ``shard``: this rank's part of the weight; ``codes``: its part of ``entry``, None if that holds values.
-    """
-    local = on_this_rank(entry) if codes is None else codes
-    if on_this_rank(entry) is entry or local.shape != shard.shape:
-        raise ValueError(
-            f"a sharded weight {tuple(weight.shape)}, here {tuple(shard.shape)}, is loaded from one that is sharded "
-            f"alike, not from a {type(entry).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
-            "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
-        )
-    if scale_inv is not None:
-        scales = on_this_rank(scale_inv)
-        if scales is scale_inv and scales.shape != (1, 1):  # a full state dict has the scales of all ranks' blocks
-            scales = scales[own_slices(scales.shape, weight)]
-        if scales.shape == shard.scale_inv.shape and shard.may_have(scales):
-            stored = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
-            return like_sharded(stored, weight, weight.shape)
-        local = StoredWeight(local, scales, shard.dtype).dequantize()
-    return like_sharded(StoredWeight.cast(local, shard.granularity, weight.requires_grad, weight), weight, weight.shape)
