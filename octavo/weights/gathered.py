@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,7 +43,6 @@ from octavo.tensor.pair import ForProducts, Operands
 from octavo.weights.fsdp2 import (
     FirstHookResult,
     GatheredWeight,
-    SecondHook,
     UnshardedWeight,
     attach,
     gather_as_it_is,
@@ -74,34 +73,41 @@ class Unshard(NamedTuple):
     shape: torch.Size  # shape of the tensor that FSDP2 shards
     mp_policy: MixedPrecisionPolicy
 
-    def second_hook(
-        self, read: Callable[[Sequence[Tensor]], Operands], local_tensors: Sequence[Tensor] = (), swaps: bool = False
-    ) -> SecondHook:
-        """Return FSDP2's second hook, which makes operands of the received tensors by ``read``.
 
-        The hook returns the weight, and the tensors that FSDP2 has to free besides the received ones.
-        ``local_tensors``: those of this rank that ``read`` uses; ``swaps``: whether the operands that it returns are
-        transposed.
-        """
-        shape, casts = self.shape, self.module.fp8.recipe.weight_key
+@dataclass(frozen=True, eq=False)
+class MakeWeight:
+    """FSDP2's second hook: makes a GatheredWeight of the tensors that all ranks sent, or writes them into one.
 
-        def hook(received: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> UnshardedWeight:
-            for tensor in local_tensors:  # allocated on FSDP2's stream, they must outlive this stream's reads
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            operands = read(received)
-            if swaps:
-                operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
-            if out is not None:
-                return on_this_rank(out).write(operands)  # type: ignore[attr-defined]
-            assert operands.as_is is not None and operands.transposed is not None
-            codes = operands.as_is[0], operands.transposed[0]
-            storages = {q.untyped_storage().data_ptr(): _whole_storage(q) for q in codes}
-            for tensor in received:
-                storages.pop(tensor.untyped_storage().data_ptr(), None)
-            return GatheredWeight(operands, shape, dtype, casts), tuple(storages.values())
+    Attributes:
+        shape: the weight's.
+        casts: the casts that the codes were made by, as text.
+        read: makes the weight's operands of the received tensors.
+        local_tensors: this rank's tensors that ``read`` uses besides.
+        swaps: whether the codes lie as a parameter does that products read transposed.
+    """
 
-        return hook
+    shape: torch.Size
+    casts: str
+    read: Callable[[Sequence[Tensor]], Operands]
+    local_tensors: Sequence[Tensor] = ()
+    swaps: bool = False
+
+    def __call__(self, received: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> UnshardedWeight:
+        """Return (the weight, what FSDP2 frees besides the received tensors); None after writing into ``out``."""
+        for tensor in self.local_tensors:  # allocated on FSDP2's stream, they must outlive this stream's reads
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        operands = self.read(received)
+        if self.swaps:
+            operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
+        if out is not None:
+            return on_this_rank(out).write(operands)  # type: ignore[attr-defined]
+        assert operands.as_is is not None and operands.transposed is not None
+        codes = operands.as_is[0], operands.transposed[0]
+        storages = {q.untyped_storage().data_ptr(): _whole_storage(q) for q in codes}
+        for tensor in received:
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
+        return GatheredWeight(operands, self.shape, dtype, self.casts), tuple(storages.values())
 
 
 class Way:
@@ -150,7 +156,7 @@ class AsStored(Way):
             return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
 
         sent = (codes, scale_inv) if sends_scales else (codes,)
-        return sent, unshard.second_hook(read, [scale_inv], module.stores_transposed)
+        return sent, MakeWeight(shape, recipe.weight_key, read, [scale_inv], module.stores_transposed)
 
 
 class CastAfter(Way):
@@ -176,7 +182,7 @@ class CastAfter(Way):
             weight_NK = weight.mT if module.stores_transposed else weight
             return cast_role(weight_NK, CastRequest(recipe, WEIGHT, as_is=True, transposed=True), state)
 
-        return (padded_rows(shard, shape, mesh.size()).to(dtype),), unshard.second_hook(read)
+        return (padded_rows(shard, shape, mesh.size()).to(dtype),), MakeWeight(shape, recipe.weight_key, read)
 
 
 class InFP8(Way):
@@ -204,7 +210,7 @@ class InFP8(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
-        gather, module, shard, mesh, *_ = unshard
+        gather, module, shard, mesh, shape, _ = unshard
         group, for_backward = gather.group, is_running()  # true in a forward that a checkpoint computes again, too
         assert group is not None
         if for_backward and self.codes is not None:
@@ -217,8 +223,9 @@ class InFP8(Way):
         group.wait_for_casts()
         assert self.codes is not None
         codes = self.codes.on(shard.device)
-        read = functools.partial(self.shard_cast.read, codes=codes, pads=module.fp8.recipe.pads)
-        return codes.sent, unshard.second_hook(read, codes.unsent, module.stores_transposed)
+        recipe = module.fp8.recipe
+        read = functools.partial(self.shard_cast.read, codes=codes, pads=recipe.pads)
+        return codes.sent, MakeWeight(shape, recipe.weight_key, read, codes.unsent, module.stores_transposed)
 
 
 class Gather:

@@ -95,8 +95,7 @@ def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_rea
     assert notes == []
     group._last_casts = Stream("the last casts", notes)
     group.wait_for_casts()
-    unshard = gather.Unshard(None, octavo.nn.Linear(1, 1), None, None, None, None)
-    hook = unshard.second_hook(lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
+    hook = gather.MakeWeight((1, 1), "", lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
     with pytest.raises(AttributeError):  # nothing was read
         hook((), torch.float32, None)
     assert notes == [
@@ -184,8 +183,7 @@ def gathered(codes):
     """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast, known = ShardCast(module.recipe.weight_casts, codes.shape, 2, 0), ShardCodes((), (torch.ones(1, 1),))
-    unshard = gather.Unshard(None, module, None, None, codes.shape, None)
-    hook = unshard.second_hook(lambda received: shard_cast.read(received, known, module.recipe.pads))
+    hook = gather.MakeWeight(codes.shape, "", lambda received: shard_cast.read(received, known, module.recipe.pads))
     weight, inner = hook((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 
