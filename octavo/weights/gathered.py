@@ -54,6 +54,7 @@ from octavo.weights.fsdp2 import (
 from octavo.weights.operands import forget_if_written, weight_of
 from octavo.weights.reader import WeightReader
 from octavo.weights.shard_cast import ShardCast, ShardCodes, WeightScales, is_cast_in_one_launch, is_square
+from octavo.weights.storable import first_reason
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
 
 if TYPE_CHECKING:
@@ -231,35 +232,29 @@ class InFP8(Way):
 class Gather:
     """State that one module keeps for its weight's gathers. Its methods take that module, a RecipeModule.
 
-    field                who writes it                           how long it holds
-    group, name          octavo.convert, by ``join``             until the next convert
-    is_shared            octavo.convert, by ``share``            until the next convert; a change drops ``_way``
-    parameter, writes,   ``adopt``, when fully_shard or a move   until another parameter takes its place
-    shape, mesh_dim      gives the module a DTensor
-    _way                 ``way``, when it is asked first; the    until ``forget``, ``join`` or a change of is_shared;
-                         group casts the codes of an InFP8       its codes until ``codes_key`` changes
-    settings_agree       check_layers_agree, before a send       until ``forget`` or ``gather_anew``
-    sent_as              each ``send``                           until ``gather_anew``
-    for_training,        ``begin``, before each cast for a       until the next ``begin``; delayed_scale also until
-    delayed_scale        forward; backward's gather keeps them   ``forget``
-    changes              ``forget``, loads, ``invalidate``       it only grows
-
-    A new recipe or parameter calls ``forget``, and ``gather_anew`` (nn/convert.py) follows a change of recipes. A copy
-    of the module takes group, name and is_shared alone.
-
-    Attributes:
-        group: weights that find their scales together; None: this weight is cast after its gather.
+    Written by octavo.convert (``join``, ``share``) until the next one; a copy of the module takes these alone:
+        group: the weights that find their scales together; None: this weight is cast after its gather.
+        name: the module's, in the model that octavo.convert was called with.
         is_shared: whether a module of another kind has the same weight.
-        name: the module's name in the model that octavo.convert was called with.
-        parameter: the module's sharded parameter, a DTensor; None before fully_shard.
-        writes: to that parameter.
+
+    Written by ``adopt``, when fully_shard or a move gives the module a DTensor, until another takes its place:
+        parameter: that DTensor; None before fully_shard.
+        writes: to it.
         shape: of the tensor that FSDP2 shards: tensor parallelism has left this rank a part.
         mesh_dim: the mesh dimension that FSDP2 shards over; those of tensor parallelism follow.
-        for_training: whether the weight was last gathered for a forward in training.
-        delayed_scale: [3], for this forward; None: the scale comes from the weight's amax.
+
+    Written by ``begin``, before each cast for a forward; the gather for backward leaves them as they are:
+        for_training: whether the module was in training.
+        delayed_scale: [3], for this forward; None: the scale comes from the weight's amax. ``forget`` drops it.
+
+    Written by ``send``; ``gather_anew`` (nn/convert.py), which follows a change of recipes, drops them:
         sent_as: (kind, casts) of its gathers so far, which may not change between them.
-        changes: how often what ``codes_key`` can't see of a shard without rows has changed.
-        settings_agree: whether ranks have compared the module's settings since these last changed.
+        settings_agree: whether ranks have compared the module's settings since these last changed; so does ``forget``,
+            after a new recipe or parameter.
+
+    changes: how often what ``codes_key`` can't see of a shard without rows has changed: ``forget``, loads and
+        ``invalidate`` count it.
+    _way: how the weight is gathered; chosen when ``way`` is asked, and again after ``forget``, ``join`` and ``share``.
     """
 
     def __init__(self, group: GatherGroup | None = None, is_shared: bool = False, name: str = "") -> None:
@@ -345,7 +340,7 @@ class Gather:
             "another module shares it": self.is_shared,
             f"{type(module).__name__} stores it transposed": module.stores_transposed and self.parameter.ndim != 3,
         }
-        return next((reason for reason, applies in reasons.items() if applies), None)
+        return first_reason(reasons)
 
     def _why_cast_after(self, casts: RoleCasts, ranks: int) -> str | None:
         """Return why each rank casts the whole weight, or None."""
@@ -367,7 +362,7 @@ class Gather:
             "its two layouts have different scales, and ranks would have to agree on both": alone and differ,
             "tensor parallelism shards it too": alone and self.mesh_dim + 1 < mesh.ndim,
         }
-        return next((reason for reason, applies in reasons.items() if applies), None)
+        return first_reason(reasons)
 
     def codes_key(self, module: WeightReader) -> tuple[Any, ...]:
         """Return a key of the weight's codes: they serve forwards while it stays the same.

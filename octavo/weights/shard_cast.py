@@ -12,9 +12,10 @@ then takes tensors of the shard's shape alone, and ranks take the maximum for al
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,15 +139,13 @@ class ShardCast:
         sent = self._memory(shard, scales is None) if before is None else before.sent
         xs = _matrices(shard) if shard.numel() else []
         codes = _matrices(sent[0].view(self.layouts[0].cast.format.dtype)[: len(shard)])
-        if scales is None:
-            matrices = [MatrixToCast(*row) for row in zip(xs, codes, _matrices(sent[1]), strict=False)]
-            return ShardCodes(sent, ()), matrices
+        if scales is None:  # the launch finds them, and writes them into ``sent``
+            tensors: Any = zip(xs, codes, _matrices(sent[1]), strict=False)
+            return ShardCodes(sent, ()), [MatrixToCast(*of_matrix) for of_matrix in tensors]
+        first_matrix = self.first_row if shard.ndim == 3 else 0
+        tensors = zip(xs, codes, itertools.repeat(None), scales.scale[first_matrix:].split(1), strict=False)
         scale_inv = scales.scale_inv.view(-1, *[1] * (shard.ndim - 1))
-        here = slice(self.first_row, None) if shard.ndim == 3 else slice(None)
-        matrices = [
-            MatrixToCast(x, q, None, one) for x, q, one in zip(xs, codes, scales.scale[here].split(1), strict=False)
-        ]
-        return ShardCodes(sent, (scale_inv,), scales.amax), matrices
+        return ShardCodes(sent, (scale_inv,), scales.amax), [MatrixToCast(*of_matrix) for of_matrix in tensors]
 
     def _memory(self, shard: Tensor, has_blocks: bool) -> tuple[Tensor, ...]:
         """Return memory for the codes, of as many rows on every rank, and for the scales of blocks."""
@@ -178,7 +177,15 @@ class ShardCast:
         return ShardCodes(tuple(sent), tuple(shared_scales))
 
     def _with_amax_rows(self, shard: Tensor, blocks: Tensor, tile: Tile) -> tuple[Tensor, int]:
-        """Return (the shard with rows of amaxes of the blocks that other ranks share, how many rows are above it)."""
+        """Return (the shard with rows of its blocks' amaxes, how many are above it), so that a cast finds their scales.
+
+        Of a weight of 300 rows in blocks of 128, the second of three ranks has rows 100 to 199: the last 28 of block 0,
+        and 72 of block 1. It casts 100 rows of block 0's amaxes, so that its own lie as in the weight, its 100 rows,
+        and one row of block 1's amaxes, for the 56 rows that the third rank has. Where a block is all rows, one row of
+        its amaxes follows the shard.
+
+        ``blocks``: the amax of each block of the whole weight, over all ranks; ``tile``: a block's size.
+        """
         columns, end = shard.shape[1], self.first_row + len(shard)
         wide = blocks.to(shard.dtype).repeat_interleave(columns if tile[1] == ALL else tile[1], 1)[:, :columns]
         if tile[0] == ALL:

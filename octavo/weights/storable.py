@@ -66,3 +66,8 @@ def uneven_experts(weight: Any) -> str:
         f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
         "have as many each: shard by experts, Shard(0), over a number of ranks that divides them (HSDP)"
     )
+
+
+def first_reason(reasons: dict[str, bool]) -> str | None:
+    """Return the first reason that applies, of {reason: whether it applies}, or None."""
+    return next((reason for reason, applies in reasons.items() if applies), None)

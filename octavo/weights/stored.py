@@ -47,6 +47,7 @@ from octavo.weights.reader import WeightReader
 from octavo.weights.storable import (
     FROZEN_ONLY,
     STORABLE,
+    first_reason,
     granularity_of_scales,
     stored_granularity,
     uneven_experts,
@@ -134,23 +135,22 @@ class StoredWeight(ShardHooks, Pair):
     @staticmethod
     def why_not(recipe: Recipe, trained: bool = True) -> str | None:
         """Return why a recipe's weights can't be stored, or None; ``trained``: whether an optimizer writes them."""
-        casts = recipe.weight_casts
-        if casts.as_is is None or casts.transposed is None:
+        as_is, transposed, once = recipe.weight_casts
+        if as_is is None or transposed is None:
             return "a product reads the weight in high precision"
-        if recipe.packs:
-            return (
-                "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: "
-                "leave out weight_storage"
-            )
-        is_for_frozen = casts.as_is.granularity in FROZEN_ONLY
-        if not casts.once and (trained or not is_for_frozen):
-            only = "; weights that are frozen before can be stored so" if is_for_frozen else ""
-            return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
-        if casts.as_is.format != E4M3:
-            return f"its weights are {casts.as_is.format}, and stored ones E4M3"
-        if not is_for_frozen and casts.as_is.granularity not in STORABLE:
-            return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
-        return None
+        is_for_frozen = as_is.granularity in FROZEN_ONLY
+        differ = "its two layouts have different scales, so that one set of codes can't serve both"
+        reasons = {
+            "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: leave "
+            "out weight_storage": recipe.packs,
+            differ: not once and not is_for_frozen,
+            f"{differ}; weights that are frozen before can be stored so": not once and trained,
+            f"its weights are {as_is.format}, and stored ones E4M3": as_is.format != E4M3,
+            f"its weights are scaled {as_is.granularity}, and stored ones per tensor or 128 x 128": (
+                not is_for_frozen and as_is.granularity not in STORABLE
+            ),
+        }
+        return first_reason(reasons)
 
     @classmethod
     def cast(
