@@ -272,8 +272,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPoli
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, hook = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
     outputs = []
-    for sent in inputs:
-        sent = sent.contiguous()
+    for sent in map(Tensor.contiguous, inputs):
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
         all_gather(outputs[-1], sent, mesh.get_group())
     dtype = mp_policy.param_dtype or param.dtype
@@ -290,12 +289,10 @@ def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
     """Make FSDP2 forget how it gathered weights with hooks of ours, as that may change; return their modules."""
-    forgotten = []
-    for param in fsdp_params(model):
-        if isinstance(param.shard, ShardHooks) and param.was_gathered:
-            param.forget_gathered()
-            forgotten.append(param.owner)
-    return forgotten
+    gathered = [param for param in fsdp_params(model) if isinstance(param.shard, ShardHooks) and param.was_gathered]
+    for param in gathered:
+        param.forget_gathered()
+    return [param.owner for param in gathered]
 
 
 def forget_failed_pass(model: nn.Module) -> bool:

@@ -103,8 +103,7 @@ class MakeWeight:
             operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
         if out is not None:
             return on_this_rank(out).write(operands)  # type: ignore[attr-defined]
-        assert operands.as_is is not None and operands.transposed is not None
-        codes = operands.as_is[0], operands.transposed[0]
+        codes = operands.as_is[0], operands.transposed[0]  # type: ignore[index]
         storages = {q.untyped_storage().data_ptr(): _whole_storage(q) for q in codes}
         for tensor in received:
             storages.pop(tensor.untyped_storage().data_ptr(), None)
@@ -212,9 +211,9 @@ class InFP8(Way):
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
         gather, module, shard, mesh, shape, _ = unshard
-        group, for_backward = gather.group, is_running()  # true in a forward that a checkpoint computes again, too
-        assert group is not None
-        if for_backward and self.codes is not None:
+        group: Any = gather.group
+        # for backward: also for a forward that a checkpoint computes again
+        if is_running() and self.codes is not None:
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
@@ -222,9 +221,7 @@ class InFP8(Way):
                 group.cast_shards(gather.parameter.device_mesh, mesh)
             self.unsent_key = None
         group.wait_for_casts()
-        assert self.codes is not None
-        codes = self.codes.on(shard.device)
-        recipe = module.fp8.recipe
+        codes, recipe = self.codes.on(shard.device), module.fp8.recipe  # type: ignore[union-attr]
         read = functools.partial(self.shard_cast.read, codes=codes, pads=recipe.pads)
         return codes.sent, MakeWeight(shape, recipe.weight_key, read, codes.unsent, module.stores_transposed)
 
@@ -369,10 +366,9 @@ class Gather:
 
         It depends on no value of a weight, so all ranks decide alike.
         """
-        assert self.group is not None
         versions = self.parameter._version, on_this_rank(self.parameter)._version
         writes = self.writes.step, *versions, self.changes
-        return self.group.backwards, module.training, *writes, id(module.fp8.recipe)
+        return self.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
 
     def begin(self, module: WeightReader) -> None:
         """Note that a forward of the module is about to read the weight."""
@@ -548,8 +544,8 @@ def _scales_of(ways: Sequence[InFP8], amaxes: list[Tensor], cast: Cast) -> list[
     if cast.is_delayed:
         delayed_scales = _delayed_scales_of(ways, weight_amax, cast)
         if has_experts:
-            scales_and_counts = zip(delayed_scales.split(1), counts, strict=True)
-            delayed_scales = torch.cat([scale.expand(count) for scale, count in scales_and_counts])
+            of_weights = zip(delayed_scales.split(1), counts, strict=True)
+            delayed_scales = torch.cat([scale.expand(count) for scale, count in of_weights])
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed_scales)
     inverses = scale_inv_from_scale(scale).split(counts)
     weight_amaxes = weight_amax.view(-1, 1, 1).unbind() if cast.is_delayed else [None] * len(ways)
@@ -563,10 +559,8 @@ def _delayed_scales_of(ways: Sequence[InFP8], amax: Tensor, cast: Cast) -> Tenso
     more than twice what its scale can represent.
     """
     zero = amax.new_zeros(1)
-    scales_by_role = [way.gather.delayed_scale for way in ways]
-    scales = torch.cat(
-        [zero if scales is None else scales[WEIGHT : WEIGHT + 1].to(amax.device) for scales in scales_by_role]
-    )
+    of_roles = [way.gather.delayed_scale for way in ways]
+    scales = torch.cat([zero if one is None else one[WEIGHT : WEIGHT + 1].to(amax.device) for one in of_roles])
     last_amaxes = [None if way.codes is None else way.codes.amax for way in ways]
     last_amax = torch.cat([zero if one is None else one.view(1) for one in last_amaxes])
     had_no_step = amax.new_tensor([float(way.step == way.gather.writes.step) for way in ways]) > 0

@@ -111,12 +111,10 @@ class KeptWeights:
 
 def _matrix_of(layer: Any, buffers: KeptOperands) -> MatrixToCast:
     """Return a layer's weight, and its buffers, for a launch."""
-    as_is, transposed = buffers.pairs.as_is, buffers.pairs.transposed
-    assert as_is is not None and transposed is not None
-    weight, (codes, scale_inv) = layer.weight.detach().contiguous(), as_is
+    (codes, scale_inv), (transposed_codes, _) = buffers.pairs.as_is, buffers.pairs.transposed  # type: ignore[misc]
     scale = layer.delayed_scale if buffers.cast.is_delayed else None
-    second = transposed[0] if buffers.lies_twice else None
-    return MatrixToCast(weight, codes, scale_inv, scale, second, buffers.amax)
+    transposed = transposed_codes if buffers.lies_twice else None
+    return MatrixToCast(layer.weight.detach().contiguous(), codes, scale_inv, scale, transposed, buffers.amax)
 
 
 def _buffers_for(layer: Any) -> KeptOperands | None:

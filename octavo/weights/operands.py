@@ -132,18 +132,16 @@ def fp8_operands(
     if isinstance(local, HOLDING_CODES):
         _refuse_tracing()
         return kind.operands(local, module, transposed)  # torch.compile makes an operation of a tensor's method
-    if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
+    # the history is that of the module's parameter in training: not of a merged, averaged or swapped weight, and not
+    # of one that is computed; but FSDP1 replaces its parameters by views of a gathered tensor
+    is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
+    if not training or not is_parameter:
         state = None
-    elif rows.parts is None and module.fp8.kept_operands is not None:
+    if training and rows.parts is None and module.fp8.kept_operands is not None:
         if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
             return kept_operands
-    # FSDP1 replaces its parameters by views of a gathered tensor
-    is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
-    if not is_parameter:  # the history belongs to another weight
-        state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    transposed = transposed and not is_freed
-    request = CastRequest(module.fp8.recipe, WEIGHT, as_is=True, transposed=transposed, only_products=True)
+    request = CastRequest(module.fp8.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
@@ -193,8 +191,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     state = None if isinstance(weight, HOLDING_CODES) else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
     operands = fp8_operands(module, weight_NK, weight, False, state, training)
-    assert operands.as_is is not None
-    qdata, scale_inv = operands.as_is
+    qdata, scale_inv = operands.as_is  # type: ignore[misc]
     scale_inv = plain_scales(scale_inv, qdata.shape, MX)
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
@@ -311,14 +308,14 @@ def plain_within(module: nn.Module) -> Iterator[None]:
 
     All ranks that share a weight call it.
     """
-    stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
-    module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
+    parameters: dict[str, Any] = module._parameters
+    stored = {name: weight for name, weight in parameters.items() if local_stored(weight) is not None}
+    parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
     try:
         yield
     finally:
-        values: dict[str, Any] = {name: module._parameters[name].detach() for name in stored}  # type: ignore[union-attr]
-        module._parameters.update(stored)
+        values = {name: parameters[name].detach() for name in stored}
+        parameters.update(stored)
     for name, weight in stored.items():
-        assert weight is not None
         load_stored(weight, values, name)
         weight.copy_(values[name])

@@ -18,30 +18,25 @@ would have. It is cut between experts.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerTensor, tiles_along
-from octavo.kernels.layouts import multiply_tiles_
-from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
-from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.private import hooks_of, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.scaling.recipe import WEIGHT, Recipe
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
+from octavo.tensor.pair import Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
-from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
+from octavo.weights.bucket import FLATTENED
 from octavo.weights.fsdp2 import FirstHookResult, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import (
@@ -50,26 +45,26 @@ from octavo.weights.storable import (
     first_reason,
     granularity_of_scales,
     stored_granularity,
-    uneven_experts,
-    why_not_shardable,
 )
+from octavo.weights.stored_ops import RULES
 
 aten = torch.ops.aten
-
-WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
 @dataclass(eq=False)
 class TrainingFacts:
     """Facts about how a weight in FP8 is trained, besides its pair. Its aliases, ``.data`` say, share one object.
 
-    Attributes:
-        low_bits: int8 [N, K]: the bits of the cast values that the codes do not hold.
-        awaited: whether an optimizer will take ``low_bits`` into its master; False for copies.
-        is_frozen: whether the parameter is not trained.
-        scale_is_local: whether this rank chose its shard's scale by itself: ranks have to agree on one before the next
-            gather or save.
-        replaced_scale: the scales that NaN has replaced until load_state_dict reads those of the codes that were sent.
+    field           what it holds                                      who writes it
+    low_bits        int8 [N, K]: the bits of the cast values that      ``cast``, ``write`` and adapters, with the codes;
+                    the codes do not hold                              an optimizer's first step and freezing drop them
+    awaited         whether an optimizer will take low_bits into       octavo's optimizers when the weight is added to
+                    its master; False for copies                       them, or stored later (octavo/optim/)
+    is_frozen       whether the parameter is not trained               the setter of ``requires_grad``
+    scale_is_local  whether this rank chose its shard's scale by       ``write``; ``agree_on_scale`` ends it, before the
+                    itself, so that ranks have to agree on one         next gather or save
+    replaced_scale  the scales that NaN has replaced, until            ``write`` of a file's codes; weights/files.py
+                    load_state_dict reads those of the codes           empties it
     """
 
     low_bits: Tensor | None = None
@@ -286,24 +281,26 @@ class StoredWeight(ShardHooks, Pair):
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """Return a copy with its tensors moved."""
-        copied = self._like(move(self.qdata), move(self.scale_inv), move, dtype=dtype or self.dtype)
+        copied = self.with_tensors(move(self.qdata), move(self.scale_inv), move, dtype=dtype)
         copied.facts.awaited = False
         return copied
 
     def alias(self) -> StoredWeight:
         """Return a new object over the same memory."""
-        view = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
+        view = self.with_tensors(aten.alias(self.qdata), aten.alias(self.scale_inv))
         view.facts = self.facts
         return view
 
-    def _like(self, qdata: Tensor, scale_inv: Tensor, move: Any = None, **others: Any) -> StoredWeight:
-        """Return a weight of other tensors, and else of this one's attributes but for ``others``.
+    def with_tensors(
+        self, qdata: Tensor, scale_inv: Tensor, make_low_bits: Any = None, dtype: Any = None, is_shard: Any = None
+    ) -> StoredWeight:
+        """Return a weight of these tensors that is else like this one, but for a dtype or ``is_shard`` that is given.
 
-        ``move``: makes its low bits of this one's, if this one has them; None: it has none.
+        ``make_low_bits``: makes its low bits of this one's, if this one has any; None: it has none.
         """
-        dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
-        weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        low_bits = None if move is None or self.low_bits is None else move(self.low_bits)
+        is_shard = self.is_shard if is_shard is None else is_shard
+        weight = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_shard)
+        low_bits = None if make_low_bits is None or self.low_bits is None else make_low_bits(self.low_bits)
         weight.facts = replace(self.facts, low_bits=low_bits)
         vars(weight).update({name: vars(self)[name] for name in ("part", "layer_name") if name in vars(self)})
         return weight
@@ -322,12 +319,12 @@ class StoredWeight(ShardHooks, Pair):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
             scale_inv = cut(scale_inv, start // step, tiles_along(stop, step))
-        return self._like(cut(self.qdata), scale_inv, cut, is_shard=True)
+        return self.with_tensors(cut(self.qdata), scale_inv, cut, is_shard=True)
 
     def rows(self, start: int, stop: int) -> StoredWeight:
         """Return a copy of rows start to stop as a weight of its own; its scale per tensor is this one's at first."""
         part = self.shard(start, stop)  # over this one's memory
-        return part._like(part.qdata.clone(), part.scale_inv.clone(), torch.clone, is_shard=False)
+        return part.with_tensors(part.qdata.clone(), part.scale_inv.clone(), torch.clone, is_shard=False)
 
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, as far as they are known."""
@@ -342,7 +339,7 @@ class StoredWeight(ShardHooks, Pair):
         """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
         return (self.facts.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
-    def write(self, other: Tensor) -> StoredWeight:
+    def write(self, other: Any) -> StoredWeight:
         """Write another's values, unless the weight has them: its scale then stays, on which a master's rest depends.
 
         other                          what is written        the scale of a shard that is per tensor is then
@@ -354,20 +351,19 @@ class StoredWeight(ShardHooks, Pair):
         """
         if self.is_meta:
             return self
-        is_shard_of_one_scale = self.is_shard and self.has_one_scale
-        if isinstance(other, StoredWeight):
+        is_shard_of_one_scale, is_stored = self.is_shard and self.has_one_scale, isinstance(other, StoredWeight)
+        if is_stored and other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
             # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
-            if other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
-                self.facts.scale_is_local = is_shard_of_one_scale and (not other.is_shard or other.facts.scale_is_local)
-                if other.shape != self.shape or not self.equals(other):
-                    self._write_pair(other)
-                return self
-            other = other.before_cast()
+            has_scale_of_whole = other.is_shard and not other.facts.scale_is_local
+            self.facts.scale_is_local = is_shard_of_one_scale and not has_scale_of_whole
+            if other.shape != self.shape or not self.equals(other):
+                self._write_pair(other)
+            return self
         self.facts.scale_is_local = is_shard_of_one_scale
         if self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
             return self
-        values = other.to(self.device).expand(self.shape)
+        values = (other.before_cast() if is_stored else other).to(self.device).expand(self.shape)
         if not torch.equal(self.before_cast(), values.to(self.dtype)):
             self._write_pair(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
         return self
@@ -430,151 +426,16 @@ def local_stored(weight: Any) -> StoredWeight | None:
     return local if isinstance(local, StoredWeight) else None
 
 
-# --- rules of the ops that torch may apply to it ----------------------------------------------------------------------
-
-
-def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
-    size = tuple(size)
-    if size == (-1,) and weight.is_shard:  # by FSDP2: a shard's codes in a row, over the same storage
-        return weight._like(weight.qdata.view(-1), weight.scale_inv)
-    if size in ((-1,), (weight.numel(),)):
-        return BroadcastBucket([weight.alias()])
-    return weight.alias() if size == tuple(weight.shape) else NotImplemented  # so torch asks for a gradient's node
-
-
-def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
-    """Transpose experts that are stored [E, K, N], by ``weight.mT``, for products; their codes stay as they lie."""
-    swaps = weight.ndim == 3 and {dim % 3 for dim in dims} == {1, 2}
-    return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
-
-
-def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
-    if weight.is_shard or not weight.facts.is_frozen or not isinstance(other, Tensor):
-        return NotImplemented
-    if func is aten.add_.Tensor:
-        return add_adapter(weight, other, alpha)
-    raise UnsupportedOpError(
-        "an adapter can't be taken out of a weight that is stored in FP8, which was rounded when it was merged: load "
-        "the weights again, or merge into a copy of the model"
-    )
-
-
-def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
-    """Apply the rule of empty_like, for Module.to_empty."""
-    scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    zeros = partial(torch.zeros_like, device=device)
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, zeros, dtype=dtype or weight.dtype)
-
-
-def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
-    """Apply the rule of torch.nn.init's writes: to a plain weight, which is then cast."""
-    return weight.write(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
-
-
 def _read_values(func: Any, *args: Any) -> Tensor:
     """Apply the rule of comparisons, which trunc_normal_ of torch >= 2.13 makes: to values of all known bits."""
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
-def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any]:
-    total, dim = weight.shape[dim], dim % weight.ndim
-    if weight.ndim == 3 and (dim or total % size):
-        raise UnsupportedOpError(uneven_experts(weight))
-    if weight.ndim == 2 and (why := why_not_shardable(weight.shape, weight.granularity, tiles_along(total, size), dim)):
-        raise UnsupportedOpError(why)
-    return [weight.shard(start, min(start + size, total), dim) for start in range(0, total, size)]
-
-
-def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    if not weight.is_shard or step != 1:
-        return NotImplemented
-    start, stop, _ = slice(start, stop).indices(weight.shape[dim])
-    return weight.shard(start, stop, dim % weight.ndim)
-
-
-def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> Any:
-    """Pad a shard that is smaller than others by rows or columns of zeros: torch sends shards of one size."""
-    if value != 0 or weight.granularity != PerTensor():
-        return NotImplemented
-    codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
-    return weight._like(codes, weight.scale_inv, lambda low_bits: F.pad(low_bits, pad))
-
-
-def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
-    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``low_bits``."""
-    kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    parts: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
-        lambda weight: weight.qdata.view(torch.uint8),
-        lambda weight: weight.scale_inv.view(torch.uint8),
-    ]
-    if not outputs[0].facts.is_frozen:
-        for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
-            if weight.low_bits is None:  # another rank may have one
-                weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
-        parts.append(lambda weight: weight.low_bits)
-    for part in parts:
-        *_, work = func(*pytree.tree_map_only(kind, part, (received, *arguments)))
-        work.wait()
-    for output, received_weight in zip(outputs, received, strict=True):
-        output.write(received_weight)
-    return outputs, work
-
-
-def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
-    """Return a shard of zeros with the whole weight's scale, which it keeps on a rank without rows."""
-    if tuple(size[1:]) != tuple(weight.shape[1:]):
-        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
-    if options.get("dtype") not in (None, weight.dtype):
-        return NotImplemented
-    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    scales = weight.scale_inv
-    scales = scales.clone() if weight.has_one_scale else scales.new_ones(weight.scales_shape(size))
-    return weight._like(codes, scales, lambda low_bits: low_bits.new_zeros(size), is_shard=True)
-
-
-def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
-    """Return a plain tensor that stands for the shard of a rank without rows."""
-    if weight.ndim == 3:
-        raise UnsupportedOpError(uneven_experts(weight))
-    if weight.is_shard and weight.granularity != PerTensor():
-        raise UnsupportedOpError(
-            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
-            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-        )
-    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
-
-
-def _refuse_bytes(func: Any, weight: StoredWeight, dtype: torch.dtype) -> Any:
-    """Raise UnsupportedOpError: DeepSpeed, for one, broadcasts weights as bytes, without their scales."""
-    raise UnsupportedOpError(f"{weight.layer_name or 'weight'}.view({dtype}) {weight.REMEDY}. {FLATTENED}")
-
-
 StoredWeight.RULES = {
-    **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
-    **COPIES,
-    **PLAIN_LIKE,
-    aten.view.default: _view,
-    aten.view.dtype: _refuse_bytes,
-    aten.transpose.int: _transpose,
-    **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
+    **RULES,
     aten.copy_.default: lambda _, to, other, *__: to.write(other) if isinstance(to, StoredWeight) else NotImplemented,
-    aten.empty_like.default: _empty_like,
-    **dict.fromkeys(WRITES, _initialize),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _read_values),
-    aten.split.Tensor: _split,
-    aten.slice.Tensor: _slice,
-    aten.cat.default: join,
-    aten.new_zeros.default: _new_zeros,
-    aten.new_empty.default: _new_empty,
-    aten.constant_pad_nd.default: _pad,
-    aten.is_pinned.default: lambda func, weight, device=None: weight.qdata.is_pinned(),
-    aten._pin_memory.default: lambda func, weight, device=None: weight.moved(torch.Tensor.pin_memory),
 }
-
-if torch.distributed.is_available():  # some builds of torch have none
-    c10d = torch.ops.c10d
-    StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
-
 torch.serialization.add_safe_globals([StoredWeight, TrainingFacts])
 
 
@@ -659,34 +520,6 @@ def _refuse(gradients: Any) -> NoReturn:
         "a backward pass reached a parameter that holds another tensor since the forward (its storage changed): run "
         "forward again. DistributedDataParallel has to be made after such a change"
     )
-
-
-# --- Adapters merged into a weight that lives in FP8: ``weight.data += delta``, as PEFT does it.
-
-
-def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
-    """Add to a whole, frozen StoredWeight in place: in float32, then rounded to codes of a new scale, with a warning.
-
-    Rounded stochastically (Gupta et al., arXiv 1502.02551, section 4), by torch's seed: an adapter moves most elements
-    by less than half a code's step, and to nearest these would not move at all: of a delta of 1 % of the weight, rms,
-    less than half would be left.
-    """
-    warnings.warn(
-        "an adapter is merged into weights that are stored in FP8, which rounds them once more (stochastically, as "
-        "torch's seed has it); octavo.restore(model) before merging keeps what the weights' own dtype can hold",
-        stacklevel=2,
-    )
-    tile, tensors = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
-    for codes, scale_inv, change in zip(*tensors, strict=True) if weight.ndim == 3 else [tensors]:
-        values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
-        scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
-        bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
-        codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
-        scale_inv.copy_(scale_inv_from_scale(scale))
-    if weight.low_bits is not None:  # an optimizer waits for it
-        weight.low_bits.zero_()
-    torch.autograd.graph.increment_version([weight.qdata])
-    return weight
 
 
 @torch.no_grad()
