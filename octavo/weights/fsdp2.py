@@ -216,7 +216,7 @@ def without_hooks(param: Any) -> Tensor:
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: int | None = None) -> Tensor:
     """Return a DTensor of this shape, sharded as ``param``, with this rank's shard ``local``; that, if it is plain.
 
-    ``columns_dim``: the tensor's dimension that has the columns, which are ``param``'s last one, if it is another.
+    ``columns_dim``: the dimension of the new tensor that is sharded where ``param``'s last one is; None: the same one.
     """
     if not hasattr(param, "placements"):
         return local

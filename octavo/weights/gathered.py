@@ -153,7 +153,7 @@ class AsStored(Way):
             scales = received[1][: shape[0]] if sends_scales else scale_inv
             if recipe.is_high_precision:
                 return Operands((q, scales), (q.mT, scales.mT))
-            return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
+            return operands_of_codes((q, scales), recipe, WEIGHT, transposed=True, amax=None)
 
         sent = (codes, scale_inv) if sends_scales else (codes,)
         return sent, MakeWeight(shape, recipe.weight_key, read, [scale_inv], module.stores_transposed)
@@ -265,16 +265,20 @@ class Gather:
         self.forget()
 
     def adopt(self, parameter: Any, replaced: Any, module: WeightReader) -> None:
-        """Gather ``parameter`` of the module from now on, if FSDP2 has just sharded it; it replaces ``replaced``."""
+        """Gather the module's ``parameter`` from now on, if FSDP2 has just sharded it.
+
+        ``replaced``: what the module had in its place: the whole weight, this rank's of tensor parallelism, or another
+        shard; ``parameter`` itself, if that was moved to another device.
+        """
         if (mesh := getattr(parameter, "device_mesh", None)) is None:
             return
         mesh_dim, shape = self.mesh_dim, self.shape
-        if replaced is not parameter:  # else the same parameter was moved to another device
+        if replaced is not parameter:
             inner_mesh = getattr(replaced, "device_mesh", None)
             if inner_mesh is not None and parameter.ndim == 3:
                 return  # expert_parallel has spread its experts over ranks
-            inner_dims = 0 if inner_mesh is None else inner_mesh.ndim
-            mesh_dim, shape = mesh.ndim - 1 - inner_dims, on_this_rank(replaced).shape
+            # FSDP2's dimension is before those of the mesh that tensor parallelism has sharded it over already
+            mesh_dim, shape = mesh.ndim - 1 - getattr(inner_mesh, "ndim", 0), on_this_rank(replaced).shape
         if not attach(parameter, mesh_dim, module.part_name) or self.parameter is parameter:
             return
         self.mesh_dim, self.shape = mesh_dim, shape
@@ -320,30 +324,25 @@ class Gather:
     def _choose_way(self, module: WeightReader) -> Way:
         if local_stored(self.parameter) is not None:
             return AsStored()
-        if why := self._why_as_it_is(module):
-            return Way(why)
         casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
-        ranks = mesh.size(self.mesh_dim)
-        if why := self._why_cast_after(casts, ranks):
-            # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
-            return Way(why) if self.mesh_dim + 1 < mesh.ndim else CastAfter(why)
-        return InFP8(self, ShardCast(casts, self.shape, ranks, mesh.get_local_rank(self.mesh_dim)))
-
-    def _why_as_it_is(self, module: WeightReader) -> str | None:
-        """Return why the weight is gathered in high precision for products to read or cast it so, or None."""
-        casts = module.fp8.recipe.weight_casts
-        reasons = {
+        ranks, is_parallel = mesh.size(self.mesh_dim), self.mesh_dim + 1 < mesh.ndim
+        why_as_it_is = {
             "a product reads it in high precision": casts.as_is is None or casts.transposed is None,
             "another module shares it": self.is_shared,
             f"{type(module).__name__} stores it transposed": module.stores_transposed and self.parameter.ndim != 3,
         }
-        return first_reason(reasons)
+        if why := first_reason(why_as_it_is):
+            return Way(why)
+        if why := self._why_cast_after(casts, ranks, is_parallel):
+            # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
+            return Way(why) if is_parallel else CastAfter(why)
+        return InFP8(self, ShardCast(casts, self.shape, ranks, mesh.get_local_rank(self.mesh_dim)))
 
-    def _why_cast_after(self, casts: RoleCasts, ranks: int) -> str | None:
+    def _why_cast_after(self, casts: RoleCasts, ranks: int, is_parallel: bool) -> str | None:
         """Return why each rank casts the whole weight, or None."""
         as_is, transposed, once = casts
         assert as_is is not None and transposed is not None
-        rows, has_experts, mesh = self.shape[0], self.parameter.ndim == 3, self.parameter.device_mesh
+        rows, has_experts = self.shape[0], self.parameter.ndim == 3
         sharded_dim = self.parameter.placements[self.mesh_dim].dim
         alone = not is_cast_in_one_launch(casts.block, self.shape, ranks)
         are_uneven = has_experts and rows % ranks != 0 and is_square(casts.block)
@@ -357,7 +356,7 @@ class Gather:
             f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it": alone and are_uneven,
             f"experts are cast one matrix at a time by {as_is} and {transposed}": alone and has_experts,
             "its two layouts have different scales, and ranks would have to agree on both": alone and differ,
-            "tensor parallelism shards it too": alone and self.mesh_dim + 1 < mesh.ndim,
+            "tensor parallelism shards it too": alone and is_parallel,
         }
         return first_reason(reasons)
 
@@ -493,7 +492,7 @@ class GatherGroup:
                 gather.begin(module)
                 way.unsent_key, shard = gather.codes_key(module), way.shard
                 as_is = module.fp8.recipe.weight_casts.as_is
-                key = (as_is, shard.dtype, shard.device) if way.shard_cast.in_one_launch else way
+                key = (as_is, shard.dtype, shard.device) if way.shard_cast.in_one_launch else way  # way: alone
                 launches.setdefault(key, []).append(way)
         amaxes = _amaxes_over_ranks([way for ways in launches.values() for way in ways], mesh)
         for ways in launches.values():

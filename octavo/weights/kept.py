@@ -75,7 +75,7 @@ class KeptWeights:
         self.names = tuple(layers_and_buffers)
         self._launches: dict[tuple[Any, ...], list[tuple[Any, KeptOperands]]] = {}  # the layers that each casts
         for layer, buffers in layers_and_buffers.values():
-            key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lies_twice
+            key = layer.weight.dtype, layer.weight.device, buffers.cast
             self._launches.setdefault(key, []).append((layer, buffers))
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class KeptWeights:
         Raises:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
-        for (dtype, device, cast, _), layers_and_buffers in self._launches.items():
+        for (dtype, device, cast), layers_and_buffers in self._launches.items():
             launch = [(layer, buffers) for layer, buffers in layers_and_buffers if layer.recipe is buffers.recipe]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer, _ in launch):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
@@ -113,7 +113,7 @@ def _matrix_of(layer: Any, buffers: KeptOperands) -> MatrixToCast:
     """Return a layer's weight, and its buffers, for a launch."""
     (codes, scale_inv), (transposed_codes, _) = buffers.pairs.as_is, buffers.pairs.transposed  # type: ignore[misc]
     scale = layer.delayed_scale if buffers.cast.is_delayed else None
-    transposed = transposed_codes if buffers.lies_twice else None
+    transposed = transposed_codes if needs_transposed_codes(codes.device) else None  # else it is a view
     return MatrixToCast(layer.weight.detach().contiguous(), codes, scale_inv, scale, transposed, buffers.amax)
 
 
@@ -122,17 +122,16 @@ def _buffers_for(layer: Any) -> KeptOperands | None:
     if layer.weight_readers != {"weight": layer}:  # its parts read its weights
         return None
     recipe, weight = layer.recipe, weight_of(layer)
-    casts = recipe.weight_casts
-    cast = casts.as_is or casts.transposed
+    as_is, second, once = recipe.weight_casts
+    cast = as_is or second
     if type(weight) is not nn.Parameter or weight.ndim != 2 or layer.stores_transposed or cast is None or recipe.packs:
         return None
-    if (casts.as_is and casts.transposed and not casts.once) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
+    if (as_is and second and not once) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
         return None
-    rows, cols = weight.shape
-    pad = contraction_multiple(weight.device, recipe.pads)
-    shape, lies_twice = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
-    new = weight.detach().new_zeros
-    qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=cast.scale_inv_dtype)
-    transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lies_twice else qdata.t()
+    (rows, cols), pad = weight.shape, contraction_multiple(weight.device, recipe.pads)
+    new, shape, dtype = weight.detach().new_zeros, scale_shape(weight.shape, cast.tile), cast.format.dtype
+    qdata, scale_inv = new(rows, padded(cols, pad), dtype=dtype), new(shape, dtype=cast.scale_inv_dtype)
+    lies_twice = needs_transposed_codes(weight.device)
+    transposed = new(cols, padded(rows, pad), dtype=dtype) if lies_twice else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
-    return KeptOperands(recipe, cast, operands, lies_twice, new(shape, dtype=torch.float32))
+    return KeptOperands(recipe, cast, operands, new(shape, dtype=torch.float32))

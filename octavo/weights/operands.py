@@ -140,8 +140,8 @@ def fp8_operands(
     if training and rows.parts is None and module.fp8.kept_operands is not None:
         if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
             return kept_operands
-    is_freed = transposed and is_freed_after_forward(module, parameter)
-    request = CastRequest(module.fp8.recipe, WEIGHT, True, transposed and not is_freed, only_products=True)
+    recipe, is_freed = module.fp8.recipe, transposed and is_freed_after_forward(module, parameter)
+    request = CastRequest(recipe, WEIGHT, as_is=True, transposed=transposed and not is_freed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)
     if not is_parameter:
         operands = operands._replace(amax=None)
@@ -190,7 +190,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
         weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
     state = None if isinstance(weight, HOLDING_CODES) else fresh_state(module, parameter, training, weight.device)
     weight_NK = weight.mT if module.stores_transposed else weight
-    operands = fp8_operands(module, weight_NK, weight, False, state, training)
+    operands = fp8_operands(module, weight_NK, weight, transposed=False, state=state, training=training)
     qdata, scale_inv = operands.as_is  # type: ignore[misc]
     scale_inv = plain_scales(scale_inv, qdata.shape, MX)
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv

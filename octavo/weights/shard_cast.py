@@ -71,9 +71,12 @@ class ShardCodes(NamedTuple):
 
 
 class LayoutCast(NamedTuple):
-    """The cast of one layout; ``tile``: of the weight as it lies; ``grid``: shape of the scales that ranks share.
+    """The cast of one layout.
 
-    None: no block lies on several ranks, and the scales are sent.
+    Attributes:
+        tile: that of the cast, in the weight as it lies.
+        grid: the shape of the whole weight's scales, where ranks share them; None where each block lies on one rank,
+            which sends its scales.
     """
 
     cast: Cast

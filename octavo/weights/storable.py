@@ -33,7 +33,8 @@ def stored_granularity(granularity: Granularity, shape: Sequence[int]) -> Granul
 def why_not_shardable(shape: Sequence[int], granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
     """Return why a weight [N, K] of this granularity can't be cut over ranks by rows (columns: ``dim`` 1), or None."""
     size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
-    if granularity == PerTensor() or each == size or (step != ALL and each % step == 0 and size % each == 0):
+    each_has_whole_blocks = step != ALL and each % step == 0 and size % each == 0
+    if granularity == PerTensor() or each == size or each_has_whole_blocks:
         return None
     what = "rows" if dim == 0 else "columns"
     if granularity in FROZEN_ONLY:

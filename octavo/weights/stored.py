@@ -172,7 +172,7 @@ class StoredWeight(ShardHooks, Pair):
         weight, tile = weight.detach().contiguous(), granularity.tile
         if is_shard and granularity == PerTensor() and weight.ndim == 2:
             amax = maximum_over_shards(kernels.amax(weight, tile), like) if amax is None else amax
-            scale = scale_from_amax(amax, E4M3.max, True, 0)
+            scale = scale_from_amax(amax, E4M3.max, power_of_two=True, margin=0)
             qdata, scale_inv = torch.empty_like(weight, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
             if weight.numel():
                 qdata, *_ = kernels.cast(weight, scale.view(1), 0, E4M3.dtype, tile, True, 0)
@@ -262,7 +262,7 @@ class StoredWeight(ShardHooks, Pair):
     def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
         if self.granularity in FROZEN_ONLY:
-            return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, None)
+            return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, amax=None)
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.pads, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)

@@ -152,7 +152,7 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
     tile, tensors = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
     for codes, scale_inv, change in zip(*tensors, strict=True) if weight.ndim == 3 else [tensors]:
         values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
-        scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
+        scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, power_of_two=True, margin=0)
         bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
         codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
         scale_inv.copy_(scale_inv_from_scale(scale))

@@ -20,7 +20,7 @@ from octavo.tensor.pair import Operands
 
 
 class _Sight(NamedTuple):
-    """The identity, the counters and the storage of a weight when it was last asked about."""
+    """A weight at one call of ``since_last``: its identity, its counters and its storage."""
 
     weight_id: int
     by_hand: int  # writes by anything but its optimizer
@@ -34,7 +34,7 @@ class WeightWrites:
 
     def __init__(self) -> None:
         self._writes: SeenWrites | None = None  # to the weight of the last call; held here, they go on being counted
-        self._last: _Sight | None = None
+        self._last: _Sight | None = None  # that of the last call
         self._loaded: tuple[int, int] | None = None  # id of a weight not seen since its load, its version then
         self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
@@ -57,7 +57,7 @@ class WeightWrites:
             return loaded is not None and loaded[0] == id(weight) and loaded[1] != version_of(weight)
         if replaced or (last.weight_id, last.by_hand) != (now.weight_id, now.by_hand):
             return True
-        # a step may change storage and version
+        # another storage or version is a write, unless its optimizer has made a step since, which may change both
         return last.step == now.step and (last.version, last.storage.cdata) != (now.version, storage.cdata)
 
     def were_loaded(self, weight: Tensor | None) -> None:
@@ -72,17 +72,19 @@ class WeightWrites:
 class KeptOperands:
     """The buffers into which KeptWeights casts a layer's weight, by the recipe at the time. A copied layer has none.
 
-    ``lies_twice``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA
-    graph, so that only captured forwards may read it. Under Delayed the operands have the amax, which backward commits.
+    ``amax``: the buffer for the weight's. Under Delayed it is one of the operands, which backward commits.
     """
 
-    def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lies_twice: bool, amax: Tensor) -> None:
+    def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, amax: Tensor) -> None:
         OPTIMIZER_STEPS.watch()
-        self.recipe, self.cast, self.lies_twice, self.amax = recipe, cast, lies_twice, amax
+        self.recipe, self.cast, self.amax = recipe, cast, amax
         self.pairs = operands._replace(amax=amax) if cast.is_delayed else operands
 
     def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
-        """Note that the buffers were just cast from this weight, by this delayed state."""
+        """Note that the buffers were just cast from this weight, by this delayed state.
+
+        ``captured``: whether a CUDA graph has only recorded the cast, so that only captured forwards may read them.
+        """
         self._weight, self._captured = weight, captured
         self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
 
