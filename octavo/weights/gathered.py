@@ -71,7 +71,7 @@ class Unshard(NamedTuple):
     module: WeightReader
     shard: Tensor
     mesh: DeviceMesh  # over which FSDP2 sends
-    shape: torch.Size  # shape of the tensor that FSDP2 shards
+    shape: torch.Size  # of the tensor that FSDP2 shards
     mp_policy: MixedPrecisionPolicy
 
 
@@ -113,7 +113,7 @@ class MakeWeight:
 class Way:
     """One of the four ways to gather a weight: this one as it is, without octavo's part.
 
-    ``why``: the reason, if it is not "in FP8".
+    ``why``: the reason why it is not "in FP8", if it is not.
     """
 
     kind = AS_IT_IS
@@ -190,7 +190,7 @@ class InFP8(Way):
 
     Attributes:
         codes: the last cast's.
-        step: the last step of the weight's optimizer before that cast.
+        step: the last step of the weight's optimizer before that cast, under Delayed.
         unsent_key: ``codes_key`` at the group's last cast until a gather for a forward has sent its codes; then None.
     """
 
@@ -426,8 +426,8 @@ def settings_of(module: WeightReader, name: str) -> dict[str, object]:
     """
     recipe = module.fp8.recipe
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
-    weight = module.fp8.gather.parameter
-    if (weight := weight_of(module) if weight is None else weight) is not None:
+    weight = weight_of(module) if (sharded := module.fp8.gather.parameter) is None else sharded
+    if weight is not None:
         granularity = stored_as(weight)
         settings["weight_storage"] = weight.dtype if granularity is None else f"fp8 {granularity}"
     return {f"{name}: {setting}": value for setting, value in (settings | module.settings()).items()}
@@ -451,8 +451,10 @@ def check_layers_agree(modules: Sequence[WeightReader], mesh: DeviceMesh, **sett
 class GatherGroup:
     """The sharded weights of one ``octavo.convert``, whose scales one collective finds together.
 
-    ``settings``: of all layers at convert; ranks compare them when the first is sharded. ``backwards``: how often a
-    weight was gathered for backward.
+    Attributes:
+        settings: of all layers at convert; ranks compare them when the first is sharded.
+        backwards: how often a weight was gathered for backward: an optimizer's step may follow, so that the next
+            forward casts anew.
     """
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
@@ -475,9 +477,9 @@ class GatherGroup:
 
     def gathers_on(self, mesh: DeviceMesh) -> list[tuple[WeightReader, Gather]]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks, with their gathers."""
-        # octavo.restore leaves no fp8
-        modules = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
-        gathers: list[tuple[Any, Any]] = [(module, module.fp8.gather) for module in modules if module is not None]
+        # a module that is gone, or that octavo.restore took ``fp8`` from, is left out
+        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
+        gathers = [(module, module.fp8.gather) for module in modules]
         return [(module, one) for module, one in gathers if one.group is self and one.parameter.device_mesh == mesh]
 
     def cast_shards(self, weight_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
@@ -552,7 +554,7 @@ def _scales_of(ways: Sequence[InFP8], amaxes: list[Tensor], cast: Cast) -> list[
 
 
 def _delayed_scales_of(ways: Sequence[InFP8], amax: Tensor, cast: Cast) -> Tensor:
-    """Return the delayed scales of weights, of these amaxes; 0 for the amax's own, where a weight was written.
+    """Return the delayed scale of each weight; 0, for that of its ``amax``, where the weight was written.
 
     Writes that move no version are recognised by this: a weight's amax changed without a step of its optimizer, or is
     more than twice what its scale can represent.

@@ -62,21 +62,19 @@ class KeptWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers_and_buffers: dict[str, tuple[Any, KeptOperands]] = {
-            name: (layer, buffers)
-            for name, layer in model.named_modules()
-            if isinstance(layer, WeightOwner) and (buffers := _buffers_for(layer)) is not None
-        }
-        if not layers_and_buffers:
+        names: list[str] = []
+        self._launches: dict[tuple[Any, ...], list[tuple[Any, KeptOperands]]] = {}  # the layers that each casts
+        for name, layer in model.named_modules():
+            if isinstance(layer, WeightOwner) and (buffers := _buffers_for(layer)) is not None:
+                names.append(name)
+                weight: Any = layer.weight
+                self._launches.setdefault((weight.dtype, weight.device, buffers.cast), []).append((layer, buffers))
+        if not names:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
                 "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
-        self.names = tuple(layers_and_buffers)
-        self._launches: dict[tuple[Any, ...], list[tuple[Any, KeptOperands]]] = {}  # the layers that each casts
-        for layer, buffers in layers_and_buffers.values():
-            key = layer.weight.dtype, layer.weight.device, buffers.cast
-            self._launches.setdefault(key, []).append((layer, buffers))
+        self.names = tuple(names)
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:

@@ -498,7 +498,8 @@ def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
     chose_grad_dtype = grad_dtype != parameter.dtype  # else it follows the parameter's dtype
     hooks = hooks_of(parameter)
-    attributes = {name: value for name, value in vars(parameter).items() if name not in _class_attributes(parameter)}
+    of_class = {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
+    attributes = {name: value for name, value in vars(parameter).items() if name not in of_class}  # of its user
     if parameter.requires_grad:
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
     parameter.__class__, other.__class__ = type(other), type(parameter)
@@ -508,11 +509,6 @@ def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
     if parameter.requires_grad and chose_grad_dtype:
         parameter.grad_dtype = grad_dtype
     parameter.grad = grad
-
-
-def _class_attributes(parameter: torch.nn.Parameter) -> set[str]:
-    """Return the names of attributes that belong to a parameter's class, not to its user."""
-    return {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
 
 
 def _refuse(gradients: Any) -> NoReturn:
