@@ -53,6 +53,7 @@ class StateFacts:
         self.version = version
         self.maybe_empty = maybe_empty  # whether a role may have no scale
         self.history_id: int | None = None  # see have_same_inputs
+        self.history_version: int | None = None  # the history's, when the id was renewed: another was written by hand
         # {id of a layer: an object that all calls of its weight's load_state_dict share; None: it is loaded next}
         self.loads: dict[int, object] = {}
 
@@ -143,14 +144,17 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
-    history_id = facts_of(state.scale).history_id
+    history_id, history_version = facts_of(state.scale).history_id, version_of(state.amax_history)
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
     if role not in (None, INPUT):
-        facts_of(state.scale).history_id = history_id
+        facts = facts_of(state.scale)
+        facts.history_id = history_id
+        if facts.history_version == history_version:
+            facts.history_version = version_of(state.amax_history)
 
 
 def note_empty(scale: Tensor) -> None:
@@ -176,8 +180,9 @@ def have_same_inputs(a: State, b: State) -> bool:
 
     They stay the same for as long as the layers share each input's cast, which their history ids tell:
 
-        None             something unknown wrote the history: a user, a load, a compiled graph, or a commit of a cast
-                         without a number. The values are compared, once, for which the host waits
+        None             something unknown wrote the history: a user, before a commit made a scale of it, a load, a
+                         compiled graph, or a commit of a cast without a number. The values are compared, once, for
+                         which the host waits
         IN_CUDA_GRAPH    replays of a captured graph write it, unseen: it is like no other
         other integers   equal ones mean equal histories, on the same device: the number of a history that was
                          compared, and from a commit on the hash of (the id before it, the pass, the cast's number)
@@ -195,9 +200,11 @@ def have_same_inputs(a: State, b: State) -> bool:
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         values = [(state.scale[INPUT], state.amax_history[INPUT], state.before[:, INPUT]) for state in (a, b)]
         same = all(map(torch.equal, *values))
-    for state, history in ((a, of_a), (b, of_b)):
-        if history is None:
-            facts_of(state.scale).history_id = shared_history if same else next(_fresh_histories)
+    for state, history_id in ((a, of_a), (b, of_b)):
+        if history_id is None:
+            facts = facts_of(state.scale)
+            facts.history_id = shared_history if same else next(_fresh_histories)
+            facts.history_version = version_of(state.amax_history)
     return same
 
 
@@ -207,14 +214,20 @@ def entering_input(state: State, input_cast: int) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    before = after = facts_of(state.scale).history_id
+    facts, history = facts_of(state.scale), state.amax_history
+    before = after = facts.history_id
+    # version_of, without the call
+    is_known = facts.history_version in (None, -1 if history.is_inference() else history._version)
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         after = IN_CUDA_GRAPH
+    elif before and (not is_known or input_cast == UNKNOWN_CAST):
+        after = None
     elif before and input_cast != NO_CAST:
-        after = None if input_cast == UNKNOWN_CAST else hash((before, current_graph_task_id(), input_cast))
+        after = hash((before, current_graph_task_id(), input_cast))
     if before is not None or after is not None:
         facts_of(state.scale).history_id = after
+    facts.history_version = -1 if history.is_inference() else history._version
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

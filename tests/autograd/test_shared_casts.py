@@ -18,7 +18,7 @@ from octavo.autograd import shared_casts
 from octavo.autograd.shared_casts import MOST_HELD
 from octavo.scaling import delayed
 from octavo.scaling.delayed import IN_CUDA_GRAPH, empty_state, facts_of
-from octavo.scaling.recipe import INPUT
+from octavo.scaling.recipe import INPUT, WEIGHT
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
@@ -244,6 +244,19 @@ def test_layers_that_have_read_parameters_of_their_own_share_no_cast_but_by_equa
     region(model, input_of()).sum().backward()
     (first(nn.Parameter(input_of())) + second(nn.Parameter(input_of()))).sum().backward()
     assert casts_in(lambda: region(model, input_of()))[0] == 3
+
+
+@pytest.mark.parametrize("also_emptied", [False, True])
+def test_a_history_of_amaxes_that_is_written_by_hand_is_another_from_its_next_commit_on(also_emptied):
+    first, second = model = layers(recipes.delayed(), 2)
+    region(model, input_of()).sum().backward()
+    first.delayed_amax_history[INPUT] *= 100  # the scale stays until the next commit
+    if also_emptied:
+        empty_state(first.fp8.state, WEIGHT)
+    assert casts_in(lambda: region(model, input_of()))[0] == 3
+    region(model, input_of()).sum().backward()
+    assert first.delayed_scale[INPUT] != second.delayed_scale[INPUT]
+    assert casts_in(lambda: region(model, input_of()))[0] == 4
 
 
 def test_a_layer_whose_history_a_cuda_graph_writes_shares_no_cast_though_it_is_emptied_or_loaded():
