@@ -120,26 +120,29 @@ def fp8_operands(
     training: bool,
     rows: Rows = DENSE,
 ) -> Operands:
-    """Return a weight's operands for a forward's products.
+    """Return a weight's operands for a forward's products: by the first of the file's ways that is the weight's.
 
     ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
-    the weight; ``rows``: how the rows that it is multiplied by lie.
+    the weight; ``state``: what ``fresh_state`` returned; ``rows``: how the rows that it is multiplied by lie.
     """
+    # stored or gathered
     local: Any = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    kind: Any = type(local)
     if isinstance(local, HOLDING_CODES):
         _refuse_tracing()
-        return kind.operands(local, module, transposed)  # torch.compile makes an operation of a tensor's method
+        kind: Any = type(local)  # whose method it is: torch.compile would make an op of a call of the tensor's own
+        return kind.operands(local, module, transposed)
     # the history is that of the module's parameter in training: not of a merged, averaged or swapped weight, and not
     # of one that is computed; but FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
     if not training or not is_parameter:
         state = None
+    # kept
     if training and rows.parts is None and module.fp8.kept_operands is not None:
         if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
             return kept_operands
+    # cast in each forward; if the weight is freed after it, as it lies alone
     recipe, is_freed = module.fp8.recipe, transposed and is_freed_after_forward(module, parameter)
     request = CastRequest(recipe, WEIGHT, as_is=True, transposed=transposed and not is_freed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)

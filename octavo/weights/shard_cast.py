@@ -105,9 +105,8 @@ class ShardCast:
         self.needs_maximum = any(layout.grid is not None for layout in self.layouts)
 
     def _grid(self, tile: Tile) -> tuple[int, ...] | None:
-        """Return the shape of scales that ranks share, None where each rank's rows are whole blocks."""
-        is_even, rows = self.shape[0] % self.ranks == 0, self.shape[0] // self.ranks
-        if is_even and tile[0] != ALL and (len(self.shape) == 3 or rows % tile[0] == 0):
+        """Return the shape of scales that ranks share, None where each block lies on one rank."""
+        if has_whole_blocks(tile, self.shape, self.ranks):
             return None
         return *self.shape[:-2], *scale_shape(self.shape[-2:], tile)
 
@@ -229,7 +228,9 @@ def is_square(block: Tile | None) -> bool:
 
 def is_cast_in_one_launch(block: Tile | None, shape: torch.Size, ranks: int) -> bool:
     """Whether shards are cast with other weights: by one cast, per tensor or in blocks that lie on one rank each."""
-    if block is None or block == (ALL, ALL):
-        return block is not None
-    whole_blocks = shape[0] % ranks == 0 and (len(shape) == 3 or shape[0] // ranks % block[0] == 0)
-    return whole_blocks and is_square(block)
+    return block == (ALL, ALL) or (block is not None and is_square(block) and has_whole_blocks(block, shape, ranks))
+
+
+def has_whole_blocks(tile: Tile, shape: torch.Size, ranks: int) -> bool:
+    """Whether each of these ranks has as many rows, or experts, and they are whole blocks of this size."""
+    return tile[0] != ALL and shape[0] % ranks == 0 and (len(shape) == 3 or shape[0] // ranks % tile[0] == 0)
