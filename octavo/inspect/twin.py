@@ -15,8 +15,9 @@ weights, is not.
 
 Before that a part of the first recorded batch runs again, in high precision too (first_batch.py). So in each recorded
 step modules compute the same batch, and where one computes something else of the same input than in the step before,
-or backward another gradient, the program changed, and neither the data nor the labels. After the first backward the same forward runs from weights that are moved
-along the gradients: whether the loss falls as these say tells if backward is that of the forward (slope.py).
+or backward another gradient, the program changed, and neither the data nor the labels. After the first backward the
+same forward runs from weights that are moved along the gradients: whether the loss falls as these say tells if backward
+is that of the forward (slope.py).
 
 The twin leaves no trace: gradients, buffers, modules' attributes, random states and what octavo keeps are as before.
 """
