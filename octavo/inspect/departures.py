@@ -39,6 +39,7 @@ QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
 # Logarithms of likelihoods. A run changed if all families have so much together, as also many healthy runs do: by a
 # schedule, a loss scale, or by chance
 EVIDENCE = 7.5
+CLEAR = 11.0  # of a family: with so much, or half as much as another one, it changed too
 BY_CHANCE = 1.0  # the mean of a number that does not change, in windows of any length
 HOWS = ("", " for a record", " in each record")
 
@@ -122,7 +123,7 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
         return []
     first = []
     for places_of_family, evidence in zip(places, change.family_evidence, strict=True):
-        if evidence >= change.family_evidence.max() / 3:
+        if evidence >= min(CLEAR, change.family_evidence.max() / 2):
             place = places_of_family[change.evidence[places_of_family].argmax()]
             if numbers[place].family == "forward":  # of a module and those around it the innermost
                 least = change.evidence[place] / 2
