@@ -19,7 +19,7 @@ from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_co
 from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_scales import scale_for, shared_amax
 from octavo.granularity import ALL, MX
-from octavo.kernels.arguments import Castable, CastSource, NormSource, RotaryHeads, have_e8m0_blocks
+from octavo.kernels.arguments import Castable, CastSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
@@ -29,8 +29,8 @@ from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above
-# the tensor that the cast op reads, its arguments of an activation, by place, and other options, by name; a plain tuple
-# costs each cast a call less than a NamedTuple
+# (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name); a plain
+# tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], dict[str, Any]]
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
@@ -92,53 +92,70 @@ class CastRequest(NamedTuple):
 def cast_role(source: AnySource, request: CastRequest, state: State | None, rows: Rows = DENSE) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
+        products in FP8 that need it             casts
+        none                                     none
+        one; or two, by one scaling              one: ``_cast``
+        two, by two Dynamic scalings             two from one read: ``_cast_by_two_scalings``
+        two, by two scalings that are Delayed    one after the other: ``_cast_twice``
+             or shared by ranks, or in groups
+
     Args:
-        source: bf16, fp16 or fp32 [R, C], or what is computed from such; a weight of groups is [G, N, K].
+        source: bf16, fp16 or fp32 [R, C], or what is computed from such; a weight of groups is [G, N, K]. A facade of
+            pairs is not cast: it is returned as the operands that it has.
         request: which casts are needed, and by which recipe.
         state: read by Delayed casts.
         rows: how the role lies; ranks that have shards of it all call this.
     """
     if isinstance(source, ForProducts):
         return source.read()
-    role, casts, offsets, parts = request.role, request.recipe.casts[request.role], rows.offsets, rows.parts
-    first = casts.as_is if request.as_is else None
-    second = casts.transposed if request.transposed else None
-    cast = first or second
-    if cast is None:
+    role, casts, parts = request.role, request.recipe.casts[request.role], rows.parts
+    cast = casts.as_is if request.as_is else None
+    cast_t = casts.transposed if request.transposed else None
+    one_cast = cast or cast_t
+    if one_cast is None:
         return Operands()
-    read = x, _, options = _op_input(source, request)
-    if parts is not None and request.recipe.packs:
-        options["place"] = _place(source.shape, role, parts)
-    if request.only_products and cast.scale_inv_dtype is E8M0 and offsets is None and parts is None:
-        if _swizzles(source.shape, x, first, second):
-            options["swizzle"] = True
-    if first is None or second is None or casts.once:  # one cast serves all that is needed
-        has_scale = cast.is_delayed or parts is not None
-        scale = scale_for(source, cast, state, role, parts) if has_scale else None
-        return _cast(read, cast, scale, request, (first is not None, second is not None), offsets)
-    scale = scale_for(source, first, state, role, parts)
-    shares_amax = first.is_packed and second.is_packed and (first.rule, first.margin) == (second.rule, second.margin)
-    second_scale = scale if shares_amax else scale_for(source, second, state, role, parts)  # ranks share an amax once
-    has_scales = first.is_delayed or second.is_delayed or scale is not None or second_scale is not None
-    if not has_scales and offsets is None and x.ndim != 3:
-        return _cast_by_two_scalings(read, first, second, request)
-    if isinstance(source, NormSource):  # the first cast computes the norm, which the later one reads
-        read = _op_input(source, request._replace(keep_norm=True))
-    operands = _cast(read, first, scale, request, (True, False), offsets)
-    if (norm := operands.norm) is not None and norm.y is not None:
-        read = _op_input(norm.y, request)
-        norm = norm if request.keep_norm else norm._replace(y=None)
-    later = _cast(read, second, second_scale, request._replace(column_sum=False), (False, True), offsets)
-    amax = later.amax if operands.amax is None else operands.amax
-    return operands._replace(transposed=later.transposed, amax=amax, norm=norm)
+    read = _op_input(source, request, rows, one_cast, cast_t or one_cast)
+    if cast is None or cast_t is None or casts.once:
+        has_scale = one_cast.is_delayed or parts is not None
+        scale = scale_for(source, one_cast, state, role, parts) if has_scale else None
+        return _cast(read, one_cast, scale, request, (cast is not None, cast_t is not None))
+    scale = scale_t = None
+    is_dynamic = not (cast.is_delayed or cast_t.is_delayed)
+    if parts is not None or not is_dynamic:
+        scale = scale_for(source, cast, state, role, parts)
+        shares_amax = cast.is_packed and cast_t.is_packed and (cast.rule, cast.margin) == (cast_t.rule, cast_t.margin)
+        scale_t = scale if shares_amax else scale_for(source, cast_t, state, role, parts)  # ranks share an amax once
+    if is_dynamic and scale is None and scale_t is None and rows.offsets is None and read[0].ndim != 3:
+        return _cast_by_two_scalings(read, cast, cast_t, request)
+    return _cast_twice(read, (cast, cast_t), (scale, scale_t), request)
 
 
-def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
-    """Whether casts of this shape, of whole blocks, may write scales in the device's swizzled order, for bfloat16."""
-    needed_casts = [cast for cast in casts if cast is not None]
-    if x.dtype is not torch.bfloat16 or not needed_casts or not have_e8m0_blocks(*needed_casts):
-        return False
-    return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
+def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast) -> _OpInput:
+    """Return the op's arguments that say what of x is cast and how it lies, and what is returned beside the pairs."""
+    options: dict[str, Any] = {}
+    activation: Sequence[Any] = ()
+    if isinstance(source, Tensor):
+        x = source
+    elif isinstance(source, CastSource):
+        x, *activation = source
+        if request.keep_scale:
+            options["keep"] = True
+        if request.recast is not None:
+            options["value_scale"], options["value_dtype"] = request.recast
+            options["value_transposed"] = needs_transposed_codes(x.device)
+    elif isinstance(source, RotaryHeads):
+        x, options["k"], options["v"], options["cos"], options["sin"], _ = source
+    else:
+        options = source._asdict() | {"keep": request.keep_norm}
+        x = options.pop("x")
+    if rows.offsets is not None:
+        options["offsets"] = rows.offsets
+    elif rows.parts is not None:
+        if request.recipe.packs:
+            options["place"] = _place(source.shape, request.role, rows.parts)
+    elif request.only_products and casts[0].scale_inv_dtype is E8M0 and _swizzles(source.shape, x, casts):
+        options["swizzle"] = True
+    return x, activation, options
 
 
 def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
@@ -150,36 +167,41 @@ def _place(shape: Sequence[int], role: int, parts: Parts) -> tuple[int, int]:
     return (0, parts.rank * shape[1]) if by_columns else (parts.rank * shape[0], 0)
 
 
-def _op_input(source: AnySource, request: CastRequest) -> _OpInput:
-    """Return the op's arguments that say what of x is cast, and what is returned beside the pairs."""
-    if isinstance(source, Tensor):
-        return source, (), {}
-    if isinstance(source, CastSource):
-        x, *activation = source
-        options: dict[str, Any] = {"keep": True} if request.keep_scale else {}
-        if request.recast is not None:
-            options["value_scale"], options["value_dtype"] = request.recast
-            options["value_transposed"] = needs_transposed_codes(x.device)
-        return x, activation, options
-    if isinstance(source, RotaryHeads):
-        q, k, v, cos, sin, _ = source
-        return q, (), {"k": k, "v": v, "cos": cos, "sin": sin}
-    options = source._asdict() | {"keep": request.keep_norm}
-    return options.pop("x"), (), options
+def _swizzles(shape: Sequence[int], x: Tensor, casts: Sequence[Cast]) -> bool:
+    """Whether casts of this shape, of whole blocks, may write scales in the device's swizzled order, for bfloat16."""
+    if x.dtype is not torch.bfloat16 or not have_e8m0_blocks(*casts):
+        return False
+    return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
 
 
-def _cast_by_two_scalings(read: _OpInput, first: Cast, second: Cast, request: CastRequest) -> Operands:
+def _cast_by_two_scalings(read: _OpInput, cast: Cast, cast_t: Cast, request: CastRequest) -> Operands:
     """Cast by one scaling as x lies and by another transposed, reading x once."""
     x, activation, options = read
-    writes_transposed = second.is_packed or needs_transposed_codes(x.device)
+    writes_transposed = cast_t.is_packed or needs_transposed_codes(x.device)
     pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
-    arguments = *first.arguments, writes_transposed, pad, request.column_sum, *activation
-    q, second_q, scale_inv, second_scale_inv, *others = kernels.cast(
-        x, None, request.role, *arguments, **options, **first.named, **second.as_second
+    arguments = *cast.arguments, writes_transposed, pad, request.column_sum, *activation
+    q, q_t, scale_inv, scale_inv_t, *results = kernels.cast(
+        x, None, request.role, *arguments, **options, **cast.named, **cast_t.as_second
     )
-    transposed = (second_q, second_scale_inv) if writes_transposed else (second_q.t(), second_scale_inv.t())
-    norm = NormResults(*others) if "gamma" in options else None
-    return Operands((q, scale_inv), transposed, None, others[0] if request.column_sum else None, norm)
+    pair_t = (q_t, scale_inv_t) if writes_transposed else (q_t.t(), scale_inv_t.t())
+    norm = NormResults(*results) if "gamma" in options else None
+    return Operands((q, scale_inv), pair_t, None, results[0] if request.column_sum else None, norm)
+
+
+def _cast_twice(
+    read: _OpInput, casts: tuple[Cast, Cast], scales: tuple[Tensor | None, Tensor | None], request: CastRequest
+) -> Operands:
+    """Cast as x lies, then transposed; a norm is computed by the first cast, and the second reads its result."""
+    (cast, cast_t), (scale, scale_t), (*_, options) = casts, scales, read
+    if "gamma" in options:
+        options["keep"] = True
+    operands = _cast(read, cast, scale, request, (True, False))
+    if (norm := operands.norm) is not None:
+        assert norm.y is not None
+        read, norm = (norm.y, (), {}), norm if request.keep_norm else norm._replace(y=None)
+    second = _cast(read, cast_t, scale_t, request._replace(column_sum=False), (False, True))
+    amax = second.amax if operands.amax is None else operands.amax
+    return operands._replace(transposed=second.transposed, amax=amax, norm=norm)
 
 
 def _cast(
@@ -188,7 +210,6 @@ def _cast(
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
-    offsets: Tensor | None,
     committed: tuple[State, ForwardAmax] | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
@@ -196,50 +217,48 @@ def _cast(
     ``cast`` is that of x as it lies, unless only the transposed one of ``layouts`` is needed. ``committed``: the
     delayed state and forward's amaxes, where the cast enters these and its own into that state.
     """
-    (x, activation, options), (as_is, transposed) = read, layouts
-    role, column_sum, is_norm = request.role, request.column_sum and offsets is None, "gamma" in options
+    (x, activation, options), (as_is, transposed), role = read, layouts, request.role
     pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
+    is_norm, is_grouped = "gamma" in options, "offsets" in options
+    column_sum = request.column_sum and not is_grouped
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
-    is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and offsets is None
-    transposed_alone = writes_transposed and not as_is and is_plain and not (committed and column_sum)
-    if transposed_alone:
+    is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
+    # codes of dense rows are always written as x lies: where only transposed ones are needed, x.t() is read instead
+    reads_transpose = writes_transposed and not as_is and is_plain and not (committed and column_sum)
+    if reads_transpose:
         x, writes_transposed, column_sum = x.t(), False, False
         if "place" in options:
-            options = {**options, "place": options["place"][::-1]}
-    arguments = cast.arguments if as_is or transposed_alone else cast.arguments_transposed
-    others: Sequence[Tensor]  # a norm's results; else column sums and what keep_scale or recast asks for
+            options["place"] = options["place"][::-1]
+    if is_grouped:
+        options["as_is"] = as_is or not writes_transposed
+    arguments = cast.arguments if as_is or reads_transpose else cast.arguments_transposed
+    output = writes_transposed, pad, column_sum, *activation
     if committed is not None:
-        (state, forward_amax), (dtype, _, *scaling) = committed, arguments
-        arguments = dtype, *scaling, *request.recipe.delayed_update, writes_transposed, pad, column_sum, *activation
-        q_RC, q_CR, scale_inv, *others = kernels.cast_and_commit(x, *state, *forward_amax, *arguments, **options)
-        amax = None
+        (state, forward_amax), (dtype, _, *scaling), update = committed, arguments, request.recipe.delayed_update
+        q, q_t, scale_inv, *results = kernels.cast_and_commit(
+            x, *state, *forward_amax, dtype, *scaling, *update, *output, **options
+        )
     else:
-        if offsets is not None:
-            options = {"offsets": offsets, "as_is": as_is or not writes_transposed}
-        arguments = *arguments, writes_transposed, pad, column_sum, *activation
-        q_RC, q_CR, scale_inv, amax, *others = kernels.cast(x, scale, role, *arguments, **options, **cast.named)
-        if not cast.is_delayed:
-            amax = None
-        elif offsets is not None:
-            amax = amax.amax(0, keepdim=True)  # groups share one history
-    if transposed_alone:
-        return Operands(None, (q_RC, scale_inv), amax)
-    norm = recast_scale = recast_codes = None
-    if is_norm:
-        norm = NormResults(*others)
-    elif request.keep_scale:
-        recast_scale = others[1]
-    elif request.recast is not None:
-        recast_codes = others[1] if options["value_transposed"] else others[1].t()
-    pair = (q_RC, scale_inv) if as_is else None
-    pair_t = None
+        q, q_t, scale_inv, amax, *results = kernels.cast(x, scale, role, *arguments, *output, **options, **cast.named)
+    if committed is not None or not cast.is_delayed:
+        amax = None
+    elif is_grouped:
+        amax = amax.amax(0, keepdim=True)  # groups share one history
+    if reads_transpose:
+        return Operands(None, (q, scale_inv), amax)
+    sums, of_activation = (*results, None, None)[:2]  # the second if keep_scale or recast asks; groups have neither
+    norm, recast_codes = NormResults(*results) if is_norm else None, None
+    if request.recast is not None:
+        recast_codes = of_activation if options["value_transposed"] else of_activation.t()
+    pair, pair_t = (q, scale_inv) if as_is else None, None
     if transposed:
-        has_one_scale = offsets is None and cast.tile == (ALL, ALL)  # which is its own transpose
-        pair_t = q_CR if writes_transposed else q_RC.t(), scale_inv if has_one_scale else scale_inv.t()
-    return Operands(pair, pair_t, amax, others[0] if column_sum else None, norm, recast_scale, recast_codes)
+        has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
+        pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
+    recast_scale = of_activation if request.keep_scale else None
+    return Operands(pair, pair_t, amax, sums if column_sum else None, norm, recast_scale, recast_codes)
 
 
 def recast_alone(source: CastSource, recast: Recast, pads: bool) -> Tensor:
@@ -258,31 +277,33 @@ def operands_of_codes(
     Where one cast serves both layouts, both read these codes; else the transposed one is cast from the codes' values.
     """
     (q_RC, scale_inv), casts = pair, recipe.casts[role]
-    cast, second = casts.as_is, casts.transposed if transposed else None
+    cast, cast_t = casts.as_is, casts.transposed if transposed else None
     assert cast is not None
-    reads_codes = second is not None and casts.once
-    operands = operands_of(q_RC, scale_inv, recipe.pads, reads_codes and offsets is None)
-    pair_t = operands.transposed if second is not None else None
-    if second is not None and not casts.once:
+    lays_codes = cast_t is not None and casts.once and offsets is None
+    as_is, pair_t, *_ = operands_of(q_RC, scale_inv, recipe.pads, lays_codes)
+    if cast_t is None:
+        pair_t = None
+    elif not casts.once:
         scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
         flat = q_RC.flatten(0, -2), scales[0].flatten(0, -2)  # a weight of groups has tiles within one row
         values = kernels.dequantize(*flat, scales[1], torch.float32).view(q_RC.shape)
         request = CastRequest(recipe, role, as_is=False, transposed=True)
         pair_t = cast_role(values, request, None, Rows(offsets)).transposed
-    elif reads_codes and offsets is not None and needs_transposed_codes(q_RC.device):
+    elif offsets is not None and needs_transposed_codes(q_RC.device):
         pad = contraction_multiple(q_RC.device, recipe.pads)
         pair_t = transposed_codes(q_RC, offsets, pad), scale_inv.t()
-    return Operands(operands.as_is, pair_t, amax if cast.is_delayed else None)
+    return Operands(as_is, pair_t, amax if cast.is_delayed else None)
 
 
 def cast_and_commit(
     source: AnySource, request: CastRequest, state: State, forward_amax: ForwardAmax, rows: Rows = DENSE
 ) -> Operands:
     """Cast grad_output, and commit the delayed state with the amaxes of all three roles: in one op where it can be."""
-    (cast, _, once), layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
-    commits = cast is not None and once and cast.is_delayed and not cast.is_packed
-    if cast is not None and commits and any(layouts) and rows.offsets is None and rows.parts is None:
-        return _cast(_op_input(source, request), cast, None, request, layouts, None, (state, forward_amax))
+    casts, layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
+    cast = casts.as_is if casts.once and rows.offsets is None and rows.parts is None else None
+    if cast is not None and cast.is_delayed and not cast.is_packed and any(layouts):
+        read = _op_input(source, request, rows, cast)
+        return _cast(read, cast, None, request, layouts, (state, forward_amax))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

@@ -70,68 +70,71 @@ class Chain(NamedTuple):
 
 
 class ChainTensors(NamedTuple):
-    """The tensors that gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N]."""
+    """A value for each tensor that gradients flow to: the tensor itself, or whether its gradient is needed.
 
-    x: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    second_weight: Tensor | None
-    second_bias: Tensor | None
+    They are x [T, K], the norm's parameters [K], weights [N, K] and biases [N].
+    """
+
+    x: Any
+    gamma: Any
+    beta: Any
+    weight: Any
+    bias: Any
+    second_weight: Any
+    second_bias: Any
+
+    def are_needed(self) -> tuple[bool, bool]:
+        """Return whether the gradients of the first layer's input and of its output are needed, if these say so."""
+        of_input = self.x or self.gamma or self.beta
+        return of_input, of_input or self.weight or self.bias
+
+
+_LAYER_END = len(Saved._fields)  # behind the first layer's saved tensors
 
 
 def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
     """Return (the first layer's input in high precision, where that is read or returned; its pairs)."""
     x, gamma, beta, *_ = tensors
-    layer, norm = chain.layers[0], chain.norm
-    y: Tensor | None = x
+    layer, norm, y = chain.layers[0], chain.norm, x
     if norm is None:
-        request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw)
+        request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw, only_products=True)
         operands = cast_role(x, request, layer.state, layer.rows)
     else:
-        assert gamma is not None
         keep = chain.returns_norm or (needs_dw and layer.recipe.grad_weight is None)
         source, wire = NormSource(x, gamma, beta, *norm), layer.rows.wire
         operands = cast_norm(source, layer.recipe, layer.state, needs_dw=needs_dw, keep=keep, wire=wire)
         assert operands.norm is not None
-        y = operands.norm.y if keep else None
+        mean, rstd, normed = operands.norm
+        y = normed if keep else None
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _ChainFunction
             y = y.to(chain.dtype)
     for observer in layer.observers if layer.rows.wire is None else ():
-        arguments: Any = norm and (*operands.norm[:2], gamma, beta, norm.kind, norm.zero_centered)  # type: ignore[index]
-        values = (lambda: x) if norm is None else functools.partial(kernels.normalised, x, *arguments)
+        values = lambda: x  # noqa: E731
+        if norm is not None:
+            options = gamma, beta, norm.kind, norm.zero_centered
+            values = functools.partial(kernels.normalised, x, mean, rstd, *options)
         observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
     return y, operands
 
 
 def _forward(
-    tensors: ChainTensors, chain: Chain, needs: tuple[bool, ...]
+    tensors: ChainTensors, chain: Chain, needs: ChainTensors
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed).
-
-    ``needs``: which of ``tensors`` need a gradient, in their order.
-    """
-    x, gamma, _, weight, bias, second_weight, second_bias = tensors
-    needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, _ = needs
-    needs_dx = needs_x or needs_gamma or needs_beta
-    needs_dh = needs_dx or needs_dw or needs_db
+    """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed)."""
+    needs_dx, needs_dh = needs.are_needed()
     first, *later_layers = chain.layers
-    y, operands = _cast_first_input(tensors, chain, needs_dw)
-    h = output(y, operands, weight, bias, first, chain.dtype)
-    saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
-    saved_norm: tuple[Tensor | None, ...] = (None,) * 4
-    if needs_dx and operands.norm is not None:
-        saved_norm = x, gamma, operands.norm.mean, operands.norm.rstd
+    y, operands = _cast_first_input(tensors, chain, needs.weight)
+    h = output(y, operands, tensors.weight, tensors.bias, first, chain.dtype)
+    norm = operands.norm if needs_dx else None
+    saved_norm = (None,) * 4 if norm is None else (tensors.x, tensors.gamma, norm.mean, norm.rstd)
+    saved = *saved_norm, *to_save(y, operands, tensors.weight, first, needs_dx, needs.weight)
     if not later_layers:
-        return h, y, (*saved_norm, *saved)
-    (second,) = later_layers
-    assert second_weight is not None
-    recasts = needs_dh and needs_dw2 and _can_recast(first, second)
-    result, saved_second = _behind_activation(
-        h, chain.activation, second, second_weight, second_bias, (needs_dh, needs_dw2), recasts
-    )
-    return result, y, (*saved_norm, *saved, *saved_second)
+        return h, y, saved
+    (second,), needs_of_second = later_layers, (needs_dh, needs.second_weight)
+    parameters = tensors.second_weight, tensors.second_bias
+    recasts = needs_dh and needs.second_weight and _can_recast(first, second)
+    result, saved_second = _behind_activation(h, chain.activation, second, *parameters, needs_of_second, recasts)
+    return result, y, (*saved, *saved_second)
 
 
 def _can_recast(first: Layer, second: Layer) -> bool:
@@ -199,11 +202,12 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, chain = ChainTensors(*arguments[:-1]), arguments[-1]
-        result, y, saved = _forward(tensors, chain, ctx.needs_input_grad[:7])
+        *values, chain = arguments
+        tensors, needs = ChainTensors(*values), ChainTensors(*ctx.needs_input_grad[:-1])
+        result, y, saved = _forward(tensors, chain, needs)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [
-            backward_plan(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
+            backward_plan(layer, chain.dtype, *weight_and_bias)
             for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
         ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
@@ -216,73 +220,73 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs_x, needs_gamma, needs_beta, needs_dw, needs_db, needs_dw2, needs_db2 = gradients_needed_now(ctx)
+        needs, plan = ChainTensors(*gradients_needed_now(ctx)), ctx.plans[0]
         x, gamma, mean, rstd, *tensors = ctx.saved_tensors  # which a checkpoint lets be read once
-        layer_end, plans, has_beta = len(Saved._fields), ctx.plans, ctx.are_tensors[2]
-        saved, tensors_behind = Saved(*tensors[:layer_end]), tensors[layer_end:]
-        needs_dx = needs_x or needs_gamma or needs_beta
-        needs_dh = needs_dx or needs_dw or needs_db
+        saved, tensors_behind = Saved(*tensors[:_LAYER_END]), tensors[_LAYER_END:]
+        needs_dx, needs_dh = needs.are_needed()
         source: Tensor | RotaryHeads | None
         source, *grads_of_norm = grads  # None: nothing was computed from that result
         if ctx.counts is not None:
             source, grads_of_norm = gradient_of_heads(grads, ctx.counts, *tensors_behind), []
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
-        plan, needs = plans[0], (needs_dx, needs_dw, needs_db)
-        if isinstance(source, Tensor) and len(plans) == 2:
-            second = tensors_behind, (needs_dh, needs_dw2, needs_db2)
-            dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, (saved, needs), second)
+        if isinstance(source, Tensor) and len(ctx.plans) == 2:
+            dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, saved, tensors_behind, needs)
         elif source is not None and needs_dh:
-            dx, dw, db = gradients([cast_gradient(source, saved, plan, needs)], saved, plan, needs)
+            needs_of_layer = needs_dx, needs.weight, needs.bias
+            g = cast_gradient(source, saved, plan, needs_of_layer)
+            dx, dw, db = gradients(g, saved, plan, needs_of_layer)
         if source is not None:
-            ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, plans[1:])]
+            ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, ctx.plans[1:])]
         dx = _whole(dx, plan)
         dys = [dy for dy in (dx, *grads_of_norm) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
-            kind, _, zero_centered = ctx.norm
+            has_beta = ctx.are_tensors[2]
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
-            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, has_beta)
-        return dx, dgamma, dbeta if has_beta else None, dw, db, dw2, db2, None
+            options = ctx.norm.kind, ctx.norm.zero_centered, has_beta
+            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, *options)
+            dbeta = dbeta if has_beta else None
+        return dx, dgamma, dbeta, dw, db, dw2, db2, None
 
 
 def _gradients_of_two_layers(
-    ctx: Any,
-    grad: Tensor,
-    first: tuple[Saved, tuple[bool, bool, bool]],
-    second: tuple[Sequence[Tensor | None], tuple[bool, bool, bool]],
+    ctx: Any, grad: Tensor, saved: Saved, saved_second: Sequence[Tensor | None], needs: ChainTensors
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of (input, weight, bias) of the first layer and (weight, bias) of the second.
 
-    ``first`` and ``second``: the tensors that were saved of each layer, the second's by ``_behind_activation``, and
-    which of its (input, weight, bias) need a gradient.
+    ``saved_second``: the tensors that ``_behind_activation`` returned to be saved.
     """
-    (first_saved, first_needs), ((h, h_scale_inv, *saved_tensors), needs) = first, second
-    first_plan, plan = ctx.plans
-    saved, recipe, (needs_dh, needs_dw, needs_db) = Saved(*saved_tensors), plan.layer.recipe, needs
+    (first_plan, plan), (h, h_scale_inv, *tensors) = ctx.plans, saved_second
+    second, recipe = Saved(*tensors), plan.layer.recipe
+    needs_dx, needs_dh = needs.are_needed()
+    needs_dw, needs_of_first = needs.second_weight, (needs_dx, needs.weight, needs.bias)
     scale_and_tile = h_scale_inv, _tile_of_saved(recipe)
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
-        saved = saved._replace(x_TK=x.to(plan.dtype))
+        x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), second.offsets)
+        second = second._replace(x_TK=x.to(plan.dtype))
     recast = None  # of the second layer's input
-    if needs_dw and saved.recast_scale is not None:
-        recast = Recast(saved.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
-    # in a list, from which ``gradients`` takes it: there is no other reference to it then
-    g2 = [cast_gradient(grad, saved, plan, needs)]
-    needs_now = needs_dh, needs_dw and recast is None, needs_db
-    dh, dw2, db2 = gradients(g2 if recast is None else [*g2], saved, plan, needs_now)
-    g1 = []
+    if needs_dw and second.recast_scale is not None:
+        recast = Recast(second.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
+    g = cast_gradient(grad, second, plan, (needs_dh, needs_dw, needs.second_bias))
+    # where that input is cast again, it is with the gradient of h, and its product with g waits for it
+    dh, dw2, db2 = gradients(g, second, plan, (needs_dh, needs_dw and recast is None, needs.second_bias))
+    g_first = None
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
-        g1.append(cast_gradient(source, first_saved, first_plan, first_needs, recast))
+        g_first = cast_gradient(source, saved, first_plan, needs_of_first, recast)
         del source, dh
     if recast is not None:
-        codes = g1[0].operands.recast_codes if g1 else None
+        codes = None
+        if g_first is not None:
+            codes, g_first.recast_codes = g_first.recast_codes, None
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
             codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.pads)
-        dw2 = gradients(g2, saved._replace(x_q=codes), plan, (False, True, False))[1]
+        _, dw2, _ = gradients(g, second._replace(x_q=codes), plan, (False, True, False))
         del codes
-    dx, dw, db = gradients(g1, first_saved, first_plan, first_needs) if g1 else (None, None, None)
+    dx = dw = db = None
+    if g_first is not None:
+        dx, dw, db = gradients(g_first, saved, first_plan, needs_of_first)
     return dx, dw, db, dw2, db2
 
 
@@ -318,7 +322,7 @@ def run_chain(
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
     else:
-        result, y, _ = _forward(tensors, chain, (False,) * 7)
+        result, y, _ = _forward(tensors, chain, ChainTensors(*[False] * 7))
         results = _results(chain, result, y)
     if chain.positions is not None or x.ndim == 2:
         return results
@@ -356,7 +360,7 @@ class _ActivatedLinear(torch.autograd.Function):
             h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
         if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
-        da, dw, db = gradients([cast_gradient(grads[0], saved, plan, needs)], saved, plan, needs)
+        da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)
         dgate, dup = (None, None) if da is None else _gradients_of_h(da, h, ctx.activation)
         return dgate if needs_dgate else None, dup if needs_dup else None, dw, db, None, None
 

@@ -163,7 +163,7 @@ class _Chunks:
                 continue
             pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
             if needs_dx:
-                (dx, *_) = gradients([GradOutput(Operands(pair), g)], saved, self.plan, (True, False, False))
+                (dx, *_) = gradients(GradOutput(Operands(pair), g), saved, self.plan, (True, False, False))
                 assert dx is not None
                 dxs.append(dx)
             if dw is not None and g is not None:
@@ -307,7 +307,7 @@ def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, fa
     else:  # a power of two stays one
         dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
         pair, product = (codes, scale_inv), plan._replace(dtype=dtype, weight_dtype=dtype)
-    _, dw, _ = gradients([GradOutput(Operands(None, pair))], saved, product, (False, True, False))
+    _, dw, _ = gradients(GradOutput(Operands(None, pair)), saved, product, (False, True, False))
     assert dw is not None
     return dw if scale_inv is None else (dw * factor).to(plan.weight_dtype)
 

@@ -63,9 +63,8 @@ class LayerCounts(NamedTuple):
         if experts is not None:
             height = matrices.shape[1]
             ends = torch.arange(height, len(x_RC) + 1, height, dtype=torch.int32, device=x_RC.device)
-        for cast, counts, is_transposed in zip(
-            self.recipe.weight_casts[:2], self.roles[WEIGHT], (False, True), strict=True
-        ):
+        casts = zip(self.recipe.weight_casts[:2], self.roles[WEIGHT], (False, True), strict=True)
+        for cast, counts, is_transposed in casts:
             if cast is None or counts is None:
                 continue
             x, casts_transpose = x_RC, is_transposed != swaps
@@ -114,24 +113,25 @@ class Observer(NamedTuple):
             if is_running() and self.counts.seen:
                 return
             self.counts.seen.update(() if is_running() else (role,))
-        x_RC = source()
-        if isinstance(x_RC, ForProducts):
+        if isinstance(x_RC := source(), ForProducts):
             return
-        casts, (first, second) = recipe.casts[role], self.counts.roles[role]
-        if first is not None and casts.as_is is not None and operands.as_is is not None:
-            counts = self._counts_of_groups(first, offsets)
-            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *counts, offsets)
-        elif casts.once:  # in a first layer, whose input needs no gradient
-            second = first
-        if second is not None and casts.transposed is not None and operands.transposed is not None:
-            if casts.transposed.is_packed:
-                laid, rotation = x_RC.t(), casts.transposed.rotation
-                laid = laid if rotation is None else rotated(laid.to(torch.float32), rotation.signs)
-                kernels.cast_statistics(laid, *operands.transposed, casts.transposed.tile, *second)
-                return
-            (codes, scale_inv), pad = operands.transposed, contraction_multiple(x_RC.device, recipe.pads)
-            rows, counts = rows_of_codes(codes, offsets, x_RC.shape[0], pad), self._counts_of_groups(second, offsets)
-            kernels.cast_statistics(x_RC, rows, scale_inv.t(), casts.transposed.tile[::-1], *counts, offsets)
+        casts, (counts, counts_t) = recipe.casts[role], self.counts.roles[role]
+        if counts is not None and casts.as_is is not None and operands.as_is is not None:
+            counts_of_groups = self._counts_of_groups(counts, offsets)
+            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *counts_of_groups, offsets)
+        elif casts.once:  # in a first layer, whose input needs no gradient, the transposed pair alone is there
+            counts_t = counts
+        if counts_t is None or casts.transposed is None or operands.transposed is None:
+            return
+        (codes, scale_inv), cast = operands.transposed, casts.transposed
+        if cast.is_packed:
+            laid = x_RC.t() if cast.rotation is None else rotated(x_RC.t().to(torch.float32), cast.rotation.signs)
+            kernels.cast_statistics(laid, codes, scale_inv, cast.tile, *counts_t)
+        else:
+            pad = contraction_multiple(x_RC.device, recipe.pads)
+            rows = rows_of_codes(codes, offsets, x_RC.shape[0], pad)
+            counts_of_groups = self._counts_of_groups(counts_t, offsets)
+            kernels.cast_statistics(x_RC, rows, scale_inv.t(), cast.tile[::-1], *counts_of_groups, offsets)
 
     def _counts_of_groups(self, counts: Counts, offsets: Tensor | None) -> Counts:
         """Return the counts of these groups, which are all experts, or those whose products this rank computes."""
@@ -170,4 +170,6 @@ class Observer(NamedTuple):
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
             # a faulty grad_output[t, n] makes all of dW[group, n, :] faulty, so that a sum of one column shows it
             result = result[..., 0].sum(-1)[group].unsqueeze(1)
-        kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
+        of_input, of_grad_output = self.notes
+        notes = of_input if name == "output" else of_grad_output
+        kernels.note_faults(result, tensor, scale_inv, amax, *notes, offsets)

@@ -78,10 +78,11 @@ def backward_plan(
     layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, input_cast: int = UNKNOWN_CAST
 ) -> BackwardPlan:
     """Return the plan of a layer's backward, with results of this dtype."""
-    (_, recipe, state, commits, observers, rows), source = layer, layer.weight.source
-    rows = rows if rows.offsets is None else Rows(None, rows.parts, rows.wire)
+    source, rows = layer.weight.source, layer.rows
+    if rows.offsets is not None:  # they are saved
+        rows = Rows(None, rows.parts, rows.wire)
     # field by field, as every forward calls this: _replace takes twice as long
-    layer = Layer(_SAVED, recipe, state, commits, observers, rows)
+    layer = Layer(_SAVED, layer.recipe, layer.state, layer.commits, layer.observers, rows)
     bias_dtype = None if bias is None else bias.dtype
     return BackwardPlan(layer, dtype, weight_NK.dtype, bias_dtype, input_cast, source is not None and source.is_swapped)
 
@@ -123,17 +124,16 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
-    x_pair: tuple[Tensor | None, Tensor | None] = None, None
-    weight_pair = x_pair
-    if needs_dw and recipe.grad_weight is not None:
-        x_pair = x.transposed or x_pair
-    if needs_dx and recipe.grad_input is not None:
-        weight_pair = weight.transposed or weight_pair
+    x_pair = x.transposed if needs_dw and recipe.grad_weight is not None else None
+    weight_pair = weight.transposed if needs_dx and recipe.grad_input is not None else None
+    (x_q, x_scale_inv), (weight_q, weight_scale_inv) = x_pair or (None, None), weight_pair or (None, None)
     return Saved(
         x_TK if needs_dw and recipe.grad_weight is None else None,
-        *x_pair,
+        x_q,
+        x_scale_inv,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
-        *weight_pair,
+        weight_q,
+        weight_scale_inv,
         layer.rows.offsets,
         x.amax,
         weight.amax,
@@ -173,11 +173,16 @@ def gradients_needed_now(ctx: Any) -> Any:
     return tuple(needed)
 
 
-class GradOutput(NamedTuple):
-    """A layer's grad_output: its pairs, and itself where a gradient still reads it in high precision."""
+class GradOutput:
+    """A layer's grad_output: its pairs, its column sums, and itself where a gradient reads it in high precision.
 
-    operands: Operands
-    grad_TN: Tensor | None = None
+    ``gradients`` drops each pair before the next product: as attributes, since arguments themselves are held until a
+    call returns, by the star of a call or torch.compile's way to call.
+    """
+
+    def __init__(self, operands: Operands, grad_TN: Tensor | None = None) -> None:
+        self.as_is, self.transposed, self.column_sum = operands.as_is, operands.transposed, operands.column_sum
+        self.recast_codes, self.grad_TN = operands.recast_codes, grad_TN
 
 
 def cast_gradient(
@@ -245,52 +250,46 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 
 
 def gradients(
-    g: list[GradOutput], saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
+    g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments.
-
-    ``g``: a list of the one that it returned, which is taken out of it, so that each pair is freed before the next
-    product: arguments themselves are held until a call returns, by the star of a call or torch.compile's way to call.
-    """
+    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     weight_NK, offsets = saved.weight_NK, saved.offsets
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
-    layer, dtype = plan.layer, plan.dtype
-    recipe, observers, committed = layer.recipe, layer.observers, layer.state if layer.commits else None
+    layer, dtype, recipe = plan.layer, plan.dtype, plan.layer.recipe
+    committed = layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
-    operands, grad_TN = g.pop()
-    as_is, transposed, column_sum = operands.as_is, operands.transposed, operands.column_sum
-    del operands
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
-            assert grad_TN is not None and weight_NK is not None
-            dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
+            assert g.grad_TN is not None and weight_NK is not None
+            dx_TK = _mm(g.grad_TN, weight_NK.to(g.grad_TN.dtype), offsets)
         else:
             w_q, w_scale_inv = saved.weight_q, saved.weight_scale_inv
             if w_q is None and weight_NK is not None:
                 w_q, w_scale_inv = weight_cast_again(weight_NK, layer, saved.delayed_scale)
-            assert as_is is not None and w_q is not None and w_scale_inv is not None
-            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
-        for observer in observers:
-            observer.product(recipe, "grad_input", dx_TK, as_is or (grad_TN, None), offsets, None, committed)
-    as_is = None
+            assert g.as_is is not None and w_q is not None and w_scale_inv is not None
+            dx_TK = _matmul(recipe, "grad_input", g.as_is, (w_q, w_scale_inv), None, dtype, offsets)
+        for observer in layer.observers:
+            observer.product(recipe, "grad_input", dx_TK, g.as_is or (g.grad_TN, None), offsets, None, committed)
+    g.as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
-            assert grad_TN is not None and saved.x_TK is not None
-            dw_NK = _mm(grad_TN.t(), saved.x_TK, offsets)
+            assert g.grad_TN is not None and saved.x_TK is not None
+            dw_NK = _mm(g.grad_TN.t(), saved.x_TK, offsets)
         else:
-            assert transposed is not None and saved.x_q is not None and saved.x_scale_inv is not None
+            assert g.transposed is not None and saved.x_q is not None and saved.x_scale_inv is not None
             x_pair = saved.x_q, saved.x_scale_inv
-            dw_NK = _matmul(recipe, "grad_weight", transposed, x_pair, None, dtype, offsets)
+            dw_NK = _matmul(recipe, "grad_weight", g.transposed, x_pair, None, dtype, offsets)
         dw_NK = dw_NK.to(plan.weight_dtype)
-        for observer in () if needs_dx else observers:
-            operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
+        for observer in () if needs_dx else layer.observers:
+            operand = g.transposed or (None if g.grad_TN is None else g.grad_TN.t(), None)
             observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
     if needs_db:
+        column_sum = g.column_sum
         if column_sum is None:
-            assert grad_TN is not None
-            column_sum = grad_TN.sum(0) if offsets is None else group_sums(grad_TN, offsets)
+            assert g.grad_TN is not None
+            column_sum = g.grad_TN.sum(0) if offsets is None else group_sums(g.grad_TN, offsets)
         assert plan.bias_dtype is not None
         db_N = column_sum.to(plan.bias_dtype)
     return dx_TK, dw_NK, db_N
@@ -397,7 +396,7 @@ class _LinearFunction(torch.autograd.Function):
         plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         saved = Saved(*ctx.saved_tensors)
-        return *gradients([cast_gradient(grads[0], saved, plan, needs)], saved, plan, needs), None, None, None
+        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None, None
 
 
 def linear(
@@ -412,7 +411,7 @@ def linear(
     if gathered is not None:
         x = gathered.carrier
     assert isinstance(x, Tensor)
-    x_TK = as_rows(x)
+    x_TK = x if x.ndim == 2 else as_rows(x)
     if is_recorded(x, weight_NK, bias):
         y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)
     else:

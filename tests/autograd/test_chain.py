@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from octavo import HigherOrderGradientError, recipes
+from octavo.autograd import casts
 from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.chain import Chain, activated_linear, run_chain
@@ -147,6 +148,21 @@ def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
             chain = Chain(Norm("rms_norm", 1e-5, False), (layer(weight, recipe),), "", torch.float32, returns)
             run_chain(torch.ones(T, K, requires_grad=True), (torch.ones(K), None), [(weight, None)], chain)
             assert written.pop() == (returns or (needs_dw and recipe.grad_weight is None))
+
+
+def test_scales_of_a_first_input_are_swizzled_with_a_norm_and_without_one(monkeypatch):
+    """Its products alone read them: where a device's products read swizzled scales, no cast writes them otherwise."""
+    monkeypatch.setattr(casts, "reads_swizzled", lambda device: True)
+    asked, cast = [], casts.kernels.cast
+    monkeypatch.setattr(
+        casts.kernels, "cast", lambda *args, **named: asked.append("swizzle" in named) or cast(*args, **named)
+    )
+    weight, x = torch.randn(F, K, dtype=torch.bfloat16), torch.randn(T * 2, K, dtype=torch.bfloat16)
+    described = layer(weight, recipes.mx())
+    for norm in (None, Norm("rms_norm", EPS, False)):
+        asked.clear()
+        run_chain(x, (torch.ones(K), None), [(weight, None)], Chain(norm, (described,), "", torch.bfloat16, False))
+        assert asked == [True]
 
 
 def test_only_the_norms_output_is_read():
