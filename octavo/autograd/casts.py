@@ -250,14 +250,14 @@ def _cast(
     if reads_transpose:
         return Operands(None, (q, scale_inv), amax)
     sums, of_activation = (*results, None, None)[:2]  # the second if keep_scale or recast asks; groups have neither
-    norm, recast_codes = NormResults(*results) if is_norm else None, None
+    recast_scale, recast_codes = of_activation if request.keep_scale else None, None
     if request.recast is not None:
         recast_codes = of_activation if options["value_transposed"] else of_activation.t()
     pair, pair_t = (q, scale_inv) if as_is else None, None
     if transposed:
         has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
-    recast_scale = of_activation if request.keep_scale else None
+    norm = NormResults(*results) if is_norm else None
     return Operands(pair, pair_t, amax, sums if column_sum else None, norm, recast_scale, recast_codes)
 
 

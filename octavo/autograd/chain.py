@@ -89,7 +89,8 @@ class ChainTensors(NamedTuple):
         return of_input, of_input or self.weight or self.bias
 
 
-_LAYER_END = len(Saved._fields)  # behind the first layer's saved tensors
+_ToSave = tuple[Tensor | None, ...]
+_LAYER_END = len(Saved._fields)  # of the first layer's tensors among those that are saved behind the norm's
 
 
 def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
@@ -117,9 +118,7 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
     return y, operands
 
 
-def _forward(
-    tensors: ChainTensors, chain: Chain, needs: ChainTensors
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+def _forward(tensors: ChainTensors, chain: Chain, needs: ChainTensors) -> tuple[Tensor, Tensor | None, _ToSave]:
     """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed)."""
     needs_dx, needs_dh = needs.are_needed()
     first, *later_layers = chain.layers
@@ -159,7 +158,7 @@ def _behind_activation(
     bias: Tensor | None,
     needs: tuple[bool, bool],
     recasts: bool = False,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, _ToSave]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
 
     ``recasts``: the scale of a Recast is saved instead of the activation's codes.
@@ -206,10 +205,8 @@ class _ChainFunction(torch.autograd.Function):
         tensors, needs = ChainTensors(*values), ChainTensors(*ctx.needs_input_grad[:-1])
         result, y, saved = _forward(tensors, chain, needs)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
-        ctx.plans = [
-            backward_plan(layer, chain.dtype, *weight_and_bias)
-            for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
-        ]
+        layers = zip(chain.layers, parameters, strict=False)
+        ctx.plans = [backward_plan(layer, chain.dtype, weight, bias) for layer, (weight, bias) in layers]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
         ctx.set_materialize_grads(False)
         positions = chain.positions

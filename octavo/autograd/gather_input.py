@@ -122,22 +122,23 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
     """Return the pairs of all ranks' rows, or of their norm, and what the norm of this rank's rows returns beside."""
     recipe, state, needs_dw, observers = reader
-    cast, scale, amax = recipe.casts[role].as_is, None, None
+    cast = recipe.casts[role].as_is
     assert cast is not None
     norm_arguments = source._asdict() if isinstance(source, NormSource) else {"x": source}
     rows = norm_arguments.pop("x")
-    if cast.tile == (ALL, ALL):
+    scale = amax = None
+    if has_one_scale := cast.tile == (ALL, ALL):
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
         scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)
-    q, _, scale_inv, _, *others = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
+    q, _, scale_inv, _, *results = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
-    if cast.tile == (ALL, ALL):
+    if has_one_scale:
         q = _gathered(q, wire)
     else:
         message = _gathered(pack_message(q, scale_inv, cast.power_of_two), wire)
         q, scale_inv = unpack_message(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
-    norm = NormResults(*others) if norm_arguments else None
+    norm = NormResults(*results) if norm_arguments else None
     return operands_of_codes((q, scale_inv), recipe, role, needs_dw, amax)._replace(norm=norm)
 
 

@@ -57,24 +57,21 @@ def cast_matrices(
 ) -> Operands:
     """Cast every group's matrix by one scaling: pairs of codes [G, N, K'] as they lie and [G, K, N'] transposed."""
     as_is, transposed = layouts
-    options = cast.arguments if as_is else cast.arguments_transposed
+    dtype, tile, *scaling = cast.arguments if as_is else cast.arguments_transposed
     is_swapped = weight_GNK.mT.is_contiguous() and not weight_GNK.is_contiguous()  # a parameter stored [G, K, N]
     laid = weight_GNK.mT if is_swapped else weight_GNK.contiguous()
     if is_swapped:
-        options = options[0], options[1][::-1], *options[2:]
-        as_is, transposed = transposed, as_is
+        tile, as_is, transposed = tile[::-1], transposed, as_is
     groups, rows, _ = laid.shape
     ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=laid.device)
     writes_transposed = transposed and needs_transposed_codes(laid.device)
-    group_options = {"offsets": ends, "as_is": as_is or not writes_transposed}
-    q, q_t, scale_inv, amax = kernels.cast(
-        laid.flatten(0, 1), delayed_scale, role, *options, writes_transposed, pad, **group_options
-    )
+    arguments = laid.flatten(0, 1), delayed_scale, role, dtype, tile, *scaling, writes_transposed, pad
+    q, q_t, scale_inv, amax = kernels.cast(*arguments, offsets=ends, as_is=as_is or not writes_transposed)
     pair = pair_t = None
     if as_is or not writes_transposed:
-        pair = of_equal_groups(q, scale_inv, options[1], laid.shape)
+        pair = of_equal_groups(q, scale_inv, tile, laid.shape)
     if writes_transposed:
-        pair_t = of_equal_groups(q_t, scale_inv, options[1], laid.shape, pad, transposed=True)
+        pair_t = of_equal_groups(q_t, scale_inv, tile, laid.shape, pad, transposed=True)
     elif transposed:
         pair_t = pair[0].mT, pair[1].mT  # type: ignore[index]
     pair = pair if as_is else None

@@ -148,10 +148,9 @@ class _Chunks:
         saved = self._saved(needs_dx)
         if needs_dw and recipe.grad_weight is None:
             dw = self.x_TK.new_zeros(self.weight_NK.shape, dtype=torch.float32)
-        elif needs_dw and recipe.grad_weight is not None:
-            dtype = _fixed_format(recipe).dtype
-            if not _has_fixed_scale(recipe.grad_weight[0]):
-                dtype = torch.uint8  # torch copies into them, and Inductor computes nothing of float8
+        elif needs_dw:  # where they are copied, as bytes: Inductor computes nothing of float8
+            is_fixed = _has_fixed_scale(recipe.grad_output_casts.transposed)
+            dtype = _fixed_format(recipe).dtype if is_fixed else torch.uint8
             shape = (columns, padded(tokens, self.pad)) if self.writes_transposed else (tokens, columns)
             codes = self.x_TK.new_empty(shape, dtype=dtype)
         db = self.x_TK.new_zeros(columns, dtype=torch.float32) if needs_db else None
@@ -182,14 +181,13 @@ class _Chunks:
     def _saved(self, needs_dx: bool) -> Saved:
         """Return the tensors that a chunk's dx is computed from, besides its G."""
         layer, source = self.layer, self.layer.weight.source
-        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, needs_dw=False)
-        if needs_dx and source is not None and layer.recipe.grad_input is not None:  # FSDP1's and ZeRO-3's: once
-            weight = source.tensor.mT if source.is_swapped else source.tensor
-            q, scale_inv = weight_cast_again(weight, layer, source.delayed_scale)
-            saved = saved._replace(weight_NK=None, weight_q=q, weight_scale_inv=scale_inv)
-        elif source is not None:
-            saved = saved._replace(weight_NK=self.weight_NK)
-        return saved
+        if source is not None:  # FSDP1's or ZeRO-3's weight, which forward has: it is cast once for all chunks
+            pair = None
+            if needs_dx and layer.recipe.grad_input is not None:
+                weight = source.tensor.mT if source.is_swapped else source.tensor
+                pair = weight_cast_again(weight, layer, source.delayed_scale)
+            layer = layer._replace(weight=Operands(transposed=pair))
+        return to_save(None, Operands(), self.weight_NK, layer, needs_dx, needs_dw=False)
 
     def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return a chunk's logits, losses and logarithms of sums of exponentials."""
@@ -210,10 +208,11 @@ class _Chunks:
         """
         recipe, arguments = self.layer.recipe, (self.loss.target[rows], *self.loss_options, lse)
         cast, cast_t, _ = recipe.grad_output_casts
-        (needs_dx, needs_dw, needs_db), pair, scale_inv, g = needs, None, None, None
+        needs_dx, needs_dw, needs_db = needs
+        pair = scale_inv = g = None
         is_fixed, is_fixed_t = needs_dx and _has_fixed_scale(cast), needs_dw and _has_fixed_scale(cast_t)
         if is_fixed or is_fixed_t:
-            q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)
+            q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)  # which asks for no codes
             if is_fixed_t and codes is not None and not self.writes_transposed:
                 q = codes[rows]  # one copy serves both products
             elif is_fixed:

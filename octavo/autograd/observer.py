@@ -68,14 +68,13 @@ class LayerCounts(NamedTuple):
             if cast is None or counts is None:
                 continue
             x, casts_transpose = x_RC, is_transposed != swaps
+            scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
             if pair is not None:
                 tile, (q, scale_inv) = pair
             elif cast.is_packed:
                 x, tile = x_RC.t() if casts_transpose else x_RC, cast.tile
-                scale = delayed_scale if cast.is_delayed else None
                 q, _, scale_inv, *_ = kernels.cast(x, scale, WEIGHT, *cast.arguments, False, NV[1], **cast.named)
             else:
-                scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
                 arguments = cast.arguments_transposed if casts_transpose else cast.arguments
                 q, _, scale_inv, *_ = kernels.cast(x_RC, scale, WEIGHT, *arguments, offsets=ends)
                 tile = arguments[1]

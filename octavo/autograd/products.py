@@ -124,16 +124,14 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
+    no_pair: tuple[Tensor | None, Tensor | None] = None, None
     x_pair = x.transposed if needs_dw and recipe.grad_weight is not None else None
     weight_pair = weight.transposed if needs_dx and recipe.grad_input is not None else None
-    (x_q, x_scale_inv), (weight_q, weight_scale_inv) = x_pair or (None, None), weight_pair or (None, None)
     return Saved(
         x_TK if needs_dw and recipe.grad_weight is None else None,
-        x_q,
-        x_scale_inv,
+        *(x_pair or no_pair),
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
-        weight_q,
-        weight_scale_inv,
+        *(weight_pair or no_pair),
         layer.rows.offsets,
         x.amax,
         weight.amax,

@@ -45,13 +45,11 @@ def gradient_of_heads(
     like = next((grad for grad in grads if grad is not None), None)
     if like is None:
         return None
-    batch, _, *dims = like.shape
-    heads = (counts[0], counts[1], counts[1])
-    whole = (
-        like.new_zeros(batch, count, *dims) if grad is None else grad for grad, count in zip(grads, heads, strict=True)
-    )
+    (batch, _, *dims), (queries, keys) = like.shape, counts
+    with_counts = zip(grads, (queries, keys, keys), strict=True)
+    whole = (like.new_zeros(batch, count, *dims) if grad is None else grad for grad, count in with_counts)
     q, k, v = (grad.transpose(1, 2) for grad in whole)
-    return RotaryHeads(q, k, v, cos, sin, True)
+    return RotaryHeads(q, k, v, cos, sin, inverse=True)
 
 
 class _TurnHeads(torch.autograd.Function):

@@ -104,7 +104,6 @@ def shared_amax(amaxes: Sequence[Tensor | None], parts: Parts | None) -> Sequenc
     local_amaxes = [amax for amax in amaxes if amax is not None]
     if parts is None or not local_amaxes:
         return amaxes
-    whole_amaxes = iter(
-        maximum_over_ranks(torch.cat([amax.view(1) for amax in local_amaxes]), parts.group).view(-1, 1, 1).unbind()
-    )
+    together = maximum_over_ranks(torch.cat([amax.view(1) for amax in local_amaxes]), parts.group)
+    whole_amaxes = iter(together.view(-1, 1, 1).unbind())
     return [None if amax is None else next(whole_amaxes) for amax in amaxes]

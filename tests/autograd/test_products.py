@@ -141,10 +141,10 @@ def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
         layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
         saved = to_save(x, cast_role(x, CastRequest(recipe, INPUT, True, True), None), weight, layer, True, True)
         for needs in itertools.product([False, True], repeat=3):
-            operands_and_gradient = cast_gradient(grad, saved, backward_plan(layer, x.dtype, weight, bias), needs)
+            g = cast_gradient(grad, saved, backward_plan(layer, x.dtype, weight, bias), needs)
             read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
-            summed = needs[2] and operands_and_gradient[0].column_sum is None
-            assert (operands_and_gradient[1] is not None) == (read or summed)
+            summed = needs[2] and g.column_sum is None
+            assert (g.grad_TN is not None) == (read or summed)
 
 
 @pytest.mark.parametrize("layer", [octavo.nn.Linear, octavo.nn.LayerNormLinear, octavo.nn.LayerNormMLP])
