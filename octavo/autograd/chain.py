@@ -230,8 +230,7 @@ class _ChainFunction(torch.autograd.Function):
             dx, dw, db, dw2, db2 = _gradients_of_two_layers(ctx, source, saved, tensors_behind, needs)
         elif source is not None and needs_dh:
             needs_of_layer = needs_dx, needs.weight, needs.bias
-            g = cast_gradient(source, saved, plan, needs_of_layer)
-            dx, dw, db = gradients(g, saved, plan, needs_of_layer)
+            dx, dw, db = gradients(cast_gradient(source, saved, plan, needs_of_layer), saved, plan, needs_of_layer)
         if source is not None:
             ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, ctx.plans[1:])]
         dx = _whole(dx, plan)
@@ -261,11 +260,11 @@ def _gradients_of_two_layers(
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), second.offsets)
         second = second._replace(x_TK=x.to(plan.dtype))
-    recast = None  # of the second layer's input
+    recast = None
     if needs_dw and second.recast_scale is not None:
         recast = Recast(second.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
     g = cast_gradient(grad, second, plan, (needs_dh, needs_dw, needs.second_bias))
-    # where that input is cast again, it is with the gradient of h, and its product with g waits for it
+    # a Recast is made by the first layer's cast, and dw2 is computed after it
     dh, dw2, db2 = gradients(g, second, plan, (needs_dh, needs_dw and recast is None, needs.second_bias))
     g_first = None
     if dh is not None:

@@ -174,8 +174,8 @@ def gradients_needed_now(ctx: Any) -> Any:
 class GradOutput:
     """A layer's grad_output: its pairs, its column sums, and itself where a gradient reads it in high precision.
 
-    ``gradients`` drops each pair before the next product: as attributes, since arguments themselves are held until a
-    call returns, by the star of a call or torch.compile's way to call.
+    ``gradients`` sets each pair to None once its product is computed, so that it is freed before the next: an argument
+    itself would be held until the call returns, by the star of a call or torch.compile's way to call.
     """
 
     def __init__(self, operands: Operands, grad_TN: Tensor | None = None) -> None:
@@ -283,6 +283,7 @@ def gradients(
         for observer in () if needs_dx else layer.observers:
             operand = g.transposed or (None if g.grad_TN is None else g.grad_TN.t(), None)
             observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
+        g.transposed = None
     if needs_db:
         column_sum = g.column_sum
         if column_sum is None:
