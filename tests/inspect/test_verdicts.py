@@ -1,5 +1,6 @@
 """The first sentences: whether FP8 is the cause, by the twin; and what changed first."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from octavo.inspect.verdicts import answer_of_twin
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_findings import healthy, put  # noqa: E402
-from tests.inspect.test_training import AT, LASTING, LAYER, RECORDS, weights  # noqa: E402
+from tests.inspect.test_training import AT, LASTING, LAYER, RECORDS, measure, weights  # noqa: E402
+
+LAST_GRADIENT = 11  # the row of the last layer's grad_output
 
 
 def with_twin(record: Record, cosine: float = 0.995, of_loss: float = 1.001) -> Record:
@@ -82,14 +85,18 @@ def test_the_twin_clears_casts_and_what_the_loss_has_in_fp8_alone() -> None:
     assert "batch" in {finding.kind for finding in diagnose(record)}
 
 
-@pytest.mark.parametrize(("kind", "layer"), [("gradients", None), ("frozen", 1)])
-def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str, layer: int | None) -> None:
+LOSES: dict[str, Callable[[Record], None]] = {
+    "gradients": weights("gradient", 1e-3, 1e-5, records=LASTING),
+    "frozen": weights("gradient", 1e-3, 0.0, 1, records=LASTING),
+    "labels": measure("zeros", 0.9, LAST_GRADIENT),
+}
+
+
+@pytest.mark.parametrize("kind", LOSES)
+def test_gradients_that_fp8_alone_loses_are_its_effect(kind: str) -> None:
     record = with_twin(healthy(4, RECORDS))
     record.weights["twin_norm"] = np.full_like(record.weights["twin_cosine"], 0.1)
-    if layer is None:
-        weights("gradient", 1e-3, 1e-5, records=LASTING)(record)
-    else:
-        weights("gradient", 1e-3, 0.0, layer, records=LASTING)(record)
+    LOSES[kind](record)
     first = diagnose(record)[0]
     assert (first.kind, first.level) == (kind, "warning")  # something else stops them: the twin has as few
     assert answer_of_twin(record, first).startswith("FP8 is not the cause: ")
