@@ -37,7 +37,8 @@ LEAST_FACTOR = 1e-9  # a fall of gradients to 0 counts as one to this factor
 
 # --- words
 
-FROM_LOSS, FROM_GRADIENTS = ("batch", "drift"), ("gradients", "labels", "frozen")  # kinds of findings that are made from these
+# kinds of findings that are made from these
+FROM_LOSS, FROM_GRADIENTS = ("batch", "drift"), ("gradients", "labels", "frozen")
 # kinds made from what layers compute, which changes once FP8 has raised the loss
 EFFECTS = (*FROM_LOSS, *FROM_GRADIENTS, "idle expert", "logits")
 CAUSE, TAKES_PART = "FP8 is the cause", "FP8 takes part, though not first"
