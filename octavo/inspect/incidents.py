@@ -7,9 +7,10 @@ they are counted after it. An earlier finding explains a later one if it could h
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class Kind(NamedTuple):
     lost: str = ""
 
 
+_cast = functools.partial(Kind, None, NO_TRAIT)  # a kind of a cast
 KINDS = {
     **dict.fromkeys(("options", "state", "untied", "overwritten", "ranks"), Kind(BETWEEN, EVENT)),
     "learning rate": Kind(BETWEEN, EVENT | TOO_MUCH),
@@ -88,15 +90,13 @@ KINDS = {
     # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
     # determine the scale; "rounded": decibels of the SQNR below what the role needs
     "nonfinite": Kind(None, WHOLE, 4.0, 0.0, "has inf or NaN in {nonfinite} of its {role}", "nonfinite"),
-    "stale": Kind(None, NO_TRAIT, 8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
-    "clipped": Kind(None, NO_TRAIT, 20.0, 1e-3, "clips {clipped} of its {role}", "clipped"),
-    "flushed": Kind(None, NO_TRAIT, 20.0, 1e-2, "flushes {flushed} of its {role} to 0", "flushed"),
-    "outliers": Kind(
-        *(None, NO_TRAIT, 20.0, 1e-2),
-        "flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
-        "flushed",
+    "stale": _cast(8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
+    "clipped": _cast(20.0, 1e-3, "clips {clipped} of its {role}", "clipped"),
+    "flushed": _cast(20.0, 1e-2, "flushes {flushed} of its {role} to 0", "flushed"),
+    "outliers": _cast(
+        20.0, 1e-2, "flushes {flushed} of its {role} to 0, as a few outliers determine its scale", "flushed"
     ),
-    "rounded": Kind(None, NO_TRAIT, 2.0, 3.0, "rounds its {role} to an SQNR of {sqnr} dB"),
+    "rounded": _cast(2.0, 3.0, "rounds its {role} to an SQNR of {sqnr} dB"),
 }
 
 
@@ -182,43 +182,28 @@ def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
     return begins, worst
 
 
-class _CauseAndEffect:
-    """Two findings, as EXPLAINS asks of them: the effect begins so many records after its cause.
+def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int:
+    """Return within how many records of its begin a cause explains such an effect; NEVER if it does not.
 
-    ``is_first``: the cause is there in the first record.
+    ``records``: how many later this effect begins. ``is_first``: the cause is there in the first record.
     """
-
-    def __init__(self, cause: Finding, effect: Finding, records: int, is_first: bool) -> None:
-        traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
-        is_severe, is_note = cause.severity == MOST_SEVERE, cause.level == "note"
-        explains_level = not is_note or effect.level == "note"
-        # of such data, or of such gradients
-        is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
-        is_same_kind = (cause.kind, cause.role) == (effect.kind, effect.role)
-        is_bad = not is_note and (cause.level == "critical" or SYMPTOM in effect_traits)
-        self.effect_is_from_outside = OUTSIDE in effect_traits and not is_severe
-        self.steps_explain_write = effect.kind == "overwritten" and TOO_MUCH in traits
-        self.harms_all = WHOLE in traits and (explains_level or is_cast_of_its_step)
-        self.is_over_at_once = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
-        self.is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
-        # through the layers of its step it may grow
-        self.same_kind_in_next_layer = is_same_kind and not is_first and not (records and self.is_milder_cast)
-        # findings of the whole training have no layer: a note of it explains no warning of it
-        self.is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
-        self.is_bad_enough_to_explain_symptoms = is_bad and not is_first
-
-
-# the first row that is true of two findings says within how many records the first one explains the second
-EXPLAINS: tuple[tuple[Callable[[_CauseAndEffect], bool], int], ...] = (
-    (lambda pair: pair.effect_is_from_outside and pair.steps_explain_write, SOON),
-    (lambda pair: pair.effect_is_from_outside, NEVER),
-    (lambda pair: pair.harms_all and pair.is_over_at_once, SOON),
-    (lambda pair: pair.harms_all, LATER),
-    (lambda pair: pair.same_kind_in_next_layer, SOON),
-    (lambda pair: pair.is_milder_cast, NEVER),
-    (lambda pair: pair.is_same_layer or pair.is_bad_enough_to_explain_symptoms, SOON),
-    (lambda pair: True, NEVER),
-)
+    traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
+    is_severe, is_note = cause.severity == MOST_SEVERE, cause.level == "note"
+    explains_level = not is_note or effect.level == "note"
+    if OUTSIDE in effect_traits and not is_severe:
+        return SOON if effect.kind == "overwritten" and TOO_MUCH in traits else NEVER
+    is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)  # of such data, or gradients
+    if WHOLE in traits and (explains_level or is_cast_of_its_step):
+        is_over_at_once = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
+        return SOON if is_over_at_once else LATER
+    is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
+    may_be_milder = records == 0 or not is_milder_cast  # through the layers of its step it may grow
+    if (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first and may_be_milder:
+        return SOON
+    # findings of the whole training have no layer: a note of it explains no warning of it
+    is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
+    is_bad = not is_note and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
+    return SOON if not is_milder_cast and (is_same_layer or is_bad) else NEVER
 
 
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
@@ -247,8 +232,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         records = record_of(effect.begins) - begins
         if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
             records -= min(records, record_of(cause.worst) - begins)
-        pair = _CauseAndEffect(cause, effect, records, begins == 0)
-        return records <= next(within for applies, within in EXPLAINS if applies(pair))
+        return records <= _reach(cause, effect, records, is_first=begins == 0)
 
     def comes_last(finding: Finding) -> bool:
         """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,8 +23,9 @@ from octavo.inspect.twin import DIFFERING_COSINE, LOSS, NO_OPTIMIZER, NO_TWIN, O
 # --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all
 
 # FP8 differs from a step on where so many of so many compared steps in turn are beyond a limit: that of the loss below,
-# or that of a layer's gradient, twin.DIFFERING_COSINE
+# or that of a layer's gradient, twin.DIFFERING_COSINE; and so many of the first so many of them
 BEYOND, IN_TURN = 3, 5
+BEYOND_SOON, SOON = 2, 3
 # A step's loss over its twin's, less 1, above or below. In the benchmark's 78 healthy runs with twins the third largest
 # of five in turn is at most 0.0059
 LOSS_DIFFERS = 0.006
@@ -164,10 +165,12 @@ class _ComparedSteps:
 
         A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
-        (first, _), layers = _first_beyond(self.distances[:, 2:]) or (None, 0), self.compared_layers
-        if finding.kind == "frozen" and finding.layer in layers:
-            cosines = self.cosines[at : at + BEYOND, layers.index(finding.layer)]
+        if finding.kind == "frozen" and finding.layer in self.compared_layers:
+            cosines = self.cosines[at : at + BEYOND, self.compared_layers.index(finding.layer)]
             first = at if _median(cosines) < DIFFERING_COSINE else None
+        else:
+            gradients_differ = _first_beyond(self.distances[:, 2:])
+            first = gradients_differ and gradients_differ.at
         if first is None or first > at:
             return False
         twins_factor = _median(self.twin_norms[at : at + BEYOND]) / _median(self.twin_norms[:first])
@@ -191,8 +194,7 @@ class _ComparedSteps:
     def first_lasting(self, worst: Finding | None) -> _Difference | None:
         """Return where FP8 differs first, in most of some steps in turn."""
         is_alone = worst is None or worst.products
-        first = _first_beyond(self.distances / (1.0 if is_alone else LIMIT_FACTOR_IF_OTHER_FAULT))
-        return first and _Difference(first[0], _layer_of(first[1]))
+        return _first_beyond(self.distances / (1.0 if is_alone else LIMIT_FACTOR_IF_OTHER_FAULT))
 
     def at_the_cast(self, worst: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
@@ -217,8 +219,20 @@ class _ComparedSteps:
 
     def part_of_fp8(self, worst: Finding | None, first: _Difference) -> str:
         """Return what FP8 is, if it differs from a place on, beside the worst finding."""
-        situation = _Situation(self, worst, first)
-        return next(part for holds, part in PARTS if holds(situation))
+        at, is_of_loss, step = first.at, first.layer is None, self.steps[first.at]
+        if is_of_loss and self.rise_by_fp8(at) > 0:
+            return CAUSE
+        before, cosines = self.twin_losses[:at], np.nan_to_num(self.cosines[at : at + IN_TURN], nan=1.0)
+        highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
+        twin_rises = at >= LEAST_BEFORE and _median(self.twin_losses[at:]) > highest_before
+        has_departed = twin_rises and any(each.step < step for each in self.departures[:1])
+        if has_departed or (worst is not None and not worst.products and worst.begins <= step):
+            flushes_all = not is_of_loss and _median(cosines) == 0
+            outlasts_worst = worst is not None and not has_departed and self.got_over(worst)
+            return TAKES_PART if flushes_all or outlasts_worst else SUFFERS
+        if worst is not None or is_of_loss or twin_rises:
+            return CAUSE
+        return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
 
     def both_losses(self, at: int) -> str:
         """Return a step's loss and its twin's in words."""
@@ -248,48 +262,20 @@ class _ComparedSteps:
         return f"{sentence}; later steps were not compared" if self.steps[at] < begins else sentence
 
 
-class _Situation:
-    """A first difference of FP8 and the worst finding of a run, as PARTS asks of them."""
-
-    def __init__(self, twins: _ComparedSteps, worst: Finding | None, first: _Difference) -> None:
-        at, step, before = first.at, twins.steps[first.at], twins.twin_losses[: first.at]
-        cosines = np.nan_to_num(twins.cosines[at : at + IN_TURN], nan=1.0)
-        highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
-        self.has_finding, self.is_of_loss = worst is not None, first.layer is None
-        self.raises_loss = self.is_of_loss and twins.rise_by_fp8(at) > 0
-        self.twin_rises = at >= LEAST_BEFORE and _median(twins.twin_losses[at:]) > highest_before
-        has_departed = self.twin_rises and any(each.step < step for each in twins.departures[:1])
-        self.is_second = has_departed or (worst is not None and not worst.products and worst.begins <= step)
-        self.flushes_all = not self.is_of_loss and _median(cosines) == 0
-        self.outlasts_first = worst is not None and not has_departed and twins.got_over(worst)
-        self.harms_a_layer = bool((np.median(cosines, axis=0) < HARMFUL_COSINE).any())
-
-
-# the first row that is true says what FP8 is
-PARTS: tuple[tuple[Callable[[_Situation], bool], str], ...] = (
-    (lambda case: case.raises_loss, CAUSE),
-    (lambda case: case.is_second and (case.flushes_all or case.outlasts_first), TAKES_PART),
-    (lambda case: case.is_second, SUFFERS),
-    (lambda case: case.has_finding or case.is_of_loss or case.twin_rises, CAUSE),
-    (lambda case: case.harms_a_layer, HARMS),
-    (lambda case: True, CHANGES),
-)
-
-
 def _layer_of(column: int) -> int | None:
     """Return the layer of a column of ``distances``; None for one of the two of the loss."""
     return None if column < 2 else column - 2
 
 
-def _first_beyond(distances: Any) -> tuple[int, int] | None:
-    """Return the first step and column from which on distances, over their limits, stay beyond them; or None."""
+def _first_beyond(distances: Any) -> _Difference | None:
+    """Return the first place and column from which on distances, over their limits, stay beyond them; or None."""
     for at in range(len(distances)):
         since = np.nan_to_num(distances[at : at + IN_TURN])
         is_first = since[0] > np.maximum(1, np.median(since, axis=0) * FIRST_SHARE)
-        is_soon, is_lasting = (since[:3] > 1).sum(axis=0) >= 2, (since > 1).sum(axis=0) >= BEYOND
+        is_soon, is_lasting = (since[:SOON] > 1).sum(axis=0) >= BEYOND_SOON, (since > 1).sum(axis=0) >= BEYOND
         columns = np.flatnonzero(is_first & is_soon & is_lasting)
         if len(columns):
-            return at, int(columns[0])
+            return _Difference(at, _layer_of(int(columns[0])))
     return None
 
 
