@@ -1,4 +1,4 @@
-"""Forwards of a model that can run again: their arguments, modes, random numbers and autocast."""
+"""Forwards of a model that can run again, without a trace: their arguments, modes, random numbers and autocast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.inspect.record import np
 from octavo.nn.recipe_module import RecipeModule
-from octavo.private import pytree
+from octavo.private import hooks_after_gradients, pytree
 
 
 class Autocast(NamedTuple):
@@ -106,6 +106,61 @@ def set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
     torch.set_rng_state(states[2])
     for state in states[3:]:
         torch.cuda.set_rng_state(state, device_of(model))
+
+
+@contextlib.contextmanager
+def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+    """Run a block that changes no gradient, buffer, attribute or random number; yield the gradients from before it.
+
+    A model that is compiled runs in eager there.
+    """
+    attributes_of_modules = [x for attributes in map(vars, model.modules()) for x in attributes.values()]
+    leaves: list[Tensor] = [*model.parameters()]
+    leaves += [x for x in attributes_of_modules if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    attributes, states = _attributes(model), random_states(model)
+    try:
+        for leaf in gradients:
+            leaf.grad = None
+        for held, _ in hooks:  # what they do to a gradient as it comes they do to the step's alone
+            held.clear()
+        with torch.compiler.set_stance("force_eager"):
+            yield gradients
+    finally:
+        for held, copied in attributes:
+            if isinstance(held, list):
+                held[:] = copied
+            elif [(key, id(x)) for key, x in held.items()] != [(key, id(x)) for key, x in copied.items()]:
+                held.clear()
+                held.update(copied)
+        for held, copied in hooks:
+            held.update(copied)
+        for leaf in leaves:
+            _set_grad(leaf, gradients.get(leaf))
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        set_random_states(model, states)
+
+
+def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
+    by_module = [vars(module) for module in model.modules()]
+    collections = [x for attributes in by_module for x in attributes.values() if type(x) in (dict, list)]
+    return [(each, copy.copy(each)) for each in (*by_module, *collections)]
+
+
+def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:
+    """Set a leaf's gradient, also of one that has no elements now, as what frees weights between passes leaves it."""
+    if grad is None or leaf.shape == grad.shape:
+        leaf.grad = grad
+        return
+    data = leaf.data
+    leaf.data = grad.detach()
+    leaf.grad = grad
+    leaf.data = data
 
 
 def _in_fp8(model: nn.Module) -> list[Any]:

@@ -25,7 +25,6 @@ The twin leaves no trace: gradients, buffers, modules' attributes, random states
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
-from octavo.inspect.forwards import Forward, device_of, map_tensors, random_states, set_random_states
+from octavo.inspect.forwards import Forward, device_of, map_tensors, without_trace
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
@@ -180,9 +179,6 @@ class _Call(NamedTuple):
     versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
     outputs: list[_NotedOutput]
 
-    def gradients(self) -> list[Tensor]:
-        return [output.grad for output in self.outputs if output.grad is not None]
-
 
 class _CallAgain(NamedTuple):
     """A call that ran again: its outputs that get a gradient, and these gradients, by place.
@@ -221,6 +217,9 @@ class _RunAgain(NamedTuple):
 class Twin:
     """Notes a recorded step's forwards, and runs them again before the optimizer's update.
 
+    Of a step ``begin`` is called first. Then hooks of the model note its forwards, its first backward the gradients
+    that are left, and a hook of the optimizer compares. ``take`` returns that at the step's end.
+
     Args:
         model: whose forwards are noted; they run again without DistributedDataParallel and torch.compile around it.
         optimizer: before whose update the twin runs.
@@ -232,19 +231,17 @@ class Twin:
         runs_in_fp8: whether a recorded step runs once more in FP8 too, and that run's gradients are compared.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path | None = None, resumes: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path, resumes: bool) -> None:
         self.reason, self.runs_in_fp8 = "", False
         self._comparison: Comparison | None = None
         self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
         self._layers: Sequence[RecordedLayer] = ()
         self._calls: list[_Call] = []
         self._left: Tensor | None = None  # [layers], squares of the norms of gradients from before the first backward
-        self._of_forward: list[_Call | None] = []
+        self._running: list[_Call | None] = []  # the call of each forward that runs, as one may call another
         self._hooks: list[Any] = []
         self._hooks_of_optimizer: list[Any] = []
-        # the cosines of the first recorded step's gradients with a run in FP8: layers', others', and of all
+        # cosines of the first recorded step's gradients with those of its run in FP8: layers', others', and of all
         self._control: Tensor | None = None
         self._first: FirstBatch | None = None
         self._folder, self._resumes = folder, resumes
@@ -281,7 +278,7 @@ class Twin:
         """Note no more forwards, and forget those that were noted."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._calls, self._of_forward, self._layers, self._left = [], [], [], (), None
+        self._hooks, self._calls, self._running, self._layers, self._left = [], [], [], (), None
 
     def close(self) -> None:
         """Leave model and optimizer alone."""
@@ -293,13 +290,13 @@ class Twin:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return
         call, model = None, self._model
-        if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._of_forward:
+        if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:
             with self._or_reason():
                 call = _Call(Forward.of(model, args, kwargs), _versions(model), [])
-        self._of_forward.append(call)
+        self._running.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._of_forward or (call := self._of_forward.pop()) is None:
+        if torch.compiler.is_compiling() or not self._running or (call := self._running.pop()) is None:
             return None
         self._calls.append(call)
 
@@ -334,7 +331,8 @@ class Twin:
             return
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        left, layers, calls = self._left, self._layers, [call for call in self._calls if call.gradients()]
+        calls = [call for call in self._calls if any(output.grad is not None for output in call.outputs)]
+        left, layers = self._left, self._layers
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
             if calls:
                 self.reason = self.reason or IN_BACKWARD
@@ -345,7 +343,7 @@ class Twin:
             self._comparison = self._compared(calls, layers, trained, left)
 
     def _compared(
-        self, calls: Sequence[_Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
+        self, calls: list[_Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
     ) -> Comparison | None:
         """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
         weights: list[Tensor] = [module.weight_parameter for module, _ in layers]
@@ -353,10 +351,10 @@ class Twin:
         weights += trained if has_others else []
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
-        products = self._products(twin.pairs, len(layers))
+        products, loss_change = self._products(twin.pairs, len(layers)), twin.loss_change
         squares_left = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
         share_left = self._share_left(squares_left, products, layers)
-        change, lowest, moved = twin.loss_change, None, torch.zeros_like(twin.loss_change)
+        lowest, moved = None, torch.zeros_like(loss_change)
         if self._ranks.any(self._control is None or self.runs_in_fp8):
             with _not_counted(layers):
                 control = self._run(calls, weights, own_recipes(self._model))
@@ -364,16 +362,18 @@ class Twin:
                 return None
             lowest = self._lowest_cosine(self._products(control.pairs, len(layers)))
             products = self._products(_run_pairs(control, twin), len(layers), are_runs=True)
-            moved, change = (control.loss_change / change).abs(), change - control.loss_change
-        change_along, predicted = self._ranks.sum(twin.slope)
-        doubt = self._doubt()
-        change, loss = (self._ranks.mean(number) + doubt[-1] for number in (change, twin.loss))
+            moved = (control.loss_change / loss_change).abs()
+            loss_change = loss_change - control.loss_change
+        assert self._control is not None
+        is_unlike = self._control < CONTROL_COSINE  # where the runs do not give the step's gradients nothing is known
         products[:-1].masked_fill_(squares_left.unsqueeze(1) != 0, 0.0)
-        products = products + doubt[:-1, None] + doubt[-1]
+        products.masked_fill_((is_unlike[:-1] | is_unlike[-1]).unsqueeze(1), math.nan)
+        loss_change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (loss_change, twin.loss))
+        change_along, predicted = self._ranks.sum(twin.slope)
         return Comparison(
             products=products[:-1],
             others=products[-1] if has_others else None,
-            loss_change=change,
+            loss_change=loss_change,
             loss=loss,
             is_float16=any(call.forward.is_float16 for call in calls),
             control=lowest,
@@ -401,11 +401,6 @@ class Twin:
             return cosines[-1]
         return cosines.masked_fill(self._control < REPRODUCED_COSINE, 1.0).min()
 
-    def _doubt(self) -> Tensor:
-        """Return nan where the first recorded step's gradients, by layer and of all, were not its control's, else 0."""
-        assert self._control is not None
-        return torch.where(self._control < CONTROL_COSINE, math.nan, 0.0)
-
     def _share_left(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -415,21 +410,18 @@ class Twin:
 
     def _has_reason(self) -> bool:
         """Return whether a rank has a reason for no twin; then all have one."""
-        has_one = self._ranks.any(bool(self.reason))
-        if has_one and not self.reason:
-            self.reason = OTHER_RANK
-        return has_one
+        if self._ranks.any(bool(self.reason)):
+            self.reason = self.reason or OTHER_RANK
+        return bool(self.reason)
 
-    def _run(
-        self, calls: Sequence[_Call], weights: Sequence[Tensor], recipe: Any, is_twin: bool = False
-    ) -> _RunAgain | None:
+    def _run(self, calls: list[_Call], weights: list[Tensor], recipe: Any, is_twin: bool = False) -> _RunAgain | None:
         """Run forwards and their backwards again under a recipe; return None where that failed on a rank.
 
         Before the twin's the first recorded batch runs: their backwards reshard what FSDP2 gathers for it.
         """
         run = None
         with self._or_reason():
-            with _without_trace(self._model) as gradients, using(self._model, recipe):
+            with without_trace(self._model) as gradients, using(self._model, recipe):
                 outputs = self._run_first_batch(calls[0].forward) if is_twin else None
                 first = self._call_again(calls[0])
                 slope = self._slope(calls[0], first) if is_twin else first.loss.new_zeros(2)
@@ -455,7 +447,7 @@ class Twin:
         noted = dict(zip(places, call.outputs, strict=True))
         grads = {place: output.grad for place, output in noted.items() if output.grad is not None}
         torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
-        loss = self._loss(outputs, grads)
+        loss = _loss(outputs, grads)
         change = loss - sum(noted[place].product for place in grads)
         return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, change)
 
@@ -466,23 +458,16 @@ class Twin:
         pairs = [(whole(y), whole(again.grads[place])) for place, y in again.outputs.items()]
         aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
         return changes_along(
-            self._model, self._ranks, aim, lambda: self._loss(call.forward.again(self._model), again.grads) - again.loss
+            self._model, self._ranks, aim, lambda: _loss(call.forward.again(self._model), again.grads) - again.loss
         )
-
-    @staticmethod
-    def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:
-        """Return the sum of products of outputs and their gradients, float64: the loss, to first order."""
-        return torch.stack([dot(whole(outputs[place].detach()), whole(grad)) for place, grad in grads.items()]).sum()
 
     def _products(self, pairs: Sequence[_StepAndTwin], layers: int, are_runs: bool = False) -> Tensor:
         """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
 
         float64 [layers + 1, 3]; ``are_runs``: g is of a run again too.
         """
-        are_replicated = self._replicated(pairs)
-        products = self._ranks.sum(
-            torch.stack([self._products_of(*each, are_runs) for each in zip(pairs, are_replicated, strict=True)])
-        )
+        replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
+        products = self._ranks.sum(torch.stack([self._products_of(*each, are_runs) for each in replicated_pairs]))
         return torch.cat([products[:layers], products[layers:].sum(0, keepdim=True)])
 
     def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
@@ -512,49 +497,9 @@ class Twin:
         return torch.stack([dot(g, t), dot(g, g), dot(t, t)])
 
 
-@contextlib.contextmanager
-def _without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
-    """Run a block that changes no gradient, buffer, attribute or random number; yield the gradients from before it.
-
-    A model that is compiled runs in eager there.
-    """
-    leaves = [
-        *model.parameters(),
-        *(x for attributes in map(vars, model.modules()) for x in attributes.values() if _is_leaf(x)),
-    ]
-    gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
-    hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes, states = _attributes(model), random_states(model)
-    try:
-        for leaf in gradients:
-            leaf.grad = None
-        for held, _ in hooks:  # what they do to a gradient as it comes they do to the step's alone
-            held.clear()
-        with torch.compiler.set_stance("force_eager"):
-            yield gradients
-    finally:
-        for held, copied in attributes:
-            if isinstance(held, list):
-                held[:] = copied
-            elif [(key, id(x)) for key, x in held.items()] != [(key, id(x)) for key, x in copied.items()]:
-                held.clear()
-                held.update(copied)
-        for held, copied in hooks:
-            held.update(copied)
-        for leaf in leaves:
-            _set_grad(leaf, gradients.get(leaf))
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        set_random_states(model, states)
-
-
-def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
-    by_module = [vars(module) for module in model.modules()]
-    collections = [x for attributes in by_module for x in attributes.values() if type(x) in (dict, list)]
-    return [(each, copy.copy(each)) for each in (*by_module, *collections)]
+def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:
+    """Return the sum of products of outputs and their gradients, float64: the loss, to first order."""
+    return torch.stack([dot(whole(outputs[place].detach()), whole(grad)) for place, grad in grads.items()]).sum()
 
 
 @contextlib.contextmanager
@@ -579,21 +524,6 @@ def _cosines(products: Tensor) -> Tensor:
     """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
     gt, gg, tt = products.unbind(1)
     return (gt / (gg * tt).sqrt()).nan_to_num(1.0).masked_fill((gg == 0) != (tt == 0), 0.0)
-
-
-def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    """Set a leaf's gradient, also of one that has no elements now, as what frees weights between passes leaves it."""
-    if grad is None or leaf.shape == grad.shape:
-        leaf.grad = grad
-        return
-    data = leaf.data
-    leaf.data = grad.detach()
-    leaf.grad = grad
-    leaf.data = data
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
 
 
 def _is_noted(y: Tensor) -> bool:
