@@ -1,17 +1,20 @@
 """A record: a folder that a training writes while it runs, read as shares and decibels.
 
-A killed run leaves a readable record, too:
+A killed run leaves a readable record, too. Rank 0's Recorder writes it by a RecordWriter, but for two files:
 
-    record.json         the form of the record, and who wrote it
+    record.json         the form of the record
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
+    recipes.json        the model's recipes by layer, as octavo.recipes.load reads them: written with rows
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
                         others, parameters by name; where a twin ran, twin [weights, 3] (twin.py), and outputs
                         [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts also the
                         arrays of recorder.arrays_of
-    batch-<rank>.npz, outputs.npz    the first recorded batch, and what modules compute of it (first_batch.py)
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
+    outputs.npz         samples of what modules compute of the first recorded batch, for a run that goes on
+    batch-<rank>.npz    that batch: each rank's FirstBatch writes and reads its own (first_batch.py)
+    what_if.json        a WhatIf of the run's model: `octavo inspect RUN` writes and reads it (command.py)
 
 A file is replaced as a whole, or a line added to its end; if a run was killed, the last line may be torn.
 """
@@ -250,24 +253,14 @@ class Record:
     def at(self, places: Sequence[int]) -> Record:
         """Return a record of these of its records alone; its scalars and events stay."""
 
-        def chosen(by_name: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: values[places] for name, values in by_name.items()}
+        def chosen(values: Any) -> Any:
+            if isinstance(values, dict):
+                return {name: chosen(each) for name, each in values.items()}
+            return OfExperts(*map(chosen, values)) if isinstance(values, OfExperts) else values[places]
 
-        experts = self.experts
-        if experts is not None:
-            arrays = experts.exponents[places], experts.worst[places], experts.beyond[places]
-            experts = OfExperts(chosen(experts.measures), *arrays, chosen(experts.tokens))
-        return replace(
-            self,
-            steps=[self.steps[place] for place in places],
-            measures=chosen(self.measures),
-            exponents=self.exponents[places],
-            weights=chosen(self.weights),
-            experts=experts,
-            of_others=chosen(self.of_others),
-            of_modules=chosen(self.of_modules),
-            of_parameters=chosen(self.of_parameters),
-        )
+        names = "measures", "exponents", "weights", "experts", "of_others", "of_modules", "of_parameters"
+        fields = {name: chosen(values) for name in names if (values := getattr(self, name)) is not None}
+        return replace(self, steps=[self.steps[place] for place in places], **fields)
 
     def loads(self) -> list[Load]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""

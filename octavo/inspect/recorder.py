@@ -1,4 +1,10 @@
-"""Recording a training: in one of every few steps its casts are counted on the device; the host never waits for it."""
+"""Recording a training: in one of every few steps its casts are counted on the device; the host never waits for it.
+
+Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weights.py) reads the
+weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At the step's
+end ``_count`` adds these up over ranks, and ``_read`` sends them to the host. When they have arrived, in a later step,
+``_write`` writes them by the RecordWriter. Record.py says who writes which file.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +137,6 @@ class Recorder:
         self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._outputs: OutputChanges | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_Reading] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
@@ -159,7 +164,8 @@ class Recorder:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
         if self._is_recorded:
-            self._read(self._count(comparison) if self._table.rows else {})
+            counts = self._count(comparison) if self._table.rows else {}
+            self._read(counts, None if comparison is None else comparison.outputs)
         while self._readings and self._readings[0].in_flight.has_arrived:
             self._write(self._readings.pop(0))
         self._step += 1
@@ -252,6 +258,7 @@ class Recorder:
 
     @torch.no_grad()
     def _count(self, comparison: Comparison | None) -> dict[str, Tensor]:
+        """Return a recorded step's counts by name, on the device: of all ranks."""
         table = self._table
         count_weights(table.layers, self._ranks)
         moved = self._updates.end()
@@ -266,11 +273,12 @@ class Recorder:
             self._twin = None
         if comparison is None:
             return counts
-        self._outputs = outputs = comparison.outputs
         counts |= {"twin": comparison.products, "moved_loss": comparison.moved}
+        outputs = comparison.outputs
         return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
-    def _read(self, counts: Mapping[str, Tensor]) -> None:
+    def _read(self, counts: Mapping[str, Tensor], outputs: OutputChanges | None = None) -> None:
+        """Send a recorded step's counts, and the scalars of the steps until it, on their way to the host."""
         scalars, self._scalars = self._scalars, []
         if self._writer is None:
             return
@@ -278,8 +286,8 @@ class Recorder:
         doubles = [value.double() for value in on_device]  # a count in a loss's dtype would be rounded
         values = torch.stack(doubles) if doubles else torch.zeros(0, device=device, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
-        names = tuple(counts)
-        self._readings.append(_Reading(self._step, self._table, scalars, names, in_flight, self._others, self._outputs))
+        reading = _Reading(self._step, self._table, scalars, tuple(counts), in_flight, self._others, outputs)
+        self._readings.append(reading)
 
     def _write(self, reading: _Reading) -> None:
         """Write the numbers of a reading when they have arrived, and call ``on_record`` with them."""
@@ -331,7 +339,7 @@ class Recorder:
             arrays["twin"] = counts["twin"]
             if self._twin is not None:
                 self._twin.arrived(tensors["twin"], tensors["moved_loss"])
-        if reading.outputs is not None and "outputs" in counts:
+        if reading.outputs is not None:
             arrays |= reading.outputs.arrays(counts["outputs"])
             samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], **reading.outputs.names()}
             writer.write_arrays(OUTPUTS, samples)

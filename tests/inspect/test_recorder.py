@@ -284,8 +284,8 @@ def test_numbers_that_are_late_are_waited_for_at_the_end(
 ) -> None:
     read, called = Recorder._read, []
 
-    def read_late(self: Recorder, counts: Any) -> None:
-        read(self, counts)
+    def read_late(self: Recorder, *arguments: Any) -> None:
+        read(self, *arguments)
         self._readings[-1].in_flight._event = Late()
 
     def full(*args: Any, **kwargs: Any) -> None:
