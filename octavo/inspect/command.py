@@ -238,15 +238,10 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
             return True
         return large_enough(module, name, *least) and not (options.rules and own_recipes(subject.model))
 
-    what_if = compare(
-        subject.model,
-        subject.loss,
-        batches,
-        _compared(options, subject.model),
-        select=select,
-        runs=RUNS if options.runs is None else options.runs,
-        rates=None if options.device is None else rates_of(options.device),
-    )
+    runs = RUNS if options.runs is None else options.runs
+    rates = None if options.device is None else rates_of(options.device)
+    compared = _compared(options, subject.model)
+    what_if = compare(subject.model, subject.loss, batches, compared, select=select, runs=runs, rates=rates)
     print(what_if)
     for path in filter(None, (options.json, record and not options.rules and record / WHAT_IF)):
         print(f"\n{write(path, json.dumps({'what_if': what_if.rows()}))}")

@@ -25,6 +25,7 @@ from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
+EffectRows = Sequence[Mapping[str, Any]]  # the rows of a WhatIf
 STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared with another run
 EFFECTS = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # at most of a heat map; of more records it shows the worst of each few
@@ -46,10 +47,11 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     Findings of one kind, layer and role are the same finding, also where it is a consequence in one run; it is worse or
     milder if its severity differs by 1 or more.
     """
-    severities, earlier_severities = (
-        {_key(one): one.severity for one in sorted(_with_effects(run), key=lambda one: one.severity)}
-        for run in (findings, earlier)
-    )
+
+    def severities_of(run: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
+        return {_key(one): one.severity for one in sorted(_with_effects(run), key=lambda one: one.severity)}
+
+    severities, earlier_severities = severities_of(findings), severities_of(earlier)
 
     def state(finding: Finding) -> str:
         severity = earlier_severities.get(_key(finding))
@@ -112,10 +114,7 @@ def _title(finding: Finding) -> str:
 
 
 def to_json(
-    record: Record,
-    findings: Sequence[Finding],
-    what_if: Sequence[Mapping[str, Any]] = (),
-    against: Against | None = None,
+    record: Record, findings: Sequence[Finding], what_if: EffectRows = (), against: Against | None = None
 ) -> str:
     """Return findings, and the numbers that the page draws, as JSON: casts' shares are in %, NaN and inf are null.
 
@@ -166,11 +165,7 @@ def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
 
 
 def to_html(
-    record: Record,
-    findings: Sequence[Finding],
-    title: str,
-    what_if: Sequence[Mapping[str, Any]] = (),
-    against: Against | None = None,
+    record: Record, findings: Sequence[Finding], title: str, what_if: EffectRows = (), against: Against | None = None
 ) -> str:
     """Return a page with all findings and plots, which needs no network.
 
@@ -273,10 +268,10 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
 
 def _window(format: Format, scale_inv: float, suffix: str) -> dict[str, Any]:
     """Return the binary logarithms from which on numbers have a code, have all digits, and are too large."""
-    if not (scale_inv > 0 and math.isfinite(scale_inv)):
-        return {"format": f"{format}{suffix}", "low": None, "normal": None, "high": None}
     ends = {"low": format.smallest_subnormal / 2, "normal": format.smallest_normal, "high": format.max}
-    return {"format": f"{format}{suffix}", **{name: math.log2(end * scale_inv) for name, end in ends.items()}}
+    is_known = scale_inv > 0 and math.isfinite(scale_inv)
+    logarithms = {name: math.log2(end * scale_inv) if is_known else None for name, end in ends.items()}
+    return {"format": f"{format}{suffix}", **logarithms}
 
 
 def _curves(record: Record) -> dict[str, list[dict[str, float]]]:

@@ -44,10 +44,11 @@ from octavo.weights.fsdp2 import whole as full_tensor
 from octavo.weights.operands import weight_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Recipes = Mapping[str, Recipe | RecipeMap]  # by name
 Key = tuple[str, str]  # a layer's name and a recipe's
 Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
-EMPTY: Mapping[str, Any] = {}
+EMPTY: dict[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
@@ -125,7 +126,7 @@ class WhatIf:
         rates: of the device that costs are predicted for.
     """
 
-    recipes: Mapping[str, Recipe | RecipeMap]
+    recipes: Recipes
     effects: tuple[Effect, ...]
     whole: Mapping[str, Effect]
     works: Mapping[str, LinearWork]
@@ -194,12 +195,12 @@ class WhatIf:
         return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
 
     @cached_property
-    def _losses(self) -> dict[tuple[str, str], float]:
+    def _losses(self) -> dict[Key, float]:
         losses = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
         return losses | {(layer, WITHOUT): 0.0 for layer in self.works}
 
     @cached_property
-    def _costs(self) -> dict[tuple[str, str], float]:
+    def _costs(self) -> dict[Key, float]:
         """The predicted time by layer and recipe; where none is faster than high precision, that of products alone."""
         ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
         rates = self.rates if self._faster else ideal
@@ -211,7 +212,7 @@ class WhatIf:
         }
 
     @staticmethod
-    def _sum(values: Mapping[tuple[str, str], float], chosen: Mapping[str, str]) -> float:
+    def _sum(values: Mapping[Key, float], chosen: Mapping[str, str]) -> float:
         return sum(values[pair] for pair in chosen.items())
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
@@ -231,7 +232,7 @@ class WhatIf:
                 chosen = restored
         return chosen
 
-    def _worth(self, change: tuple[str, str], present: str) -> tuple[float, float]:
+    def _worth(self, change: Key, present: str) -> tuple[float, float]:
         """Return the loss that a layer's change saves, divided by its cost, and the loss itself."""
         unchanged = change[0], present
         if self._losses[change] >= LEAST_LEFT * self._losses[unchanged]:
@@ -377,13 +378,7 @@ class _Passes:
     ``first_order``: the change of this batch's loss, of first order in the output's errors.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        layers: Mapping[str, RecipeModule],
-        recipes: Mapping[str, Recipe | RecipeMap],
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, layers: Mapping[str, RecipeModule], recipes: Recipes) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
@@ -441,9 +436,7 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(
-        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, Any] = EMPTY
-    ) -> Gradient:
+    def gradient(self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY) -> Gradient:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
