@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
 FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with ``fuse``
+FORWARD, AFTER = range(2)  # a step's spans: the blocks' forward, and what comes after
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Estimate:
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
         other_compiled: seconds of the other operations where ``torch.compile`` fuses those between two products.
-        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: Spans.
+        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
+            forward, and of what comes after.
         loss: bytes of ``memory`` that are there only before the first gradient of a weight.
 
     Example:
@@ -130,17 +133,6 @@ def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5
     return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
 
 
-class Spans(NamedTuple):
-    """Seconds of a step's two spans: the blocks' forward, and what comes after."""
-
-    forward: float
-    after: float
-
-    def plus(self, seconds: float, in_forward: bool = False) -> Spans:
-        """Return spans of which one has so many seconds more."""
-        return Spans(self.forward + seconds, self.after) if in_forward else Spans(self.forward, self.after + seconds)
-
-
 class NamedParameters:
     """A model's parameters as ``model.parameters()`` yields them, for an optimizer that also asks for their names."""
 
@@ -161,30 +153,31 @@ class _Times:
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.other.compiled / rates.copy + attention
-        forward, after = self._traffic(fused, kernels)
-        self.device = Spans(*(each.bytes / rates.copy + each.ops * rates.launch for each in (forward, after)))
+        traffic = self._traffic(fused, kernels)
+        self.device = [each.bytes / rates.copy + each.ops * rates.launch for each in traffic]
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device = self.device.plus(share * attention, in_forward=True).plus((1 - share) * attention)
+        self.device[FORWARD] += share * attention
+        self.device[AFTER] += (1 - share) * attention
         self.other = sum(self.device)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = Spans(forward.ops * times.forward, after.ops * times.backward)
+        self.host = [traffic[FORWARD].ops * times.forward, traffic[AFTER].ops * times.backward]
         self.products = self.casts = 0.0
 
-    def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> tuple[Traffic, Traffic]:
-        """Return the traffic in eager of the blocks' forward, and of what comes after, where these parts are fused."""
-        forward = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
-        after = self.work.other.less(forward)
+    def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
+        """Return the traffic in eager of each span, where these parts are fused."""
+        of_blocks = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
+        traffic = [of_blocks, self.work.other.less(of_blocks)]
         for module, part, elements in fused:
-            plain, moved = PARTS[part].plain, kernels[part]
-            more = elements * (moved.forward - plain.forward), moved.forward_launches - plain.forward_launches
-            forward, after = (forward.plus(*more), after) if self._is_inside(module) else (forward, after.plus(*more))
-            launches = moved.backward_launches - plain.backward_launches
-            after = after.plus(elements * (moved.backward - plain.backward), launches)
-        return forward, after
+            forward, backward, forward_launches, backward_launches = map(operator.sub, kernels[part], PARTS[part].plain)
+            span = self._forward_span(module)
+            traffic[span] = traffic[span].plus(Traffic(elements * forward, forward_launches, compiled=0))
+            traffic[AFTER] = traffic[AFTER].plus(Traffic(elements * backward, backward_launches, compiled=0))
+        return traffic
 
-    def _is_inside(self, name: str) -> bool:
-        """Return whether the module of this name is inside the blocks."""
-        return self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.")
+    def _forward_span(self, name: str) -> int:
+        """Return the span of the forward of the module of this name, which may be outside the blocks."""
+        blocks = self.work.blocks
+        return FORWARD if blocks is not None and name.startswith(f"{blocks.name}.") else AFTER
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
@@ -193,31 +186,27 @@ class _Times:
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
         self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
-        is_inside, (output, *gradients) = self._is_inside(linear.name), multiplied
-        device = self.device.plus(output + cast["input"] + cast["weight"], is_inside)
-        self.device = device.plus(sum(gradients) + cast["grad_output"])
-        host = self.host.plus(times.forward - times.cast * len(spared & {"input", "weight"}), is_inside)
-        self.host = host.plus(times.backward)
+        span, (output, *gradients) = self._forward_span(linear.name), multiplied
+        self.device[span] += output + cast["input"] + cast["weight"]
+        self.device[AFTER] += sum(gradients) + cast["grad_output"]
+        self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
+        self.host[AFTER] += times.backward
         return layer
 
 
 def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
     """Return the parts that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
-    parts = [each for each in fused_parts(twin, work) if each.part in kernels]
-    return [each for each in parts if each.module not in already or each.part not in COUNTED]
+    parts = (each for each in fused_parts(twin, work) if each.module not in already or each.part not in COUNTED)
+    return [each for each in parts if each.part in kernels]
 
 
-class ChunkedLoss(NamedTuple):
-    """A loss that octavo.nn.linear_cross_entropy computes with the head, in chunks of rows."""
+def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearWork | None]:
+    """Return the bytes at a time of a loss that octavo.nn.linear_cross_entropy computes with the head, and the head.
 
-    head: LinearWork
-    writes_codes: bool  # in the place of logits' gradient; else the recipe casts that, in blocks along the contraction
-    size: int  # bytes at a time
-
-
-def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> ChunkedLoss:
-    """Return the ChunkedLoss of a model; raise PlanError where the head's gradients are no products in FP8."""
+    The latter is None where its recipe casts the logits' gradient, in blocks along the contraction: else the loss
+    writes codes in its place. Raise PlanError where the head's gradients are no products in FP8.
+    """
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
@@ -229,16 +218,14 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> ChunkedLoss:
     chunk_bytes = CHUNK + 2 * (not writes_codes)  # a gradient in bf16, that a cast reads
     chunk = min(work.logits, ROWS * head.out_features)
     size = CHUNKED_LOSS * work.logits + chunk_bytes * chunk + 2 * head.sizes.input
-    return ChunkedLoss(head, writes_codes, size)
+    return size, head if writes_codes else None
 
 
 def _saved(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], phase: Phase, inputs: Sequence[Any]
 ) -> dict[str, int]:
     """Return the bytes by kind that forward saves in a phase; of many blocks that are alike some are run."""
-    meta_inputs = pytree.tree_map_only(
-        Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs)
-    )
+    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
 
     def saved_by(twin: nn.Module) -> dict[str, int]:
         schedule = PrecisionSchedule(twin, optimizer(NamedParameters(twin)), [phase])
@@ -303,14 +290,14 @@ def estimate(
     modules = dict(twin.named_modules())
     kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
-    loss = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
-    if (chunked := _chunked(work, modules) if chunked_loss else None) is not None:
-        loss = chunked.size
+    loss, uncast_head = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits, None
+    if chunked_loss:
+        loss, uncast_head = _chunked(work, modules)
         parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
     if is_fused_bf16:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
-    layers = _added_layers(times, modules, weight_storage, chunked)
+    layers = _added_layers(times, modules, weight_storage, uncast_head)
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
@@ -326,16 +313,19 @@ def estimate(
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
         layers=layers,
         other_compiled=times.other_compiled,
-        device=times.device,
-        host=times.host,
+        device=tuple(times.device),
+        host=tuple(times.host),
         loss=loss,
     )
 
 
 def _added_layers(
-    times: _Times, modules: Mapping[str, nn.Module], weight_storage: str | None, chunked: ChunkedLoss | None
+    times: _Times, modules: Mapping[str, nn.Module], weight_storage: str | None, uncast_head: LinearWork | None
 ) -> tuple[LayerTime, ...]:
-    """Add the linear layers of a step to its times, without casts that are not made; return the converted ones."""
+    """Add the linear layers of a step to its times, without casts that are not made; return the converted ones.
+
+    ``uncast_head``: the head, if the loss writes its output's gradient in codes.
+    """
     layers, cast_inputs = [], set()
     for linear in times.work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
@@ -344,7 +334,7 @@ def _added_layers(
         cast_input = linear.reads, linear.grad_weight, recipe.input_casts
         spared |= {"input"} if cast_input in cast_inputs else set()
         cast_inputs |= {cast_input} if linear.reads else set()
-        spared |= {"grad_output"} if chunked and linear is chunked.head and chunked.writes_codes else set()
+        spared |= {"grad_output"} if linear is uncast_head else set()
         layer = times.add(linear, recipe, spared)
         layers += [] if recipe.is_high_precision else [layer]
     return tuple(layers)

@@ -150,10 +150,10 @@ def product_kinds(recipe: Recipe) -> list[str]:
 
 def host_kind(recipe: Recipe) -> str:
     """Return the kind of a layer in ``Rates.host``."""
+    if recipe.delayed is not None:
+        return "delayed"
     kinds = [kind for kind in product_kinds(recipe) if kind != IN_BF16]
-    if not kinds or recipe.delayed is not None:
-        return "delayed" if kinds else IN_BF16
-    return min(kinds, key=PRODUCT_KINDS.index)
+    return min(kinds, key=PRODUCT_KINDS.index, default=IN_BF16)
 
 
 def _tflops(**rates: float) -> dict[str, tuple[tuple[float, float]]]:
@@ -298,8 +298,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     # no rates were stored, or by another octavo, or the file is damaged
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = _of_file(_read(cache_folder() / RATES_FILE)[label])
-        memory = rates.memory or memory_of(device)
-        return _with_published(dataclasses.replace(rates, memory=memory, attention={}, host={}))
+        return _with_published(dataclasses.replace(rates, memory=rates.memory or memory_of(device)))
     if (published := _published_of(label)) is not None:
         return published
     if device.type == "cuda" and not runs_natively(device):

@@ -14,10 +14,11 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -217,7 +218,7 @@ def change_that_fits(
         settings: other arguments of ``step_in``, with the optimizer of the step.
     """
     name, context = "delayed", inputs[0].shape[1]
-    work = functools.cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
+    work = cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
     for change in changes(inputs[0].numel(), context, settings.get("head")):
         options = {**settings, **change.settings}
         if change.state:
@@ -235,15 +236,13 @@ def change_that_fits(
 
 def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
     """Return {number of tokens: features (in and out) from which on a layer is faster in FP8, or None: never}."""
-    features_by_tokens: dict[int, int | None] = {}
-    for tokens in TOKENS:
-        features_by_tokens[tokens] = None
-        for size in reversed(FEATURES):
-            work = LinearWork("", tokens, size, size, True, True)
-            if sum(work.seconds(recipe, rates)) >= WORTH * work.seconds(high_precision(), rates)[0]:
-                break
-            features_by_tokens[tokens] = size
-    return features_by_tokens
+
+    def is_faster(tokens: int, size: int) -> bool:
+        work = LinearWork("", tokens, size, size, True, True)
+        return sum(work.seconds(recipe, rates)) < WORTH * work.seconds(high_precision(), rates)[0]
+
+    sizes = FEATURES[::-1]
+    return {tokens: min(itertools.takewhile(partial(is_faster, tokens), sizes), default=None) for tokens in TOKENS}
 
 
 def describe_rates(rates: Rates) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,12 +94,12 @@ class LinearWork(NamedTuple):
             seconds.append(rates.product_seconds(kind, self.flop, moved) if is_computed else 0.0)
         return tuple(seconds)
 
-    def cast_seconds(self, recipe: Recipe, rates: Rates) -> dict[str, float]:
-        """Return {role: seconds of its casts} in a step under a recipe."""
+    def cast_seconds(self, recipe: Recipe, rates: Rates, sizes: Sequence[float] | None = None) -> dict[str, float]:
+        """Return {role: seconds of its casts} in a step under a recipe; ``sizes``: elements cast (default: all)."""
         output, grad_input, grad_weight = self.products
         is_read = (output, grad_weight), (output, grad_input), (grad_input, grad_weight)  # each role's two layouts
         seconds = dict.fromkeys(ROLES, 0.0)
-        for name, role, size, needed in zip(ROLES, recipe.casts, self.sizes, is_read, strict=True):
+        for name, role, size, needed in zip(ROLES, recipe.casts, sizes or self.sizes, is_read, strict=True):
             layouts = zip((role.as_is, role.transposed), needed, strict=True)
             if casts := [cast for cast, is_needed in layouts if cast and is_needed]:
                 seconds[name] = rates.cast_seconds(casts[0], size, both=len(casts) == 2)
@@ -117,15 +119,11 @@ class Traffic(NamedTuple):
 
     def less(self, other: Traffic) -> Traffic:
         """Return this traffic less the other."""
-        return Traffic(*(size - other_size for size, other_size in zip(self, other, strict=True)))
+        return Traffic(*map(operator.sub, self, other))
 
-    def plus(self, size: float, ops: float) -> Traffic:
-        """Return this traffic with so many more bytes and operations in eager."""
-        return self._replace(bytes=self.bytes + size, ops=self.ops + ops)
-
-    def lengthened(self, long: Traffic, more: int) -> Traffic:
-        """Return ``lengthened`` of each number."""
-        return Traffic(**lengthened(self._asdict(), long._asdict(), more))
+    def plus(self, other: Traffic) -> Traffic:
+        """Return this traffic and the other together."""
+        return Traffic(*map(operator.add, self, other))
 
 
 NO_TRAFFIC = Traffic(0, 0, 0)
@@ -168,7 +166,7 @@ class _Counter(OperationCounter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.ops, self.compiled, self.products = 0, 0, 0, self.formulas()
+        self.counts, self.products = NO_TRAFFIC, self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, _Origin] = {}  # by storage
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read, or _WRITTEN)
@@ -182,36 +180,32 @@ class _Counter(OperationCounter):
         is_product = packet in flop_registry or packet in self.products
         if packet in self.products and "attention" in func._schema.name:
             self.attention[read[0].shape[-1]] += self.products[packet](*(x.shape for x in _tensors(args)))
-        if not is_product:
-            self.bytes += sum(x.nbytes for x in (*read, *written))
-            self.ops += 1
         products = max([0, *(self._origin(x).products for x in read)])
-        self._count_compiled(read, products, is_product)
+        size = 0 if is_product else sum(x.nbytes for x in (*read, *written))
+        compiled = self._compiled_bytes(read, products, is_product)
+        self.counts = self.counts.plus(Traffic(size, int(not is_product), compiled))
         self.origins |= {self.storage_of(x): _Origin(products + is_product, is_product) for x in written}
         self.held += written
 
-    def _count_compiled(self, read: Iterable[Tensor], products: int, is_product: bool) -> None:
-        """Count what a compiled step moves for an operation after so many products.
+    def _compiled_bytes(self, read: Iterable[Tensor], products: int, is_product: bool) -> int:
+        """Return the bytes that a compiled step moves for an operation after so many products.
 
         It writes a tensor once, if no product has, and reads it once between two products, if this is none. It does
         neither where the same kernel has computed the tensor.
         """
+        size = 0
         for x in read:
             storage, origin = self.storage_of(x), self._origin(x)
             if not (is_product or origin.is_product or origin.products < products):
                 continue
             moves = set() if origin.is_product else {(storage, _WRITTEN)}
             moves |= set() if is_product else {(storage, products)}
-            self.compiled += x.nbytes * len(moves - self.moved)
+            size += x.nbytes * len(moves - self.moved)
             self.moved |= moves
+        return size
 
     def _origin(self, tensor: Tensor) -> _Origin:
         return self.origins.get(self.storage_of(tensor), _NO_OPERATION)
-
-    @property
-    def counts(self) -> Traffic:
-        """The traffic counted so far."""
-        return Traffic(self.bytes, self.ops, self.compiled)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -284,29 +278,22 @@ def _description(block: nn.Module) -> list[Any]:
     return modules
 
 
-def lengthened(short: Mapping[Any, Any], long: Mapping[Any, Any], more: int) -> dict[Any, Any]:
-    """Return numbers that grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
-    return {key: number + more * (long[key] - number) for key, number in short.items()}
+def lengthened(short: Result, long: Result, more: int) -> Result:
+    """Return a tree whose numbers grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+    return pytree.tree_map(lambda x, y: x if x == y else x + more * (y - x), short, long)
 
 
 def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
-    assert short.blocks is not None and long.blocks is not None
-    name = short.blocks.name
+    assert short.blocks is not None
+    name, fields = short.blocks.name, ("other_flop", "other", "blocks", "attention")
+    numbers, longer = ({field: getattr(work, field) for field in fields} for work in (short, long))
     block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
     return short._replace(
         linears=_lengthened_linears(short.linears, name, more),
-        other_flop=short.other_flop + more * (long.other_flop - short.other_flop),
-        other=short.other.lengthened(long.other, more),
-        blocks=Blocks(
-            name,
-            size=short.blocks.size + more,
-            other=short.blocks.other.lengthened(long.blocks.other, more),
-            forward=short.blocks.forward.lengthened(long.blocks.forward, more),
-        ),
-        attention=lengthened(short.attention, long.attention, more),
         inputs={**short.inputs, **repeated},
+        **lengthened(numbers, longer, more),
     )
 
 
@@ -374,8 +361,7 @@ def _blocks(name: str, model: nn.Module, marks: Sequence[Traffic], total: Traffi
     # where nothing is trained before the blocks, backward ends inside them, and all counts as theirs
     before, after, begin, end = marks if len(marks) == 4 else (NO_TRAFFIC, NO_TRAFFIC, NO_TRAFFIC, total)
     forward, backward = after.less(before), end.less(begin)
-    other = Traffic(*(sum(both) for both in zip(forward, backward, strict=True)))
-    return Blocks(name, len(list(model.get_submodule(name).children())), other, forward)
+    return Blocks(name, len(list(model.get_submodule(name).children())), forward.plus(backward), forward)
 
 
 def _logits(model: nn.Module, results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
@@ -400,29 +386,22 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     numbers: dict[tuple[int, int], int] = {}
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
-            x, (groups, columns, rows) = _inputs(module, arguments, keywords)[0], sizes_of(module)
-            weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
-            tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
-            live_inputs.append(x)
-            if name in works_by_name:  # called more than once: the rows of its products add up
-                tokens, reads = tokens + works_by_name[name].tokens, 0
-            needs = x.requires_grad, weight.requires_grad
-            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
-
-        return hook
-
-    def size(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
-            x = next(iter(_inputs(module, arguments, keywords)), None)
+    def note(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        x, (groups, columns, rows) = next(iter(_inputs(module, arguments, keywords)), None), sizes_of(module)
+        if not columns:
             sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
-
-        return hook
+            return
+        assert isinstance(x, Tensor)
+        weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
+        tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
+        live_inputs.append(x)
+        if name in works_by_name:  # called more than once: the rows of its products add up
+            tokens, reads = tokens + works_by_name[name].tokens, 0
+        needs = x.requires_grad, weight.requires_grad
+        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
 
     for name, module in twin.named_modules():
-        hook = note(name) if any(sizes_of(module)) else size(name)
-        module.register_forward_hook(hook, with_kwargs=True)
+        module.register_forward_hook(functools.partial(note, name), with_kwargs=True)
     return works_by_name, sizes
 
 

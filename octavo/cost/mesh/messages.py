@@ -28,20 +28,13 @@ MOST_SERVERS = 4.0  # whose experts a token visits (arXiv 2412.19437, section 3.
 SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent that is a block's scale
 
 
-class PairScales(NamedTuple):
-    """The scales of a weight's pair: which elements share one, of the weight as it lies, and its bytes."""
-
-    granularity: Granularity
-    size: int
-
-
 @functools.cache
-def weight_scales(recipe: str) -> list[PairScales]:
-    """Return the PairScales of each pair that a recipe of octavo.recipes makes of a weight."""
+def weight_scales(recipe: str) -> list[tuple[Granularity, int]]:
+    """Return (which elements share a scale, its bytes) of each pair that a recipe makes of a weight as it lies."""
     as_is, transposed, once = getattr(recipes, recipe)().weight_casts
     pairs = [(as_is, as_is.granularity)] if as_is else []
     pairs += [(transposed, transposed.granularity.transposed())] if transposed and not once else []
-    return [PairScales(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
+    return [(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
 
 
 def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:

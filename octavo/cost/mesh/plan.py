@@ -154,9 +154,9 @@ def plan(
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)
         return Stage(shapes, layout, precision, hardware)
 
-    compiled, other = [stage(name, True) for name in (IN_BF16, *RECIPES)], None
-    if not mesh or not any(each.fits for each in compiled):
-        other = max(map(fastest_mesh, compiled), key=merit)
+    compiled = [stage(name, True) for name in (IN_BF16, *RECIPES)]
+    looks_further = not mesh or not any(each.fits for each in compiled)
+    other = max(map(fastest_mesh, compiled), key=merit) if looks_further else None
     if not mesh and other is not None:
         layout, other = other.layout, None
         compiled = [replace(each, layout=layout) for each in compiled]
@@ -201,10 +201,8 @@ def fastest_mesh(stage: Stage) -> Stage:
 
 def improvements(stage: Stage) -> list[tuple[str, Stage]]:
     """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
-    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if merit(other) > merit(stage)]
-    if stage.fits:
-        speed = WORTH_NAMING * stage.step.tflops
-        candidates = [(words, other) for words, other in candidates if other.step.tflops > speed]
+    least = (True, WORTH_NAMING * stage.step.tflops) if stage.fits else merit(stage)
+    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if merit(other) > least]
     return sorted(candidates, key=lambda candidate: merit(candidate[1]), reverse=True)[:3]
 
 

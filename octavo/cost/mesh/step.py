@@ -104,12 +104,8 @@ def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:
     # under tensor parallelism a split layer reads all tokens, another this rank's part of them
     rows = rank.tokens * weight.used / (1 if weight.split in ("in", "out") else rank.layout.tensor)
     work = LinearWork("", round(rows), weight.cols, weight.rows, True, True)
-    products, casts = sum(work.product_seconds(recipe, rates)), 0.0
-    if not recipe.is_high_precision:
-        for role, elements in zip(recipe.casts, cast_elements(rank, weight, work.tokens), strict=True):
-            if (cast := role.as_is or role.transposed) is not None:
-                casts += rates.cast_seconds(cast, elements, True)
-    return weight.share * products, weight.share * casts
+    casts = work.cast_seconds(recipe, rates, cast_elements(rank, weight, work.tokens))
+    return weight.share * sum(work.product_seconds(recipe, rates)), weight.share * sum(casts.values())
 
 
 def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, float]:
