@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from octavo.cost.estimate import NamedParameters
 from octavo.cost.rates import PlanError
 from octavo.cost.work import blocks_of
 from octavo.optim import AdamW, Muon, update_in_backward
-from octavo.optim.base import CompactOptimizer
 
 DEFAULT_TOKENS = 16384  # of a step
 
@@ -60,12 +58,10 @@ def optimizer_of(
     ``outstanding``: the bytes of gradients that wait for an update in backward; None: updates come after backward.
     """
     state_options: Any = {"moments": moments, "master": master}
-    make: Callable[[Iterable[nn.Parameter]], CompactOptimizer] = functools.partial(AdamW, **state_options)
-    if algorithm == "muon":
-        make = functools.partial(_muon, _muons_names(model), **state_options)
+    of_muon = muons_names(model) if algorithm == "muon" else None
 
     def optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-        result = make(params)
+        result = AdamW(params, **state_options) if of_muon is None else _muon(of_muon, params, **state_options)
         if outstanding is not None:
             update_in_backward(result, outstanding)
         return result
@@ -73,7 +69,7 @@ def optimizer_of(
     return optimizer
 
 
-def _muons_names(model: nn.Module) -> set[str]:
+def muons_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that Muon updates, in the model and in copies of fewer blocks."""
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")

@@ -100,11 +100,10 @@ class Rates:
         ``moved``: bytes of operands and result, whose time is the least that the product takes.
         """
         points = self.products[kind]
-        size = math.log2(max(flop, 1.0))
         rate = points[0][1] if flop <= points[0][0] else points[-1][1]
         for (low, low_rate), (high, high_rate) in itertools.pairwise(points):
             if low < flop <= high:
-                share = (size - math.log2(low)) / (math.log2(high) - math.log2(low))
+                share = (math.log2(flop) - math.log2(low)) / (math.log2(high) - math.log2(low))
                 rate = low_rate + share * (high_rate - low_rate)
         return max(flop / rate, moved / self.copy) + self.launch
 

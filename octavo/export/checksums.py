@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.errors import first_line
@@ -36,8 +37,8 @@ def _rows_of_block(tensor: Tensor, block_bytes: int) -> int:
 
 def _sums(tensor: Tensor, rows_of_block: int) -> list[str]:
     """Return the CRC-32 of each block of rows of a contiguous tensor on the CPU; a number is a row."""
-    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-    return [f"{zlib.crc32(_bytes(block)):08x}" for block in rows.split(rows_of_block)] if rows.numel() else []
+    blocks = torch.atleast_1d(tensor).split(rows_of_block) if tensor.numel() else ()
+    return [f"{zlib.crc32(_bytes(block)):08x}" for block in blocks]
 
 
 def _bytes(block: Tensor) -> Any:

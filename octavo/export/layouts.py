@@ -44,7 +44,7 @@ GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # w
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
-def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
+def written_names(model: nn.Module | None, key: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a transformers model's save_pretrained writes for one of its tensors; else the tensor."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -72,7 +72,7 @@ def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[
 
 
 def written_pairs(
-    model: nn.Module, key: str, codes: Tensor, scale_inv: Tensor, cast: Cast
+    model: nn.Module | None, key: str, codes: Tensor, scale_inv: Tensor, cast: Cast
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
 
@@ -152,9 +152,8 @@ class Entry(NamedTuple):
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
             scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
         if scale_inv is None or self.layer is None or tensor.ndim < 3:
-            named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
-            return ((name, each, scale_inv) for name, each in named.items())
-        pairs = written_pairs(self.model or self.layer, self.key, tensor, scale_inv, weight_cast(self.layer))
+            return ((name, each, scale_inv) for name, each in written_names(self.model, self.key, tensor).items())
+        pairs = written_pairs(self.model, self.key, tensor, scale_inv, weight_cast(self.layer))
         return ((name, *pair) for name, pair in pairs.items())
 
 
@@ -284,9 +283,8 @@ def weight_cast(module: RecipeModule) -> Cast:
 def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
     """Return the shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
-    if len(shape) == 3:
-        return shape[0], *cast.granularity.scale_shape(shape[1:])
-    return (1,) if cast.tile == TENSOR else cast.granularity.scale_shape(shape)
+    is_vector = cast.tile == TENSOR and len(shape) == 2
+    return (1,) if is_vector else cast.granularity.of_matrices(shape).scale_shape(shape)
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:

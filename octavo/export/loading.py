@@ -9,6 +9,7 @@ reads its own part of a file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ from octavo.weights.stored import StoredWeight, take_values
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 OpenFile = Callable[[Path], CheckedFile]
+Scales = tuple[Tensor, Granularity]  # scale_inv, and which codes share one
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -91,14 +93,14 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
 
 
 class _Stored(NamedTuple):
-    """A tensor of the checkpoint: its file and key; those of its scales, or None; its shape; its dtype's name in files.
+    """A tensor of the checkpoint: its open file and key; those of its scales, or None; its shape; its dtype's name.
 
     ``matrices``: (place in the parameter, tensor) of each expert's matrices, where these are tensors of their own.
     """
 
-    file: Path
+    file: CheckedFile
     key: str
-    scale: tuple[Path, str] | None
+    scale: tuple[CheckedFile, str] | None
     shape: tuple[int, ...]
     dtype: str
     matrices: tuple[tuple[tuple[int, slice], _Stored], ...] = ()
@@ -159,22 +161,20 @@ def load_fp8(
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        opened: dict[Path, CheckedFile] = {}
 
+        @functools.cache
         def reader(file: Path) -> CheckedFile:
-            if file not in opened:
-                try:
-                    content = stack.enter_context(safe_open(file, "pt"))
-                except Exception as error:  # safetensors raises its own class
-                    raise ValueError(f"{file} is no whole safetensors file: {error}") from error
-                opened[file] = CheckedFile(file, content)
-            return opened[file]
+            try:
+                content = stack.enter_context(safe_open(file, "pt"))
+            except Exception as error:  # safetensors raises its own class
+                raise ValueError(f"{file} is no whole safetensors file: {error}") from error
+            return CheckedFile(file, content)
 
         checkpoint_tensors = _tensors(Path(folder), reader)
-        targets = _targets(model, checkpoint_tensors, strict, reader)
+        targets = _targets(model, checkpoint_tensors, strict)
         # _apply tells FSDP2 of new shards for those on the meta device; other tensors are replaced one by one
         model._apply(lambda x: x if on_this_rank(x) is x or not x.is_meta else torch.empty_like(x, device=device))
-        rounded = [name for name, stored in targets.items() if _load(model, name, stored, reader, device)]
+        rounded = [name for name, stored in targets.items() if _load(model, name, stored, device)]
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()
@@ -197,21 +197,22 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
-    scales_by_weight = {weight: (files[key], key) for key, weight in scales.items()}
     if ambiguous_weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
         raise ValueError(
             f"{folder}: {ambiguous_weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them"
         )
     tensors: dict[str, _Stored] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
-    for key, file in files.items():
-        if key not in keys_of[file]:
-            raise ValueError(f"{folder}: the index has {key} in {file.name}, which does not hold it")
+    scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
+    for key, path in files.items():
+        if key not in keys_of[path]:
+            raise ValueError(f"{folder}: the index has {key} in {path.name}, which does not hold it")
         if key in scales:
             if scales[key] not in files:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
-        tensors[key] = _Stored(file, key, scales_by_weight.get(key), *reader(file).header(key))
+        file = reader(path)
+        tensors[key] = _Stored(file, key, scales_by_weight.get(key), *file.header(key))
         is_e4m3, has_scale = tensors[key].dtype == "F8_E4M3", key in scales_by_weight
         if (has_scale or tensors[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
@@ -264,9 +265,7 @@ def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(
-    model: nn.Module, checkpoint_tensors: dict[str, _Stored], strict: bool, reader: OpenFile
-) -> dict[str, _Stored]:
+def _targets(model: nn.Module, checkpoint_tensors: dict[str, _Stored], strict: bool) -> dict[str, _Stored]:
     """Return the checkpoint's tensor for each of the model's, by the model's names; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
@@ -279,17 +278,17 @@ def _targets(
     ignored = [OF_INPUTS.pattern, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]  # transformers'
     surplus = [key for key in surplus if not any(re.search(pattern, key) for pattern in ignored)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(parameters.get(key, tensors[key])) for key in tensors_by_name if key in tensors}
+    targets = {key: stored for key, stored in tensors_by_name.items() if key in tensors}
+    loaded = {id(parameters.get(key, tensors[key])) for key in targets}
     missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded]
     if strict and (missing or surplus):
         raise ValueError(
             f"the model lacks {len(surplus)} of the checkpoint's tensors{_first(surplus)}, and the checkpoint "
             f"{len(missing)} of the model's{_first(missing)}; strict=False leaves them out"
         )
-    targets = {key: stored for key, stored in tensors_by_name.items() if key in tensors}
     for key, stored in targets.items():
-        _check_target(model, key, stored, reader)
-    _check_meta(model, targets)
+        _check_target(model, key, stored)
+    _check_meta(model, loaded)
     if inputs:
         warnings.warn(f"{len(inputs)} scales of inputs are not read: the recipe casts those itself", stacklevel=3)
     return targets
@@ -312,14 +311,14 @@ def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
 
 
-def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile) -> None:
+def _check_target(model: nn.Module, key: str, stored: _Stored) -> None:
     module, parameter = _owner(model, key)
     if tuple(parameter.shape) != stored.shape:
         raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
     for (_, rows), matrix in stored.matrices:
         if matrix.shape != (rows.stop - rows.start, parameter.shape[2]):
             raise ValueError(f"{matrix.key} is {matrix.shape}, and no {rows.stop - rows.start} rows of {key}")
-        _scales_of(matrix, reader)
+        _scales_of(matrix)
     if stored.matrices:
         return
     if stored.scale is not None and not isinstance(on_this_rank(parameter), StoredWeight):
@@ -327,12 +326,11 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
         )
-    _scales_of(stored, reader)
+    _scales_of(stored)
 
 
-def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
-    """Raise ValueError if a tensor would stay on the meta device."""
-    loaded = {id(_owner(model, key)[1]) for key in targets}
+def _check_meta(model: nn.Module, loaded: set[int]) -> None:
+    """Raise ValueError if a tensor would stay on the meta device; ``loaded``: the ids of those that will not."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and id(tensor) not in loaded:
             raise ValueError(
@@ -348,16 +346,16 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
     return module, getattr(module, name)
 
 
-def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device: Any) -> bool:
+def _load(model: nn.Module, key: str, stored: _Stored, device: Any) -> bool:
     """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     local = on_this_rank(target)
     place = torch.device(device) if local.is_meta else local.device
     value: Tensor
     if rounds := isinstance(local, StoredWeight):
-        value, rounds = (_experts_as_stored if stored.matrices else _as_stored)(target, local, stored, reader, place)
+        value, rounds = (_experts_as_stored if stored.matrices else _as_stored)(target, local, stored, place)
     else:
-        value = _read(stored, reader, own_slices(stored.shape, target), place)
+        value = _read(stored, own_slices(stored.shape, target), place)
         value = value.to(target.dtype) if target.is_floating_point() else value
     if local.is_meta and not isinstance(target, nn.Parameter):
         setattr(module, key.rpartition(".")[2], value)  # a buffer
@@ -366,21 +364,15 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
     return rounds
 
 
-def _read(stored: _Stored, reader: OpenFile, part: tuple[slice, ...], place: torch.device) -> Tensor:
+def _read(stored: _Stored, part: tuple[slice, ...], place: torch.device) -> Tensor:
     """Return a part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
-    return reader(stored.file).read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
+    return stored.file.read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
 
 
-def _read_values(
-    stored: _Stored,
-    reader: OpenFile,
-    part: tuple[slice, ...],
-    place: torch.device,
-    pair: tuple[Tensor, Granularity] | None,
-) -> Tensor:
+def _read_values(stored: _Stored, part: tuple[slice, ...], place: torch.device, pair: Scales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if pair is None:
-        return _read(stored, reader, part, place)
+        return _read(stored, part, place)
     scales, granularity = pair
     read_slices, scale_slices, wanted = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
     for dim, (size, count) in enumerate(zip(stored.shape, scales.shape, strict=True)):
@@ -389,48 +381,36 @@ def _read_values(
             scale_slices[dim] = slice(wanted_range.start // step, -(-wanted_range.stop // step))
             read_slices[dim] = slice(scale_slices[dim].start * step, min(scale_slices[dim].stop * step, size))
             wanted[dim] = slice(wanted_range.start - read_slices[dim].start, wanted_range.stop - read_slices[dim].start)
-    codes = _read(stored, reader, tuple(read_slices), place)
+    codes = _read(stored, tuple(read_slices), place)
     scales_of_codes = scales[tuple(scale_slices)].to(place).contiguous()
     values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
     return values[tuple(wanted)]
 
 
-def _as_stored(
-    target: Tensor, local: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
-) -> tuple[StoredWeight, bool]:
+def _as_stored(target: Tensor, local: StoredWeight, stored: _Stored, place: torch.device) -> tuple[StoredWeight, bool]:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
     """
-    part = own_slices(target.shape, target)
-    pair = _scales_of(stored, reader)
-    if pair is None:
-        values = _read(stored, reader, part, place).to(target.dtype)
-        return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
-    scales, is_shard = pair[0], local is not target
-    if scales.shape == _scale_shape(target, local) and local.may_have(scales):
-        scales = scales if local.has_one_scale else scales[own_slices(scales.shape, target)]
-        codes = _read(stored, reader, part, place)
-        scales = scales.to(place, local.scale_inv.dtype)
-        return StoredWeight(codes, scales, target.dtype, local.granularity, is_shard), False
-    values = _read_values(stored, reader, part, place, pair)
+    part, pair = own_slices(target.shape, target), _scales_of(stored)
+    if pair is not None and pair[0].shape == local.scales_shape(target.shape) and local.may_have(pair[0]):
+        scales = pair[0] if local.has_one_scale else pair[0][own_slices(pair[0].shape, target)]
+        codes, scales = _read(stored, part, place), scales.to(place, local.scale_inv.dtype)
+        return StoredWeight(codes, scales, target.dtype, local.granularity, local is not target), False
+    values = _read_values(stored, part, place, pair)
+    values = values.to(target.dtype) if pair is None else values
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _scale_shape(target: Tensor, local: StoredWeight) -> torch.Size:
-    """Return the shape of all ranks' scales."""
-    return torch.Size(local.granularity.of_matrices(target.shape).scale_shape(target.shape))
-
-
 def _experts_as_stored(
-    target: Tensor, local: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
+    target: Tensor, local: StoredWeight, stored: _Stored, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
     experts, all_fit = own_slices(target.shape, target)[0], True
-    scales = torch.zeros(_scale_shape(target, local), dtype=torch.float32, device="cpu")
+    scales = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
     height, local_matrices = local.granularity.of_matrices(target.shape).tile[0], []
     for (expert, rows), matrix in stored.matrices:
-        pair = _scales_of(matrix, reader)
+        pair = _scales_of(matrix)
         if experts.start <= expert < experts.stop:
             local_matrices.append((expert - experts.start, rows, matrix, pair))
         at = slice(rows.start // height, -(-rows.stop // height))
@@ -441,22 +421,21 @@ def _experts_as_stored(
             scales[expert, at] = pair[0]  # type: ignore[index]
     all_fit = all_fit and local.may_have(scales)
     values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=place)
-    unsharded = torch.empty(0, dtype=torch.float32, device="cpu")  # is no shard, so that the matrix is read whole
     for expert, rows, matrix, pair in local_matrices:
-        part = own_slices(matrix.shape, unsharded)
-        values[expert, rows] = _read_values(matrix, reader, part, place, None if all_fit else pair)
+        part = own_slices(matrix.shape, values)  # which is no DTensor: the matrix is read whole
+        values[expert, rows] = _read_values(matrix, part, place, None if all_fit else pair)
     if all_fit:
         scales = scales[experts].to(place, local.scale_inv.dtype)
         return StoredWeight(values, scales, target.dtype, local.granularity, local is not target), False
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] | None:
+def _scales_of(stored: _Stored) -> Scales | None:
     """Return the scale_inv of codes [N, K] or [E, N, K] and its granularity; None for a tensor in high precision."""
     if stored.scale is None:
         return None
     file, name = stored.scale
-    scales = reader(file).read(name)
+    scales = file.read(name)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     if not scales.is_floating_point():

@@ -38,12 +38,10 @@ _SMALL = 1024  # elements: the dtype of a smaller weight does not matter
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def in_float32(leaf: Any) -> Any:
-    """Return a tensor on the CPU, floats in float32; anything else as it is."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach().cpu()
-    return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+def in_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, bf16 and fp16 ones in float32."""
+    on_cpu = tensor.detach().cpu()
+    return on_cpu.float() if on_cpu.dtype in (torch.bfloat16, torch.float16) else on_cpu
 
 
 def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
@@ -92,7 +90,7 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
         >>> octavo.export.sqnr_in_onnxruntime(model, torch.randn(4, 64), "mlp.onnx") > 40  # doctest: +SKIP
         True
     """
-    arguments = pytree.tree_map(in_float32, inputs if isinstance(inputs, tuple) else (inputs,))
+    arguments = pytree.tree_map_only(Tensor, in_float32, inputs if isinstance(inputs, tuple) else (inputs,))
     with torch.no_grad():
         expected = pytree.tree_leaves(copy.deepcopy(model).cpu().float().eval()(*arguments))
     tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
@@ -237,7 +235,7 @@ def to_onnx(
         raise ExportError(f"weights={weights}: use torch.float32, torch.bfloat16 or torch.float16")
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     stored = weights or _dtype_of(model)
-    wide, inputs = _copy_in_float32(model), pytree.tree_map(in_float32, inputs)
+    wide, inputs = _copy_in_float32(model), pytree.tree_map_only(Tensor, in_float32, inputs)
     exported = _translated(wide, inputs, dynamic_shapes, opset)
     _store(exported, dict(wide.named_parameters()), stored)
     for node in exported.graph:  # Python's stack traces, which take as many bytes as a small model
@@ -288,9 +286,7 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
             raise ExportError(f"no ONNX for {names}: experts have none, and a model can't call octavo's ops itself")
         try:
             program = program.run_decompositions(table)
-            onnx_program = torch.onnx.export(
-                program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False
-            )
+            onnx_program = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False)
         except ExportError as error:  # torch has added the place in the graph to the message
             raise ExportError(first_line(error)) from None
         except Exception as error:  # torch documents no type

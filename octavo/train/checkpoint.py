@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -183,23 +183,20 @@ class RunFolder:
 
     def write_options(self, config: TrainConfig, recipe: str) -> None:
         """Write the run's options to `config.json`."""
-        self._replace(self.path / CONFIG_FILE, options_text(config, recipe))
+        self._write(self.path / CONFIG_FILE, options_text(config, recipe))
 
     def start_log(self, rows: list[StepRow]) -> None:
         """Write the log anew with these rows."""
-        self._replace(self.log, HEADER + "".join(row.csv() for row in rows))
+        self._write(self.log, HEADER + "".join(row.csv() for row in rows))
 
     def append(self, rows: list[StepRow]) -> None:
         """Append rows to the log; they are in the file when this returns."""
-        with self.ranks.together(), self._writing(self.log):
-            if self.ranks.rank == 0:
-                with open(self.log, "ab") as file:
-                    file.write("".join(row.csv() for row in rows).encode())
+        self._write(self.log, "".join(row.csv() for row in rows), lambda path: open(path, "ab"))
 
-    def _replace(self, path: Path, text: str) -> None:
+    def _write(self, path: Path, text: str, opened: Callable[[Path], Any] = replacing) -> None:
         with self.ranks.together(), self._writing(path):
             if self.ranks.rank == 0:
-                with replacing(path) as file:
+                with opened(path) as file:
                     file.write(text.encode())
 
     @contextlib.contextmanager

@@ -231,10 +231,7 @@ class _Run:
     def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
         config = shared.config
         self.shared, self.recipe, self.progress = shared, recipe, shared.progress
-        named_recipe = recipe if isinstance(recipe, str | RecipeMap) else RecipeMap(recipe)
-        recipe_text = (
-            config.called(named_recipe) if isinstance(named_recipe, str) else octavo.recipes.to_json(named_recipe)
-        )
+        recipe_text = config.called(recipe) if isinstance(recipe, str) else octavo.recipes.to_json(recipe)
         self.identity: Identity = config.identity() | {"recipe": recipe_text, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
         self.saved: Content = {}
@@ -274,7 +271,7 @@ class _Run:
             self.folder.write_options(config, str(self.identity["recipe"]))
             self.folder.start_log(self.rows)
         self.inspection = _Inspection(self)
-        self.progress.begin(self.result.name, len(self.rows), self.result.steps)
+        self.progress.begin(self.result.name, self.result.steps)
         try:
             with Ranks.answering():
                 self._steps()

@@ -91,8 +91,8 @@ class Progress:
         self.stream = stream
         self.interval = interval
 
-    def begin(self, name: str, step: int, steps: int) -> None:
-        """Note that a run starts, or continues after `step` of `steps`."""
+    def begin(self, name: str, steps: int) -> None:
+        """Note that a run of so many steps starts or continues."""
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
     def update(self, row: StepRow, seconds_left: float) -> None:

@@ -74,9 +74,7 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
     for step in range(len(losses)):
         side = min(reach, step)
         window = range(step - side, min(step + side + 1, len(losses)))
-        means.append(
-            fmean([losses[neighbour] for neighbour in window], [weights[abs(neighbour - step)] for neighbour in window])
-        )
+        means.append(fmean([losses[i] for i in window], [weights[abs(i - step)] for i in window]))
     return means
 
 
@@ -98,12 +96,11 @@ def plot(results: Sequence[RunResult], path: Path) -> None:
     _draw_losses(figure.axes[0], ordered, styles)
     for axes in figure.axes:
         _shade_phases(axes, results, styles, named=axes is figure.axes[0])
-    if has_gap and baseline is not None:
-        _draw_gaps(figure.axes[1], ordered[1:], baseline, styles)
-    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
+    if has_gap and baseline is not None:
+        _draw_gaps(figure.axes[1], ordered[1:], baseline, styles)
     figure.axes[-1].set_xlabel("step")
     figure.align_ylabels()
     with replacing(path) as file:
@@ -172,10 +169,8 @@ def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styl
         smoothed = zip(smooth(result.losses, width), reference, strict=True)
         percent = [100 * (mean / baseline_mean - 1) for mean, baseline_mean in smoothed]
         axes.plot([row.step for row in result.rows], percent, color=marks["color"], linewidth=1.6)
-        baseline_loss = dict(baseline.validations)
-        gaps = [
-            (step, 100 * (loss / baseline_loss[step] - 1)) for step, loss in result.validations if step in baseline_loss
-        ]
+        reference_at = dict(baseline.validations)
+        gaps = [(at, 100 * (loss / reference_at[at] - 1)) for at, loss in result.validations if at in reference_at]
         axes.plot(*zip(*gaps, strict=True), linestyle="none", **marks)
         axes.plot([], [], label=f"{result.name}  {gap(result, baseline):+.2f} %", linewidth=1.6, **marks)
         visible += [abs(value) for value in percent[len(percent) // 10 :]] + [abs(value) for _, value in gaps]

@@ -68,14 +68,12 @@ def _fresh_store(timeout: timedelta) -> tuple[Any, int, int]:
         name = store.get(f"octavo/answer/{token}").decode()
         store.set(f"octavo/{name}/{rank}", "")
         return dist.PrefixStore(name, store), rank, size
-    while missing := {
-        rank_of_other for rank_of_other in missing if not store.check([f"octavo/{token}/{rank_of_other}"])
-    }:
+    while missing := {other for other in missing if not store.check([f"octavo/{token}/{other}"])}:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"timeout: ranks {sorted(missing)} did not join")
-        for rank_of_other in missing:
-            if store.check([f"octavo/question/{rank_of_other}"]):
-                store.set(f"octavo/answer/{store.get(f'octavo/question/{rank_of_other}').decode()}", token)
+        for other in missing:
+            if store.check([f"octavo/question/{other}"]):
+                store.set(f"octavo/answer/{store.get(f'octavo/question/{other}').decode()}", token)
         time.sleep(0.01)
     return dist.PrefixStore(token, store), rank, size
 

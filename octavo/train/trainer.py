@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import octavo
+from octavo.cost.from_flags import muons_names
 from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
@@ -89,21 +91,18 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE) -> Optimizer:
     """Return AdamW or Muon that decays matrices, not norms' gains: torch's AdamW, unless the state needs octavo's."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas, is_muon = (config.beta1, config.beta2), state.algorithm == "muon"
-    if state == StateConfig(master=state.master) and not state.bf16_weights and not is_muon:
+    if state == StateConfig(master=state.master) and not state.bf16_weights:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     state_formats: Any = {"moments": state.moments, "master": or_none(state.master)}
     if not is_muon:
         return octavo.optim.AdamW(groups, config.lr, betas, **state_formats)
-    named = model.named_parameters()
-    hidden = {p for name, p in named if name.startswith("blocks.") and p.dim() >= 2 and f".{ROUTER}." not in name}
+    hidden = {model.get_parameter(name) for name in muons_names(model)}
     groups[0]["params"] = [p for p in matrices if p not in hidden]
     others = [{**group, "algorithm": "adamw"} for group in groups]
     first = {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "algorithm": "muon"}
@@ -267,9 +266,7 @@ class Trainer:
     def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
         """Replace the folder's checkpoint."""
         stateful = {"schedule": self.schedule, "in_backward": self.in_backward}
-        content: Content = {
-            name: state_holder.state_dict() for name, state_holder in stateful.items() if state_holder is not None
-        }
+        content: Content = {name: each.state_dict() for name, each in stateful.items() if each is not None}
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
         content["weights_in_fp8"] = any(granularity is not None for granularity in storage_now(self.model).values())
         content["separate_splits"] = any(isinstance(module, SeparateSplits) for module in self.model.modules())

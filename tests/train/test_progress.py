@@ -55,7 +55,7 @@ def test_in_words(seconds, text):
 def test_lines_come_now_and_then_and_for_each_validation():
     stream = io.StringIO()
     lines = Progress(stream, interval=1e9)
-    lines.begin("dynamic", 0, 10)
+    lines.begin("dynamic", 10)
     for step in range(1, 11):
         row = StepRow(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan"))
         lines.update(row, seconds_left=75 if step < 10 else 0)
@@ -64,6 +64,6 @@ def test_lines_come_now_and_then_and_for_each_validation():
         "dynamic  step 10/10  loss 2.5000  12,346 tokens/s",
     ]
     eager = Progress(stream, interval=0)
-    eager.begin("dynamic", 0, 10)
+    eager.begin("dynamic", 10)
     eager.update(StepRow(1, 2.5, 1e-3, 1.0), 0)
     assert "step 1/10" in stream.getvalue()
