@@ -95,7 +95,7 @@ class LinearWork(NamedTuple):
         return tuple(seconds)
 
     def cast_seconds(self, recipe: Recipe, rates: Rates, sizes: Sequence[float] | None = None) -> dict[str, float]:
-        """Return {role: seconds of its casts} in a step under a recipe; ``sizes``: elements cast (default: all)."""
+        """Return {role: seconds of its casts} in a step; ``sizes``: cast elements of each role (default: all)."""
         output, grad_input, grad_weight = self.products
         is_read = (output, grad_weight), (output, grad_input), (grad_input, grad_weight)  # each role's two layouts
         seconds = dict.fromkeys(ROLES, 0.0)
@@ -387,12 +387,11 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        x, (groups, columns, rows) = next(iter(_inputs(module, arguments, keywords)), None), sizes_of(module)
-        if not columns:
-            sizes[name] = sizes.get(name, 0) + (x.numel() if isinstance(x, Tensor) else 0)
+        inputs, (groups, columns, rows) = _inputs(module, arguments, keywords), sizes_of(module)
+        if not columns:  # no layer
+            sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in inputs[:1] if isinstance(x, Tensor))
             return
-        assert isinstance(x, Tensor)
-        weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
+        x, weight = inputs[0], next(p for p in (weight_of(module), *module.parameters()) if p is not None)
         tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
         live_inputs.append(x)
         if name in works_by_name:  # called more than once: the rows of its products add up

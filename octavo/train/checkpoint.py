@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -183,21 +183,21 @@ class RunFolder:
 
     def write_options(self, config: TrainConfig, recipe: str) -> None:
         """Write the run's options to `config.json`."""
-        self._write(self.path / CONFIG_FILE, options_text(config, recipe))
+        self._write(self.path / CONFIG_FILE, [options_text(config, recipe)])
 
     def start_log(self, rows: list[StepRow]) -> None:
         """Write the log anew with these rows."""
-        self._write(self.log, HEADER + "".join(row.csv() for row in rows))
+        self._write(self.log, [HEADER, *(row.csv() for row in rows)])
 
     def append(self, rows: list[StepRow]) -> None:
         """Append rows to the log; they are in the file when this returns."""
-        self._write(self.log, "".join(row.csv() for row in rows), lambda path: open(path, "ab"))
+        self._write(self.log, (row.csv() for row in rows), lambda path: open(path, "ab"))
 
-    def _write(self, path: Path, text: str, opened: Callable[[Path], Any] = replacing) -> None:
+    def _write(self, path: Path, lines: Iterable[str], opened: Callable[[Path], Any] = replacing) -> None:
         with self.ranks.together(), self._writing(path):
             if self.ranks.rank == 0:
                 with opened(path) as file:
-                    file.write(text.encode())
+                    file.write("".join(lines).encode())
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
