@@ -330,8 +330,16 @@ def test_an_op_of_one_result_is_folded_too():
     assert ops_of(program) == [] and torch.equal(program.module()(X), module(X))
 
 
-def test_what_is_no_tensor_stays_as_it_is():
-    assert in_float32(True) is True and in_float32("name") == "name"
+class Negated(nn.Module):
+    def forward(self, x, is_negated):
+        return -x if is_negated else x
+
+
+def test_half_precision_becomes_float32_and_arguments_that_are_no_tensors_stay(tmp_path):
+    path = to_onnx(Negated(), (X.bfloat16(), True), tmp_path / "m.onnx")
+    assert (
+        torch.equal(run_onnx(path, X)[0], -X) and sqnr_in_onnxruntime(Negated(), (X.bfloat16(), True), path) == math.inf
+    )
     assert in_float32(X.bfloat16()).dtype == torch.float32 and in_float32(X.long()).dtype == torch.int64
 
 
