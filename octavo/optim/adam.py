@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
+from octavo.optim.layout import fp8_shards
 from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
 from octavo.weights.stored import local_stored
@@ -89,16 +91,16 @@ class Adam(CompactOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and by ``check_betas``."""
         check_betas(weight, group)
-        super().check(weight, group, settings, bounds_update)
+        super().check(weight, group, settings)
 
-    def bounds_update(self, settings: Settings, stored: bool) -> bool:
+    def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
         """Whether updates will be clipped: ``clip_update``; None: if a weight is in FP8 or a moment not float32."""
         if self._clip is not None:
             return self._clip
-        return stored or any(m.format != "fp32" for m in settings.moments)
+        return any(moment.format != "fp32" for moment in settings.moments) or bool(fp8_shards(weights))
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
         return adam_group(group, maximize=group["maximize"], decoupled=self.decoupled, bounds_update=self.clip_update)

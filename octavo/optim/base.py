@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,14 +20,14 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, is_sharded, params_with_shared_amax, place_of, settle_gradient
+from octavo.optim.layout import SharedAmaxes, fp8_shards, is_sharded, place_of, ranks_share_amax, settle_gradient
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.stored import StoredWeight, local_stored
+from octavo.weights.stored import StoredWeight
 
 _REFUSED = {
     "amsgrad": "octavo keeps no largest second moments; clip_update bounds updates",
@@ -96,7 +97,6 @@ class CompactOptimizer(Optimizer):
     names: tuple[str, ...] = ()
     shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
     also_pickled: tuple[str, ...] = ()
-    clip_update: bool  # whether steps bound updates: Adam clips them to R_t, the largest that exact Adam can make
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
@@ -114,7 +114,6 @@ class CompactOptimizer(Optimizer):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
         self.moments, self.master, self.seed = self.moments_of(moments), master, seed
         self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
-        self.clip_update = self.bounds_update(self.settings, stored=False)
         self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
@@ -129,8 +128,8 @@ class CompactOptimizer(Optimizer):
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
         self._plans: dict[Any, Any] = {}
         # each parameter's group and number, and the weights in FP8 with one scale whose shards lie on several ranks:
-        # found anew by _positions once there are other parameters
-        self._positions_found: dict[nn.Parameter, tuple[int, int]] = {}
+        # found anew by _find_positions once there are other parameters
+        self._positions: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []
         self._shared_amaxes = SharedAmaxes()
         self._step_has_begun = False  # from begin_step to end_step, or to a load
@@ -145,45 +144,61 @@ class CompactOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; check that each weight has a master, and note in the group how its state is to be read."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
-        if stored:
-            self.clip_update = self.bounds_update(self.settings, stored=True)
+        """Add a group; check that each weight has a master, and note in the group how its state is to be read.
+
+        A group that is refused leaves the optimizer as it was.
+        """
+        count = len(self.param_groups)
         try:
-            for param in group["params"]:
-                self.check(param, group, self.settings, self.clip_update)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
+            for group in self.split_group(param_group):
+                super().add_param_group(group)
+                for param in group["params"]:
+                    self.check(param, group, self.settings)
+            self._attach()
+        except BaseException:
+            del self.param_groups[count:]
+            self._attach()
             raise
+        self._forget_clip_update()
         self._describe()
-        for shard in stored:
-            shard.facts.awaited = True
-        self._attach()
+        for group in self.param_groups[count:]:
+            for shard in fp8_shards(group["params"]):
+                shard.facts.awaited = True
+
+    def split_group(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the groups that are to be added for a group of the user's."""
+        yield group
 
     def _describe(self) -> None:
         """Note in each group how its state is to be read: torch.distributed.checkpoint saves what groups have."""
         for group in self.param_groups:
             group["octavo"] = states.description(self.settings, self.seed)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
-        """Raise ValueError for a weight that these settings don't fit; ``bounds_update``: if steps bound updates."""
-        states.check(weight, settings.only(self.names_of(group)), bounds_update)
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
+        """Raise ValueError for a weight of a group that these settings don't fit."""
+        states.check(weight, settings.only(self.names_of(group)), self.bounds_update(settings, [weight]))
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """Return the Moments that a ``moments`` argument means for this optimizer."""
         return moments_of(moments, len(self.names))
 
-    def bounds_update(self, settings: Settings, stored: bool) -> bool:
-        """Whether steps would bound updates under these settings; ``stored``: whether any weight lives in FP8."""
+    def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
+        """Whether steps of all these weights would bound updates under these settings."""
         return False
+
+    @functools.cached_property
+    def clip_update(self) -> bool:
+        """Whether steps bound updates: Adam clips them to R_t, the largest that exact Adam can make."""
+        return self.bounds_update(self.settings, self.all_params())
+
+    def _forget_clip_update(self) -> None:
+        """Have ``clip_update`` be computed anew, as settings, parameters or a weight's storage changed."""
+        vars(self).pop("clip_update", None)
 
     def adopt(self, settings: Settings) -> None:
         """Take over the settings to which optim/conversion.py has converted weights and state."""
-        self.moments, self.master = settings.moments or self.moments, settings.master
-        stored = any(local_stored(param) is not None for param in self.all_params())
-        self.clip_update = self.bounds_update(settings, stored)
+        self.moments, self.master = settings.moments, settings.master
+        self._forget_clip_update()
         self._describe()
         self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
@@ -195,7 +210,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_prepared(self) -> None:
         """Drop what earlier steps prepared for the next ones."""
-        self._prepared, self._positions_found, self._shared_amaxes.options_compared = {}, {}, False
+        self._prepared, self._positions, self._shared_amaxes.options_compared = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -236,9 +251,8 @@ class CompactOptimizer(Optimizer):
             >>> layer.weight.grad
             StoredGradient((128, 128), torch.float32)
         """
-        if self.in_backward is not None:
-            return self.in_backward.accumulate()
-        return nullcontext() if self._gradients is None else self._gradients.accumulate()
+        early = self.in_backward or self._gradients  # which would use or round gradients as they come
+        return nullcontext() if early is None else early.accumulate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights that have gradients.
@@ -265,8 +279,8 @@ class CompactOptimizer(Optimizer):
         self._step_has_begun = True
         self._shared_amaxes.check_ranks_agree(self)
         self._shared_amaxes.finish()
-        params, positions = self._params_with_shared_amax(), self._positions()
-        anew = [self._current(param, *positions[param])[1] for param in params]
+        params = self._params_with_shared_amax()
+        anew = [self._current(param)[1] for param in params]
         if any(anew) or (self._was_loaded and params):
             self._shared_amaxes.start(params, self.state)
             self._shared_amaxes.finish()
@@ -279,7 +293,7 @@ class CompactOptimizer(Optimizer):
             self._shared_amaxes.start(params, self.state)
 
     def _params_with_shared_amax(self) -> list[nn.Parameter]:
-        self._positions()
+        self._find_positions()
         return [param for param in self._sharded if param.requires_grad]
 
     @torch.no_grad()
@@ -315,9 +329,9 @@ class CompactOptimizer(Optimizer):
         if not params:
             return
         updates: dict[torch.device, DeviceUpdates] = {}
-        positions = self._positions()
+        self._find_positions()
         for param in params:
-            update = self._update(param, *positions[param])
+            update = self._update(param)
             updates.setdefault(update.gradient.device, []).append((param, update))
         for device, on_device in updates.items():
             skip_there, scale_there = [
@@ -329,32 +343,30 @@ class CompactOptimizer(Optimizer):
 
     def _note_writes(self, params: list[nn.Parameter]) -> None:
         """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
-        written: list[Tensor] = list(params)
+        codes: dict[nn.Parameter, Tensor] = {}
         for param in params:
             prepared, weight = self._prepared[param], states.local(param)
             if isinstance(weight, StoredWeight):
-                written.append(weight.qdata)
+                codes[param] = weight.qdata
             elif prepared.update.master.weight.data_ptr() != prepared.address:
                 weight.copy_(prepared.update.master.weight.view(weight.shape))
-        torch.autograd.graph.increment_version(written)  # of a sharded weight only the local shard was written
-        for param in params:
-            weight = states.local(param)
-            if isinstance(weight, StoredWeight):
-                self._prepared[param] = self._prepared[param]._replace(data=weight.qdata, version=weight.qdata._version)
+        # of a sharded weight only the local shard was written
+        torch.autograd.graph.increment_version([*params, *codes.values()])
+        for param, qdata in codes.items():
+            self._prepared[param] = self._prepared[param]._replace(data=qdata, version=qdata._version)
 
     def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         """Update weights of one device; arguments as the kernels' ``optimizer_step``."""
         groups: Any = [self._options(group) for group in self.param_groups]
         optimizer_step([update for _, update in updates], groups, skip, scale, self._plans, sums)
 
-    def _positions(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Return each parameter's group and its number among all parameters, on which its random bits depend."""
+    def _find_positions(self) -> None:
+        """Find each parameter's group and its number among all parameters, on which its random bits depend."""
         params = self.all_params()
-        if len(params) != len(self._positions_found) or not all(map(operator.is_, params, self._positions_found)):
+        if len(params) != len(self._positions) or not all(map(operator.is_, params, self._positions)):
             groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-            self._sharded = params_with_shared_amax(params)
-            self._positions_found = dict(zip(params, zip(groups, range(len(params)), strict=True), strict=True))
-        return self._positions_found
+            self._sharded = [param for param in params if ranks_share_amax(param)]
+            self._positions = dict(zip(params, zip(groups, range(len(params)), strict=True), strict=True))
 
     def shared_options(self) -> dict[str, Any]:
         """Return the options on which ranks that share weights must agree."""
@@ -368,11 +380,11 @@ class CompactOptimizer(Optimizer):
     def _shared_options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         return self._options(group)._replace(lr=float(group["lr"]))._asdict()
 
-    def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
+    def _update(self, param: nn.Parameter) -> WeightUpdate:
         grad = states.local(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
-        update = self._current(param, group, index)[0].update
+        update = self._current(param)[0].update
         shape = update.master.weight.shape
         if grad.numel() == 0 and shape.numel() > 0:  # the weight is a row that stands in for a shard without rows
             return update._replace(gradient=torch.zeros(shape, device=grad.device, dtype=torch.float32))
@@ -380,13 +392,13 @@ class CompactOptimizer(Optimizer):
             return states.with_codes(update, grad)
         return update._replace(gradient=grad.resolve_neg().contiguous().view(shape))
 
-    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
+    def _current(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
         """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
-        weight, state, names = states.local(param), self.state[param], self.names_of(self.param_groups[group])
-        is_new, data = not state, states.data_of(weight)
+        weight, state, position = states.local(param), self.state[param], self._positions[param]
+        names, data, is_new = self.names_of(self.param_groups[position[0]]), states.data_of(weight), not state
         if is_new:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, options = self._prepared.get(param), (group, index, self.seed, names)
+        prepared, options = self._prepared.get(param), (*position, self.seed, names)
         has_moved, was_written = (True, False) if prepared is None else changes_since(prepared, weight, data)
         if (
             prepared is None
@@ -395,43 +407,40 @@ class CompactOptimizer(Optimizer):
             or [*map(id, prepared.state)] != [*map(id, state.values())]
             or not data.is_contiguous()
         ):
-            prepared = self._prepare(param, weight, state, options)
-        if was_written:  # by a load or by the user
-            prepared = self._restart_master(param, weight, state)
+            prepared = self._prepare(param, weight, options)
+        if was_written:  # by a load or by the user: the master begins anew, as these codes
+            for name, value in MasterForm.of(param, self.master).new_state(weight).items():
+                states.local(state[name]).copy_(states.local(value))
+            prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
         if isinstance(weight, StoredWeight) and (is_new or was_written):
             weight.low_bits = None  # the master has them
         return prepared, is_new or was_written
 
-    def _prepare(
-        self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], options: tuple[Any, ...]
-    ) -> PreparedUpdate:
+    def _prepare(self, param: nn.Parameter, weight: Tensor, options: tuple[Any, ...]) -> PreparedUpdate:
         """Make a weight's update anew, which the next steps use too; launches of the update before it are dropped."""
-        group, index, _, names = options
+        group, index, seed, names = options
         if param in self._prepared:
             self._forget_plans()
-        if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
-            self.clip_update = self.bounds_update(self.settings, stored=True)
-        self.check(param, self.param_groups[group], self.settings, self.clip_update)
+        if isinstance(weight, StoredWeight) and not self.clip_update:  # it may have been stored since
+            self._forget_clip_update()
+        self.check(param, self.param_groups[group], self.settings)
+        state, data = self.state[param], states.data_of(weight)
         master, moments = states.for_kernel(param, weight, state, self.settings.only(names))
-        bits = BitNumbers(key_of(self.seed, index), *place_of(param))
+        bits = BitNumbers(key_of(seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
-        data, values = states.data_of(weight), (*state.values(),)
-        self._prepared[param] = PreparedUpdate(update, data, data.data_ptr(), data._version, options, values)
-        return self._prepared[param]
-
-    def _restart_master(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any]) -> PreparedUpdate:
-        """Write a stored weight, which was written, into its master; return its update as of these codes."""
-        for name, value in MasterForm.of(param, self.master).new_state(weight).items():
-            states.local(state[name]).copy_(states.local(value))
-        data = states.data_of(weight)
-        self._prepared[param] = self._prepared[param]._replace(data=data, version=data._version)
-        return self._prepared[param]
+        prepared = PreparedUpdate(update, data, data.data_ptr(), data._version, options, (*state.values(),))
+        self._prepared[param] = prepared
+        return prepared
 
     @property
     def settings(self) -> Settings:
-        """Return how the optimizer keeps weights; a group's settings have the moments of ``names_of`` alone."""
+        """Return how the optimizer keeps weights."""
         return Settings(self.moments, self.names, self.master)
+
+    def settings_of(self, group: dict[str, Any]) -> Settings:
+        """Return the settings of a group's weights."""
+        return self.settings.only(self.names_of(group))
 
     def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments that steps of a group read and write."""
@@ -445,7 +454,8 @@ class CompactOptimizer(Optimizer):
         """
         self._shared_amaxes.finish()
         self._describe()
-        begun = self._begin_states()
+        begun: Any = self._begun_states()
+        self.state.update(begun)
         try:
             return super().state_dict()
         finally:
@@ -453,18 +463,17 @@ class CompactOptimizer(Optimizer):
                 del self.state[param]
 
     @torch.no_grad()
-    def _begin_states(self) -> list[nn.Parameter]:
-        """Begin the states of trained weights without one, if any of these lives in FP8; return these weights."""
+    def _begun_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return first states of the trained weights without a state; none if none of these weights lives in FP8."""
         groups = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
         missing = [param for param in groups if not self.state.get(param)]
-        if all(local_stored(param) is None for param in missing):
-            return []
-        for param in missing:
-            self.state[param] = states.new_state(param, self.settings.only(self.names_of(groups[param])))
-        if not {*missing}.isdisjoint(params := self._params_with_shared_amax()):
-            self._shared_amaxes.start(params, self.state)
+        if not fp8_shards(missing):
+            return {}
+        begun = {param: states.new_state(param, self.settings_of(groups[param])) for param in missing}
+        if not begun.keys().isdisjoint(params := self._params_with_shared_amax()):
+            self._shared_amaxes.start(params, self.state | begun)
             self._shared_amaxes.finish()
-        return missing
+        return begun
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.
@@ -486,15 +495,14 @@ class CompactOptimizer(Optimizer):
         self._shared_amaxes.finish()
         same = described is None or states.has_form_of(described, self.settings)
         new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        any_converted, lost_masters = False, set[str]()
+        conversions = set[str]()
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
             if saved := state_dict["state"].get(index):
                 settings = self._settings_in(saved, group)
-                new_states[param], was_converted, lost_master = states.loaded(param, saved, described, same, settings)
-                any_converted |= was_converted
-                lost_masters.add(lost_master)
-        if not any_converted and self._would_begin_with(new_states, dict(in_groups)):
+                new_states[param], changes = states.loaded(param, saved, described, same, settings)
+                conversions |= changes
+        if not conversions and self._would_begin_with(new_states, dict(in_groups)):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_prepared()
@@ -502,13 +510,12 @@ class CompactOptimizer(Optimizer):
         self.seed = self.seed if described is None else described["seed"]
         self._describe()
         self._attach()
-        for weight in new_states:
-            if (stored := local_stored(weight)) is not None:
-                stored.low_bits = None
+        for shard in fp8_shards(new_states):
+            shard.low_bits = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
-        if any_converted:
-            warnings.warn(states.conversion_warning(described, self.settings, lost_masters), stacklevel=2)
+        if conversions:
+            warnings.warn(states.conversion_warning(described, self.settings, conversions), stacklevel=2)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -518,16 +525,13 @@ class CompactOptimizer(Optimizer):
         Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
-        if not any(isinstance(param, StoredWeight) for param in loaded):
+        if not fp8_shards(loaded) or any(
+            is_sharded(param) or state["step"].is_meta or state["step"] > 0 for param, state in loaded.items()
+        ):
             return False
-        if any(is_sharded(param) or state["step"].is_meta or state["step"] > 0 for param, state in loaded.items()):
-            return False
-        for param, state in loaded.items():
-            begun = states.new_state(param, self.settings.only(self.names_of(groups[param])))
-            if state.keys() != begun.keys() or not all(torch.equal(state[name], begun[name]) for name in begun):
-                return False
-        return True
+        pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
+        return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
     def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
         """Return the settings for a loaded state of a weight of this group."""
-        return self.settings.only(self.names_of(group))
+        return self.settings_of(group)

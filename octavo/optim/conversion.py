@@ -20,13 +20,13 @@ from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import refuse_ddp
-from octavo.optim.layout import is_fp8_experts
+from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
 from octavo.weights.storable import why_cut_blocks
-from octavo.weights.stored import StoredWeight, local_stored, put_into, store
+from octavo.weights.stored import StoredWeight, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -94,14 +94,10 @@ class Conversion(NamedTuple):
         for param, granularity in self.storage.items():
             if granularity is not None and (why := why_cut_blocks(param, granularity)) is not None:
                 raise ValueError(why)
-        targets = [
-            (blank(param, self.storage[param], "meta") if param in self.storage else param, group)
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ]
-        any_stored = any(local_stored(target) is not None for target, _ in targets)
-        for target, group in targets:
-            optimizer.check(target, group, self.settings, optimizer.bounds_update(self.settings, any_stored))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                target = blank(param, self.storage[param], "meta") if param in self.storage else param
+                optimizer.check(target, group, self.settings)
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
@@ -189,40 +185,28 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
 
 
 def _convert_param(
-    optimizer: CompactOptimizer,
-    param: nn.Parameter,
-    settings: Settings,
-    storage: Mapping[nn.Parameter, WeightStorage],
+    optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
 ) -> None:
     """Convert a weight and its state, as ``convert`` does for all."""
-    storage_changes, is_dtensor = param in storage, on_this_rank(param) is not param
-    if not (state := optimizer.state.get(param)):
-        if storage_changes:
+    same_storage, state = param not in storage, optimizer.state.get(param)
+    if not state:
+        if not same_storage:
             store(param, storage[param])
-            if (shard := local_stored(param)) is not None:
+            for shard in fp8_shards([param]):
                 shard.facts.awaited = True
         return
     old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, old_settings)
-    new_param: Any = param
-    if storage_changes:
-        zeros = blank(param, storage[param])
-        new_param = like_sharded(zeros, param, param.shape) if is_dtensor else nn.Parameter(zeros, param.requires_grad)
+    new_param: Any = param if same_storage else like_sharded(blank(param, storage[param]), param, param.shape)
     new_weight = states.local(new_param.detach())
     new_state = {"step": state["step"]} | _converted_moments(param, new_param, state, old_settings, new_settings)
-    old_form, new_form = MasterForm.of(param, old_settings.master), MasterForm.of(new_param, new_settings.master)
-    if storage_changes or old_form is not new_form:
+    if same_storage and MasterForm.of(param, old_settings.master) is MasterForm.of(param, new_settings.master):
+        new_state |= {name: value for name, value in state.items() if name.startswith("master_")}
+    else:
         new_state |= new_master(new_param, new_settings.master)
         new, _ = for_kernel(new_param, new_weight, new_state, new_settings)
-        is_float = new.low_bits is not None and new.low_bits.is_floating_point()
-        keeps_codes = not storage_changes and is_float  # splits round ties another way
-        codes = new.weight.clone() if keeps_codes else None
-        _convert_master(old, new, param if is_dtensor else None, not storage_changes)
-        if codes is not None:
-            new.weight.copy_(codes)
-    else:
-        new_state |= {name: value for name, value in state.items() if name.startswith("master_")}
-    if storage_changes:
+        _convert_master(old, new, param, same_storage)
+    if not same_storage:
         put_into(param, new_weight)
     optimizer.state[param] = new_state
 
@@ -245,29 +229,33 @@ def _converted_moments(
 
 
 @torch.no_grad()
-def _convert_master(old: Master, new: Master, dtensor: Tensor | None, same_storage: bool) -> None:
-    """Convert a master to another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
+def _convert_master(old: Master, new: Master, param: Tensor, same_storage: bool) -> None:
+    """Convert a weight's master to another kind, rounded to nearest. Where the weight's storage stays, its scale does.
 
-    ``dtensor``: whose local tensor this is, or None; ranks share its scale where it has one for all elements.
+    Ranks that share the weight share its scale where it has one for all elements.
     """
     values = old.read_all(old.weight)
+    # splits round ties another way than float masters, by which codes could change
+    is_float = new.low_bits is not None and new.low_bits.is_floating_point()
+    codes = new.weight.clone() if same_storage and is_float else None
     # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
     stands_in = old.weight.numel() != new.weight.numel()
+    ranks_share_scale = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 2 and not new.has_blocks
     for index in range(new.matrices):
         matrix = new.matrix(index) if isinstance(new, Fp8Weight) else new
-        rows = matrix.weight.shape[0]
-        wide = values if stands_in else values.view(new.weight.shape)[index * rows : (index + 1) * rows]
+        wide = values if stands_in else values.view(new.weight.shape).chunk(new.matrices)[index]
         if isinstance(matrix, Fp8Weight):
-            by_expert = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
             if same_storage:
                 bound = matrix.scale_inv * E4M3.max
             else:
                 bound = amax(wide, (BLOCK, BLOCK) if matrix.has_blocks else (ALL, ALL))
-                if dtensor is not None and not by_expert and not matrix.has_blocks:
-                    bound = maximum_over_shards(bound, dtensor)
+                if ranks_share_scale:  # else each expert, or block, lies whole on one rank
+                    bound = maximum_over_shards(bound, param)
             matrix.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)
             half = torch.full_like(part, -(1 << 31), dtype=torch.int32)  # random bits that round to nearest
             matrix.write(piece, part, half)
         matrix.end()
+    if codes is not None:
+        new.weight.copy_(codes)

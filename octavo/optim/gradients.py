@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,15 +43,13 @@ class GradientHooks:
         self.accumulating = False
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], handles).atexit = False
 
-    def attach(self, params: Iterable[nn.Parameter]) -> None:
+    def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Hook these parameters and no others, as callers replace parameters; a frozen one keeps its hook."""
-        params = list(params)
         for param in params:
             if param.requires_grad and param not in self.handles:
                 self.handles[param] = param.register_post_accumulate_grad_hook(self._hook)
-        if len(self.handles) > sum(param in self.handles for param in params):
-            for gone in self.handles.keys() - set(params):
-                self.handles.pop(gone).remove()
+        for gone in self.handles.keys() - set(params):
+            self.handles.pop(gone).remove()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -237,9 +237,7 @@ class UpdatesInBackward:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
         self._forget_used()
-        for param in self.optimizer.all_params():
-            if param.grad is not None:
-                self._pending.setdefault(param)
+        self._pending |= dict.fromkeys(self.optimizer.all_params())
         self._flush(in_backward=False)
         self._wait()
         if self._updated and self.clip is not None:
@@ -297,7 +295,11 @@ class UpdatesInBackward:
         self._updated.update(params)
         norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream_of_updates(params):
-            self.optimizer.step_some(params, self._divisor(params))
+            divisor = None  # of gradients, so that they are clipped
+            if self.clip is not None:
+                self._norms.add(params)
+                divisor = (self._norms.estimate() / self.clip).clamp(min=1.0)
+            self.optimizer.step_some(params, divisor)
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
@@ -308,13 +310,6 @@ class UpdatesInBackward:
         for param in self._updated:
             if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
                 param.grad = None
-
-    def _divisor(self, params: list[nn.Parameter]) -> Tensor | None:
-        """Return the number that gradients are to be divided by so that they are clipped."""
-        if self.clip is None:
-            return None
-        self._norms.add(params)
-        return (self._norms.estimate() / self.clip).clamp(min=1.0)
 
     def _stream_of_updates(self, params: list[nn.Parameter]) -> Any:
         """Return the stream of updates: on a GPU its own, which waits for the gradients, not for all of backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank, own_slices
-from octavo.weights.stored import local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
@@ -67,6 +67,11 @@ def is_fp8_experts(weight: Tensor) -> bool:
     return weight.ndim == 3 and local_stored(weight) is not None
 
 
+def fp8_shards(weights: Iterable[Tensor]) -> list[StoredWeight]:
+    """Return those of these weights, or of this rank's shards of them, that live in FP8."""
+    return [shard for weight in weights if (shard := local_stored(weight)) is not None]
+
+
 def place_of(param: Tensor) -> tuple[int, int, int]:
     """Return (first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
 
@@ -112,16 +117,11 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
     return param.grad
 
 
-def params_with_shared_amax(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale."""
-
-    def shares_amax(param: nn.Parameter) -> bool:
-        shard: Any = local_stored(param)
-        if shard is None or shard is param or not shard.has_one_scale:
-            return False  # each expert lies whole on one rank
-        return any(group.size() > 1 for group in groups_of(param))
-
-    return [param for param in params if shares_amax(param)]
+def ranks_share_amax(param: Tensor) -> bool:
+    """Whether ranks must agree on a parameter's amax: their shards live in FP8 with one scale for all."""
+    if (shard := local_stored(param)) is None or not shard.has_one_scale or not is_sharded(param):
+        return False  # each expert lies whole on one rank
+    return any(group.size() > 1 for group in groups_of(param))
 
 
 class SharedAmaxes:

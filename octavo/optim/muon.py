@@ -8,8 +8,8 @@ go through each of the three together.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ from octavo.formats import E4M3
 from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.optimizer_state import Fp8Weight, MasterWeight
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_adam_options, check_betas
 from octavo.optim.base import CompactOptimizer, DeviceUpdates, check_not_negative
-from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
+from octavo.optim.layout import fp8_shards, is_fp8_experts, is_sharded, sharded_dims
 from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
@@ -133,8 +133,8 @@ class Muon(CompactOptimizer):
             raise TypeError(f"adamw={adamw!r}: give a dict of AdamW's options, {{}} for torch's defaults")
         if adamw is not None and (unknown := adamw.keys() - _ADAMW.keys()):
             raise ValueError(f"adamw={adamw!r}: {', '.join(sorted(unknown))} is none of {', '.join(_ADAMW)}")
-        check_adam_options(**{**_ADAMW, **(adamw or {})})
         self.adamw, self.directions = adamw, directions
+        check_adam_options(**self._defaults_of("adamw"))
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
@@ -145,31 +145,28 @@ class Muon(CompactOptimizer):
         self._workspaces: dict[nn.Parameter, _Workspace] = {}  # of prepared updates, dropped with the launches
         self._captured: list[_Workspace] = []  # dropped ones that CUDA graphs read
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; without an ``algorithm``, parameters that are no matrices go to a group of AdamW after it.
+    def split_group(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the group; without an ``algorithm``, parameters that are no matrices are a group of AdamW after it.
 
         Options of a group that holds matrices are Muon's; of one that holds none they are AdamW's.
         """
-        params = param_group["params"]
-        if "algorithm" in param_group or self.adamw is None or isinstance(params, set):
-            algorithm = param_group.get("algorithm", "muon")
-            super().add_param_group({**self._defaults_of(algorithm), "algorithm": algorithm, **param_group})
-            stacked = [param.shape for param in self.param_groups[-1]["params"] if param.ndim > 2]
-            if stacked and "algorithm" not in param_group:  # of experts or of a convolution: shapes don't tell
-                self.param_groups.pop()
+        params = group["params"]
+        if "algorithm" in group or self.adamw is None or isinstance(params, set):
+            algorithm = group.get("algorithm", "muon")
+            yield (added := {**self._defaults_of(algorithm), "algorithm": algorithm, **group})
+            stacked = [param.shape for param in added["params"] if param.ndim > 2]
+            if stacked and "algorithm" not in group:  # of experts or of a convolution: shapes don't tell
                 raise ValueError(_NO_MATRIX.format(tuple(stacked[0])))
             return
         split: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
             split["muon" if getattr(tensor, "ndim", 0) == 2 else "adamw"].append(param)
-        adamw_options = {
-            name: value for name, value in param_group.items() if not split["muon"] or name not in self.defaults
-        }
-        for algorithm, options in (("muon", param_group), ("adamw", adamw_options)):
-            if split[algorithm] or (algorithm == "muon" and not any(split.values())):  # as torch, keep an empty group
-                new_group = options | {"params": split[algorithm], "algorithm": algorithm}
-                super().add_param_group(self._defaults_of(algorithm) | new_group)
+        if split["muon"] or not split["adamw"]:  # as torch, keep an empty group
+            yield group | {"params": split["muon"], "algorithm": "muon"}
+        if split["adamw"]:
+            options = {name: value for name, value in group.items() if not split["muon"] or name not in self.defaults}
+            yield self._defaults_of("adamw") | options | {"params": split["adamw"], "algorithm": "adamw"}
 
     def _defaults_of(self, algorithm: str) -> dict[str, Any]:
         return {**_ADAMW, **(self.adamw or {})} if algorithm == "adamw" else {}
@@ -191,18 +188,21 @@ class Muon(CompactOptimizer):
             raise TypeError(f"moments={moments!r}: use {names}, a Moment, or three Moments")
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
-    def bounds_update(self, settings: Settings, stored: bool) -> bool:
+    def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
         """Whether any weight lives in FP8."""
-        return stored
+        return bool(fp8_shards(weights))
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds_update: bool) -> None:
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
             check_betas(weight, group)
-            super().check(weight, group, settings, bounds_update)
-            return
+        else:
+            self._check_matrix(weight, group, settings.moments[0])
+        super().check(weight, group, settings)
+
+    def _check_matrix(self, weight: Tensor, group: dict[str, Any], moment: Moment) -> None:
         shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
             raise ValueError(_NO_MATRIX.format(shape))
@@ -212,22 +212,18 @@ class Muon(CompactOptimizer):
                 "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel), and stacked experts that they share by "
                 'experts; "algorithm": "adamw" is for others'
             )
-        if is_fp8_experts(weight) and PerTensor() in [one.granularity for one in settings.moments[:1]]:
+        if is_fp8_experts(weight) and moment.granularity == PerTensor():
             raise ValueError("experts that live in FP8 have a momentum in blocks: leave out granularity=PerTensor()")
         if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
         if len(coefficients) != 3 or not 0 <= count < 100:
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
-        super().check(weight, group, settings, bounds_update)
 
-    def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
+    def _options(self, group: dict[str, Any]) -> Any:
         if group["algorithm"] == "adamw":
             bounds_update = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
             return adam_group(group, maximize=False, decoupled=True, bounds_update=bounds_update)
-        return self._rule(group)
-
-    def _rule(self, group: dict[str, Any]) -> SgdGroup:
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
         options = group["lr"], momentum, 0.0, decay, group["nesterov"]
         return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
@@ -240,7 +236,7 @@ class Muon(CompactOptimizer):
         if by_adamw := [
             update._replace(group=adamws.index(update.group)) for _, update in updates if update.group in adamws
         ]:
-            options: Any = [self._options(self.param_groups[number]) for number in adamws]
+            options = [self._options(self.param_groups[number]) for number in adamws]
             optimizer_step(by_adamw, options, skip, scale, self._plans, sums)
         sharded: dict[Any, DeviceUpdates] = {}  # by the group of ranks that share rows
         for param, update in updates:
@@ -249,67 +245,60 @@ class Muon(CompactOptimizer):
             if is_sharded(param) and param.ndim == 2:
                 sharded.setdefault(groups_of(param)[0], []).append((param, update))
             else:
-                direction = self._direction(param, update, skip, scale).view(states.local(param).shape).flatten(0, -2)
-                self._move(param, update, self._orthogonal(self._as_sent(direction), param, update.group), skip, sums)
+                direction = self._direction(param, update, skip, scale)
+                self._move(param, update, self._orthogonal(param, update, direction), skip, sums)
         for ranks, members in sharded.items():
-            count = OWNED * ranks.size()
+            count, device = OWNED * ranks.size(), members[0][0].device_mesh.device_type  # type: ignore[attr-defined]
             for first in range(0, len(members), count):
                 batch = members[first : first + count]
-                parts = [self._part_to_send(*member, skip, scale) for member in batch]
-                functions = [partial(self._orthogonal, param=param, group=update.group) for param, update in batch]
+                parts = [self._direction(*member, skip, scale).to(device) for member in batch]
+                functions = [partial(self._orthogonal, *member) for member in batch]
                 results = by_owners(parts, [param.shape for param, _ in batch], ranks, functions)
-                for (param, update), orthogonal in zip(batch, results, strict=True):
-                    self._move(param, update, orthogonal, skip, sums)
-
-    def _part_to_send(
-        self, param: nn.Parameter, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None
-    ) -> Tensor:
-        """Have the momentum follow the gradient; return this rank's rows of the direction, to be sent to the owner."""
-        part = self._direction(param, update, skip, scale)[: states.local(param).shape[0]]
-        return self._as_sent(part).to(param.device_mesh.device_type)  # type: ignore[attr-defined]
+                for member, orthogonal in zip(batch, results, strict=True):
+                    self._move(*member, orthogonal, skip, sums)
 
     def _direction(
         self, param: nn.Parameter, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None
     ) -> Tensor:
-        """Have the momentum follow the gradient; return the direction, in the scratch, float32 as the master [R, C]."""
-        work = self._workspace(param, update)
+        """Have the momentum follow the gradient; return this rank's rows [r, C] of the direction, or its experts'.
+
+        They are as they travel: in bf16, which torch orthogonalises, or codes in bytes.
+        """
+        work, rule = self._workspace(param, update), self._options(self.param_groups[update.group])
         matrix = work.scratch.weight.zero_()
         if matrix.numel():
             work.step.copy_(update.step)
-            rule = self._rule(self.param_groups[update.group])
             update = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
             optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
-        return matrix
-
-    def _as_sent(self, direction: Tensor) -> Tensor:
-        """Return rows of a direction [r, C] as they travel: in bf16, which torch orthogonalises, or codes in bytes."""
+        shape = states.local(param).shape  # the matrix may be a row that stands in for a shard without rows
+        direction = matrix.view(-1)[: shape.numel()].view(shape).flatten(0, -2)
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
         qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
         return pack_message(qdata, scale_inv, True)
 
-    def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
+    def _orthogonal(self, param: nn.Parameter, update: WeightUpdate, direction: Tensor) -> Tensor:
         """Orthogonalise a matrix's direction, or each expert's, after it travelled: bf16 [R, C] or [E * N, K]."""
-        if not matrix.numel():
-            return matrix
+        if not direction.numel():
+            return direction
         if self.directions == "fp8":
-            pair = unpack_message(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
-            matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
-        coefficients, count, eps = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
+            pair = unpack_message(direction, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
+            direction = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
+        options = [self.param_groups[update.group][name] for name in ("ns_coefficients", "ns_steps", "eps")]
         if param.ndim == 2:
-            return orthogonalize(matrix, coefficients, count, eps)
-        return orthogonalize_each(matrix.view(-1, *param.shape[1:]), coefficients, count, eps).flatten(0, 1)
+            return orthogonalize(direction, *options)
+        return orthogonalize_each(direction.view(-1, *param.shape[1:]), *options).flatten(0, 1)
 
     def _move(
         self, param: nn.Parameter, update: WeightUpdate, orthogonal: Tensor, skip: Tensor | None, sums: Tensor | None
     ) -> None:
         """Move this rank's part of a weight along the orthogonal matrix's part."""
-        work, options = self._workspace(param, update), self.param_groups[update.group]
-        matrix, rule = work.scratch.weight, self._rule(options)
+        work, group = self._workspace(param, update), self.param_groups[update.group]
+        matrix, rule = work.scratch.weight, self._options(group)
         matrix.view(-1)[: orthogonal.numel()].view(orthogonal.shape).copy_(orthogonal)
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
-        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], param.shape[-2:]) if param.numel() else 1.0
+        ratio = adjust_muon_lr(1.0, group["adjust_lr_fn"], param.shape[-2:]) if param.numel() else 1.0
         rate: float | Tensor = work.rate
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
             work.rate.copy_(rule.lr.view(()) * ratio)
@@ -370,33 +359,34 @@ def by_owners(
     divides them; ``shapes``: of the whole matrices [R, C], the same on all ranks, which are in the order of the rows.
     Functions make bf16 [R, C] of all rows.
     """
-    ranks, owners = range(group.size()), owners_of(shapes, group.size())
-    owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in ranks]  # matrices' numbers
-    owned_here = owned[group.rank()]
-    rows: dict[int, list[int]] = {}  # {matrix that this rank owns: how many of its rows each rank has}
-    for number in owned_here:
-        slices = (rows_of_rank(shapes[number][0], len(ranks), rank) for rank in ranks)
-        rows[number] = [some.stop - some.start for some in slices]
-    by_owner = [[parts[number] for number in numbers] for numbers in owned]
-    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned_here] for rank in ranks]
-    shards = _exchanged(by_owner, sizes, parts[0], group)
-    results = [
-        functions[number](torch.cat(by_rank).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
-        for number, by_rank in zip(owned_here, zip(*shards, strict=True), strict=True)
-    ]
-    back = [[result[rank] for result in results] for rank in ranks]
-    sizes_back = [[parts[number].shape[0] * shapes[number][1] for number in numbers] for numbers in owned]
-    returned = _exchanged(back, sizes_back, parts[0].new_empty(0, dtype=torch.bfloat16), group)
-    rows_here = dict(zip(itertools.chain(*owned), itertools.chain(*returned), strict=True))
-    return [rows_here[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
+    owners, ranks = owners_of(shapes, group.size()), range(group.size())
+    order = sorted(range(len(shapes)), key=owners.__getitem__)
+    owned = [number for number in order if owners[number] == group.rank()]
+    places = [(rank, number, rows_of_rank(shapes[number][0], len(ranks), rank)) for rank in ranks for number in owned]
+    to_owners = [(owners[number], parts[number]) for number in order]
+    arriving = [(rank, (rows.stop - rows.start, parts[number].shape[1])) for rank, number, rows in places]
+    shards = _exchanged(to_owners, arriving, parts[0], group)
+    results = {number: functions[number](torch.cat(shards[index :: len(owned)])) for index, number in enumerate(owned)}
+    to_ranks = [(rank, results[number][rows]) for rank, number, rows in places]
+    returning = [(owners[number], (parts[number].shape[0], shapes[number][1])) for number in order]
+    returned = _exchanged(to_ranks, returning, parts[0].new_empty(0, dtype=torch.bfloat16), group)
+    rows_by_number = dict(zip(order, returned, strict=True))
+    return [rows_by_number[number] for number in range(len(parts))]
 
 
-def _exchanged(tensors: list[list[Tensor]], sizes: list[list[int]], like: Tensor, group: Any) -> list[Any]:
-    """Send each rank its tensors by one all-to-all; return what each rank sends, as flat tensors of these sizes.
+def _exchanged(
+    tensors: list[tuple[int, Tensor]], arriving: list[tuple[int, tuple[int, int]]], like: Tensor, group: Any
+) -> list[Tensor]:
+    """Send each tensor to its rank by one all-to-all; return those that arrive, whose ranks and shapes are known.
 
-    ``like``: a tensor of their dtype and device, for a rank that sends nothing.
+    Both lists are in the order of the ranks. ``like``: a tensor of their dtype and device, if this rank sends nothing.
     """
-    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in itertools.chain(*tensors))])
-    sent, received = [sum(tensor.numel() for tensor in to_rank) for to_rank in tensors], [sum(each) for each in sizes]
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in tensors)])
+    sent, received = [0] * group.size(), [0] * group.size()
+    for rank, tensor in tensors:
+        sent[rank] += tensor.numel()
+    for rank, shape in arriving:
+        received[rank] += math.prod(shape)
     arrived = c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))
-    return [part.split(lengths) for part, lengths in zip(arrived.split(received), sizes, strict=True)]
+    pieces = arrived.split([math.prod(shape) for _, shape in arriving])
+    return [piece.view(shape) for piece, (_, shape) in zip(pieces, arriving, strict=True)]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, check_not_negative, refuse
 from octavo.optim.moment import Moment
-from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
+from octavo.optim.state import Settings, holds, new_state
 
 
 class SGD(CompactOptimizer):
@@ -70,14 +70,14 @@ class SGD(CompactOptimizer):
     def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
         return self.settings.in_state(loaded_state)
 
-    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
+    def _current(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
         state = self.state[param]
-        if state and self.names_of(self.param_groups[group]) and not holds(state, self.names[0]):
+        group = self.param_groups[self._positions[param][0]]
+        if state and self.names_of(group) and not holds(state, self.names[0]):
             # the group was given a momentum since the last step: the moment begins with this step's gradient
-            moments = new_moments(self.settings.moments_of(param), local(param.detach()))
-            state.update(sharded_like(moments, param))
+            state.update(new_state(param, self.settings) | state)
             state["step"].zero_()
-        return super()._current(param, group, index)
+        return super()._current(param)
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         momentum, dampening, decay = (float(group[name]) for name in ("momentum", "dampening", "weight_decay"))

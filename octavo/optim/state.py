@@ -84,7 +84,7 @@ class Settings(NamedTuple):
 
 
 def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
-    """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether the optimizer bounds updates."""
+    """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether steps bound its updates."""
     stored = local_stored(param) is not None
     if stored and not bounds_update:
         raise ValueError(
@@ -153,11 +153,11 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
 
 def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
     """Whether a described state has the tensors that these settings keep; moments may differ in rounding."""
-    forms = [
-        ({name: moment | {"rounding": ""} for name, moment in each["moments"].items()}, each["master"])
-        for each in (described, description(settings, 0))
-    ]
-    return forms[0] == forms[1]
+    wanted = description(settings, 0)
+    old, new = (
+        {name: moment | {"rounding": ""} for name, moment in each["moments"].items()} for each in (described, wanted)
+    )
+    return old == new and described["master"] == wanted["master"]
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
@@ -235,11 +235,12 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     """Shard this rank's tensors of a state as the weight is sharded, so that checkpoints can reshard them."""
     shard, sharded = local_stored(param), dict[str, Tensor]()
     for name, value in tensors.items():
-        if name == "master_amax" and shard is not None:  # one for each scale
-            shape = shard.granularity.of_matrices(param.shape).scale_shape(param.shape)
-            sharded[name] = value if shard.has_one_scale else like_sharded(value, param, torch.Size(shape))
-        else:
+        if name != "master_amax" or shard is None:
             sharded[name] = like_param(value, param)
+        else:  # one for each scale
+            sharded[name] = (
+                value if shard.has_one_scale else like_sharded(value, param, shard.scales_shape(param.shape))
+            )
     return sharded
 
 
@@ -251,9 +252,9 @@ def for_kernel(
     RuntimeError if the state was made while the weight was stored otherwise.
     """
     tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-    amax = tensors.get("master_amax")  # weights in FP8 have one for each scale
-    scales = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
-    if scales != (None if amax is None else amax.shape):
+    scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
+    scales, amaxes = (None if x is None else x.shape for x in (scale_inv, tensors.get("master_amax")))
+    if scales != amaxes:  # weights in FP8 have an amax for each scale
         raise RuntimeError(
             f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
             "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
@@ -270,7 +271,6 @@ def for_kernel(
     if is_sharded_vector(param):  # one element a row, so that its index is that in the whole vector
         tensors |= {name: value.view(-1, 1) for name, value in tensors.items() if name in moments}
         matrix = matrix.view(-1, 1)
-    scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
     stored = tuple(moment.for_kernel(name, tensors, fp8_experts) for name, moment in moments.items())
     return master.for_kernel(matrix, tensors, scale_inv), stored
 
@@ -296,14 +296,14 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
         group |= {**own_group, **group, "params": own_group["params"]}
         for param in group["params"]:
-            optimizer.check(param, group, optimizer.settings, optimizer.clip_update)
+            optimizer.check(param, group, optimizer.settings)
     return described
 
 
 def loaded(
     param: nn.Parameter, loaded_state: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
-) -> tuple[dict[str, Any], bool, str]:
-    """Return a parameter's state as loaded, whether it was converted, and a sentence on a lost master, or "".
+) -> tuple[dict[str, Any], set[str]]:
+    """Return a parameter's state as loaded, and what was converted: "", its moments; a sentence, its master is lost.
 
     ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
     ``settings`` do.
@@ -317,13 +317,13 @@ def loaded(
     old_kind, new_kind = (
         -1 if kind is None else int(kind) for kind in (loaded_state.get("master_kind"), state.get("master_kind"))
     )
-    lost_master = ""  # a master in another form begins anew, as the weight
+    conversions = set[str]()
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
         kinds = [*MASTER_KINDS, "none"]
-        lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
+        conversions.add(f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}")
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, loaded_state, names):
-        return state, lost_master != "", lost_master
+        return state, conversions
     old_moments = dict(zip(settings.names, settings.moments, strict=True))
     if described is not None:
         old_moments = {name: moment_from(moment) for name, moment in described["moments"].items()}
@@ -331,15 +331,15 @@ def loaded(
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
         state |= convert_moment(param, name, old_moments[name], new, loaded_state)
-    return state, True, lost_master
+    return state, conversions | {""}
 
 
-def conversion_warning(described: dict[str, Any] | None, settings: Settings, lost_masters: set[str]) -> str:
-    """Return the warning about a converted state; ``lost_masters``: the sentences that ``loaded`` returned."""
+def conversion_warning(described: dict[str, Any] | None, settings: Settings, conversions: set[str]) -> str:
+    """Return the warning about a converted state; ``conversions``: all that ``loaded`` returned."""
     old = "torch's"
     if described is not None:
         old = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
-    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(lost_masters - {""})])
+    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(conversions - {""})])
     if old == new:
         old, new = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {old} to {new}"

@@ -224,3 +224,44 @@ def test_optimizers_of_one_weight_each_draw_other_bits_by_another_seed() -> None
 
     assert torch.equal(stepped(1), stepped(1))
     assert (stepped(1) != stepped(2)).float().mean() > 0.2
+
+
+def facts_of(optimizer: CompactOptimizer) -> list[Any]:
+    """Return what a refused group must leave as it was."""
+    hooked = [] if optimizer._gradients is None else [*optimizer._gradients.hooks.handles]
+    groups = [{name: [*map(id, value)] if name == "params" else value for name, value in group.items()}
+              for group in optimizer.param_groups]  # fmt: skip
+    return [groups, optimizer.clip_update, optimizer.shared_options(), [*map(id, hooked)]]
+
+
+MATRIX, VECTOR, EXPERTS = (2, 3), (3,), (2, 4, 4)
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "shapes", "group", "error"),
+    [
+        (AdamW, {}, [MATRIX], {}, ValueError),
+        (Adam, {}, [MATRIX], {"betas": (torch.ones(2), 0.9)}, RuntimeError),
+        (SGD, {}, [], {}, ValueError),
+        (Muon, {}, [MATRIX], {"algorithm": "adamw"}, ValueError),
+        (Muon, {"adamw": {}}, [MATRIX, MATRIX, VECTOR], {}, ValueError),
+        (Muon, {"adamw": {}}, [MATRIX, VECTOR], {"lr": "fast", "nesterov": 1}, ValueError),
+        (Muon, {}, [EXPERTS, EXPERTS], {}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_group_that_is_refused_changes_nothing(
+    kind: type, arguments: Any, shapes: Any, group: dict[str, Any], error: type[Exception], storage: Any
+) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(MATRIX))], moments="fp32", gradient_storage=storage, **arguments)
+    before = facts_of(optimizer)
+    stored = [nn.Parameter(StoredWeight.cast(torch.ones(MATRIX)))]
+    params = stored + [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    if shapes and EXPERTS not in shapes:
+        params.append(nn.Parameter(torch.ones(VECTOR, dtype=torch.float64)))
+    with pytest.raises(error):
+        optimizer.add_param_group({"params": params, **group})
+    assert facts_of(optimizer) == before and not stored[0].facts.awaited  # type: ignore[attr-defined]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(MATRIX))]})
+    assert optimizer.clip_update is False

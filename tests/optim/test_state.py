@@ -278,3 +278,12 @@ def test_a_state_whose_options_do_not_fit_changes_nothing():
     with pytest.raises(ValueError, match="use a larger beta2"):
         optimizer.load_state_dict(saved.state_dict())
     assert not optimizer.state and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_state_dict_that_raises_begins_no_state():
+    stored, frozen = (nn.Parameter(StoredWeight.cast(torch.ones(128, 128))) for _ in range(2))
+    optimizer = AdamW([stored, frozen])
+    frozen.scale_inv.mul_(3)  # as one that was loaded while it was frozen
+    with pytest.raises(ValueError, match="no powers of two"):
+        optimizer.state_dict()
+    assert not optimizer.state
