@@ -424,8 +424,11 @@ class CompactOptimizer(Optimizer):
         if isinstance(weight, StoredWeight) and not self.clip_update:  # it may have been stored since
             self._forget_clip_update()
         self.check(param, self.param_groups[group], self.settings)
-        state, data = self.state[param], states.data_of(weight)
-        master, moments = states.for_kernel(param, weight, state, self.settings.only(names))
+        state, data, settings = self.state[param], states.data_of(weight), self.settings.only(names)
+        if settings.in_state(state) != settings:  # SGD's group was given a momentum, which begins as the gradient
+            state.update(states.new_state(param, settings) | state)
+            state["step"].zero_()
+        master, moments = states.for_kernel(param, weight, state, settings)
         bits = BitNumbers(key_of(seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)

@@ -86,11 +86,10 @@ class Conversion(NamedTuple):
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if ``apply`` would fail."""
-        if not isinstance(optimizer, CompactOptimizer):
+        if not isinstance(optimizer, CompactOptimizer) or self.settings is None:
             if self.storage:
                 raise ValueError("weights change their storage with an optimizer of octavo.optim only")
             return
-        assert self.settings is not None
         for param, granularity in self.storage.items():
             if granularity is not None and (why := why_cut_blocks(param, granularity)) is not None:
                 raise ValueError(why)
@@ -110,14 +109,13 @@ class Conversion(NamedTuple):
 
     def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Convert an optimizer's weights, and those of the model that it lacks; FSDP2 gets shards."""
-        if not isinstance(optimizer, CompactOptimizer):
+        if not isinstance(optimizer, CompactOptimizer) or self.settings is None:
             return
 
         def give_to_fsdp2(weight: nn.Parameter) -> None:
             if on_this_rank(weight) is not weight:
                 take_shards(model, [weight])
 
-        assert self.settings is not None
         if self.storage or self.settings != optimizer.settings:
             convert(optimizer, self.settings, self.storage, give_to_fsdp2)
         owned = set(optimizer.all_params())
@@ -147,10 +145,10 @@ class Conversion(NamedTuple):
             weights += states.bytes_of(pair_or_tensor)
             parameters += local.numel()
             if not isinstance(optimizer, CompactOptimizer):
-                moments += _torch_moments(optimizer, param) if param in trained else 0
+                moments += _torch_moments(optimizer, param, trained[param]) if param in trained else 0
             elif param in trained and self.settings is not None and param.requires_grad:
                 group_settings = self.settings.only(optimizer.names_of(trained[param]))
-                master = MasterForm.of(nn.Parameter(stored, False), group_settings.master)
+                master = MasterForm.of(stored, group_settings.master)
                 masters += states.bytes_of(master.new_state(stored).values())
                 moments += states.bytes_of(states.new_moments(group_settings.moments_of(param), stored).values())
             if param.requires_grad:
@@ -167,11 +165,10 @@ def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:
     return states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv])
 
 
-def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Return the bytes that an optimizer of torch's keeps for a parameter."""
+def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> int:
+    """Return the bytes that an optimizer of torch's keeps for a parameter of this group."""
     if state := optimizer.state.get(param):
         return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
-    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
     if isinstance(optimizer, torch.optim.Adam):
         count = 2 + group["amsgrad"]
     elif isinstance(optimizer, torch.optim.SGD):

@@ -237,7 +237,7 @@ class UpdatesInBackward:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
         self._forget_used()
-        self._pending |= dict.fromkeys(self.optimizer.all_params())
+        self._pending |= {param: None for param in self.optimizer.all_params() if param.grad is not None}
         self._flush(in_backward=False)
         self._wait()
         if self._updated and self.clip is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels import amax
@@ -37,7 +37,7 @@ class MasterForm:
         return MASTER_KINDS[self.kind].low_bits
 
     @classmethod
-    def of(cls, param: nn.Parameter, master: str | None) -> MasterForm:
+    def of(cls, param: Tensor, master: str | None) -> MasterForm:
         """Return a weight's master, by "auto" or a name of either table below; all serve float32 and bf16 weights.
 
         ValueError for another name, or a weight of another dtype than the master is for.

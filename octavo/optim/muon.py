@@ -198,11 +198,7 @@ class Muon(CompactOptimizer):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
             check_betas(weight, group)
-        else:
-            self._check_matrix(weight, group, settings.moments[0])
-        super().check(weight, group, settings)
-
-    def _check_matrix(self, weight: Tensor, group: dict[str, Any], moment: Moment) -> None:
+            return super().check(weight, group, settings)
         shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
             raise ValueError(_NO_MATRIX.format(shape))
@@ -212,13 +208,14 @@ class Muon(CompactOptimizer):
                 "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel), and stacked experts that they share by "
                 'experts; "algorithm": "adamw" is for others'
             )
-        if is_fp8_experts(weight) and moment.granularity == PerTensor():
+        if is_fp8_experts(weight) and settings.moments[0].granularity == PerTensor():
             raise ValueError("experts that live in FP8 have a momentum in blocks: leave out granularity=PerTensor()")
         if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
         if len(coefficients) != 3 or not 0 <= count < 100:
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
+        super().check(weight, group, settings)
 
     def _options(self, group: dict[str, Any]) -> Any:
         if group["algorithm"] == "adamw":

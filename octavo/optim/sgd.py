@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
-from octavo.optim.base import CompactOptimizer, PreparedUpdate, check_not_negative, refuse
+from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
 from octavo.optim.moment import Moment
-from octavo.optim.state import Settings, holds, new_state
+from octavo.optim.state import Settings
 
 
 class SGD(CompactOptimizer):
@@ -69,15 +69,6 @@ class SGD(CompactOptimizer):
 
     def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
         return self.settings.in_state(loaded_state)
-
-    def _current(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
-        state = self.state[param]
-        group = self.param_groups[self._positions[param][0]]
-        if state and self.names_of(group) and not holds(state, self.names[0]):
-            # the group was given a momentum since the last step: the moment begins with this step's gradient
-            state.update(new_state(param, self.settings) | state)
-            state["step"].zero_()
-        return super()._current(param)
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         momentum, dampening, decay = (float(group[name]) for name in ("momentum", "dampening", "weight_decay"))

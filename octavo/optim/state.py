@@ -12,7 +12,7 @@ master_kind                          the master's kind, as several have equal na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,32 +73,29 @@ class Settings(NamedTuple):
                     moments[name] = Moment("fp32") if param.ndim < 2 else Moment("bf16", rounding=moment.rounding)
         return moments
 
-    def only(self, names: Sequence[str]) -> Settings:
+    def only(self, names: Collection[str]) -> Settings:
         """Return these settings with the moments of these names alone."""
         moments = {name: moment for name, moment in zip(self.names, self.moments, strict=True) if name in names}
         return Settings(tuple(moments.values()), tuple(moments), self.master)
 
     def in_state(self, state: dict[str, Any]) -> Settings:
         """Return these settings without the moments that a state lacks, as SGD's before its group has a momentum."""
-        return self.only([name for name in self.names if holds(state, name)])
+        return self.only({str(key).removesuffix("_codes") for key, value in state.items() if value is not None})
 
 
 def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether steps bound its updates."""
-    stored = local_stored(param) is not None
-    if stored and not bounds_update:
+    if local_stored(param) is not None and not bounds_update:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
             "octavo.optim.AdamW or Adam, with clip_update on, or Muon for its matrices"
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
-    MasterForm.of(param, settings.master)  # type: ignore[arg-type]
+    MasterForm.of(param, settings.master)
     check_layout(param)
-    if not is_sharded(param):
-        return
-    for moment in settings.moments:
-        if param.ndim > 1 and isinstance(moment.format, Format) and moment.granularity == PerTensor():
+    for moment in settings.moments if param.ndim > 1 and is_sharded(param) else ():
+        if isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
 
@@ -135,11 +132,6 @@ def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None
     shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
     for device in {shard.device for shard in shards}:
         torch._foreach_div_([shard for shard in shards if shard.device == device], divisor.to(device).view(()))
-
-
-def holds(state: dict[str, Any], name: str) -> bool:
-    """Whether a state has a moment of this name."""
-    return state.get(name) is not None or state.get(f"{name}_codes") is not None
 
 
 def description(settings: Settings, seed: int) -> dict[str, Any]:
@@ -190,12 +182,12 @@ def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: di
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)
     tensors = new.new_state(name, values.shape, values.device, fp8_experts)
-    whole, count = new.for_kernel(name, tensors, fp8_experts), values.shape[0] if fp8_experts else 1
     if new.root:
         values = values.clamp(max=LARGEST_SQUARE)
-    for index in range(count):
-        stored = whole.matrix(index, count)
-        matrix = values[index] if fp8_experts else as_matrix(values.contiguous())
+    whole = new.for_kernel(name, tensors, fp8_experts)
+    matrices = values.unbind() if fp8_experts else [as_matrix(values.contiguous())]
+    for index, matrix in enumerate(matrices):
+        stored = whole.matrix(index, len(matrices))
         if stored.fmt is not None and new.granularity == PerTensor():
             amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
             stored.begin(amax.sqrt() if new.root else amax)
@@ -345,7 +337,7 @@ def conversion_warning(described: dict[str, Any] | None, settings: Settings, con
     return f"the optimizer's state was converted: from {old} to {new}"
 
 
-def _as_loaded(loaded_state: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
+def _as_loaded(loaded_state: dict[str, Any], names: Iterable[str], state: dict[str, Any]) -> dict[str, Any]:
     """Return a loaded state without the optimizer's moments, which torch leaves beside those of a full state dict.
 
     Where a moment is there twice, in codes and not, the form that this optimizer does not keep was loaded.
