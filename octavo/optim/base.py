@@ -326,19 +326,17 @@ class CompactOptimizer(Optimizer):
         return loss
 
     def _run(self, params: list[nn.Parameter], skip: Tensor | None, scale: Tensor | None) -> None:
-        if not params:
-            return
         updates: dict[torch.device, DeviceUpdates] = {}
         self._find_positions()
         for param in params:
             update = self._update(param)
             updates.setdefault(update.gradient.device, []).append((param, update))
         for device, on_device in updates.items():
-            skip_there, scale_there = [
+            numbers: Any = [
                 None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)
             ]
             sums = None if self.resolution is None else self.resolution.on(device)
-            self._launch(on_device, skip_there, scale_there, sums)
+            self._launch(on_device, *numbers, sums)
         self._note_writes(params)
 
     def _note_writes(self, params: list[nn.Parameter]) -> None:
@@ -528,9 +526,7 @@ class CompactOptimizer(Optimizer):
         Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
-        if not fp8_shards(loaded) or any(
-            is_sharded(param) or state["step"].is_meta or state["step"] > 0 for param, state in loaded.items()
-        ):
+        if not fp8_shards(loaded) or any(is_sharded(param) or state["step"].is_meta for param, state in loaded.items()):
             return False
         pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
         return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)

@@ -97,9 +97,8 @@ class MasterForm:
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
         """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
-        low_bits = (
-            None if self.low_bits_dtype is None else state["master_rest"].view(self.low_bits_dtype).view(matrix.shape)
-        )
+        dtype = self.low_bits_dtype
+        low_bits = None if dtype is None else state["master_rest"].view(dtype).view(matrix.shape)
         if scale_inv is not None:
             return Fp8Weight(matrix, self.kind, scale_inv, low_bits, state.get("master_amax"))
         return MasterWeight(matrix, self.kind, low_bits)

@@ -146,10 +146,8 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
 def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
     """Whether a described state has the tensors that these settings keep; moments may differ in rounding."""
     wanted = description(settings, 0)
-    old, new = (
-        {name: moment | {"rounding": ""} for name, moment in each["moments"].items()} for each in (described, wanted)
-    )
-    return old == new and described["master"] == wanted["master"]
+    forms = [{name: m | {"rounding": ""} for name, m in each["moments"].items()} for each in (described, wanted)]
+    return forms[0] == forms[1] and described["master"] == wanted["master"]
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
@@ -229,10 +227,10 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     for name, value in tensors.items():
         if name != "master_amax" or shard is None:
             sharded[name] = like_param(value, param)
+        elif shard.has_one_scale:
+            sharded[name] = value
         else:  # one for each scale
-            sharded[name] = (
-                value if shard.has_one_scale else like_sharded(value, param, shard.scales_shape(param.shape))
-            )
+            sharded[name] = like_sharded(value, param, shard.scales_shape(param.shape))
     return sharded
 
 
@@ -276,11 +274,9 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
     It returns the groups' description of how the state is to be read; None: the state is torch's.
     """
     present = optimizer.param_groups
-    loaded_counts, counts = ([len(group["params"]) for group in some] for some in (groups, present))
-    if loaded_counts != counts:
-        raise ValueError(
-            f"the state is of groups of {loaded_counts} parameters, and the optimizer has groups of {counts}"
-        )
+    old_counts, counts = ([len(group["params"]) for group in some] for some in (groups, present))
+    if old_counts != counts:
+        raise ValueError(f"the state is of groups of {old_counts} parameters, and the optimizer has groups of {counts}")
     described = None
     for group, own_group in zip(groups, present, strict=True):
         described = group.pop("octavo", None)
@@ -306,9 +302,7 @@ def loaded(
     loaded_state = _as_loaded(loaded_state, settings.names, state)
     step = loaded_state.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
-    old_kind, new_kind = (
-        -1 if kind is None else int(kind) for kind in (loaded_state.get("master_kind"), state.get("master_kind"))
-    )
+    old_kind, new_kind = (int(each.get("master_kind", -1)) for each in (loaded_state, state))
     conversions = set[str]()
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
         kinds = [*MASTER_KINDS, "none"]
