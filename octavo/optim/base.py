@@ -332,11 +332,10 @@ class CompactOptimizer(Optimizer):
             update = self._update(param)
             updates.setdefault(update.gradient.device, []).append((param, update))
         for device, on_device in updates.items():
-            numbers: Any = [
-                None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)
-            ]
+            numbers = (None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale))
+            skip_there, scale_there = numbers
             sums = None if self.resolution is None else self.resolution.on(device)
-            self._launch(on_device, *numbers, sums)
+            self._launch(on_device, skip_there, scale_there, sums)
         self._note_writes(params)
 
     def _note_writes(self, params: list[nn.Parameter]) -> None:

@@ -357,8 +357,9 @@ def by_owners(
     Functions make bf16 [R, C] of all rows.
     """
     owners, ranks = owners_of(shapes, group.size()), range(group.size())
-    order = sorted(range(len(shapes)), key=owners.__getitem__)
+    order = sorted(range(len(shapes)), key=owners.__getitem__)  # the matrices' numbers, by their owners
     owned = [number for number in order if owners[number] == group.rank()]
+    # (rank, matrix that is owned here, the rank's rows of it)
     places = [(rank, number, rows_of_rank(shapes[number][0], len(ranks), rank)) for rank in ranks for number in owned]
     to_owners = [(owners[number], parts[number]) for number in order]
     arriving = [(rank, (rows.stop - rows.start, parts[number].shape[1])) for rank, number, rows in places]
