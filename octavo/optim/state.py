@@ -52,9 +52,8 @@ def data_of(weight: Tensor) -> Tensor:
 
 def matrix_of(weight: Tensor) -> Tensor:
     """Return a weight, or a stored one's codes, as the contiguous [R, C] that kernels take; copied only if needed."""
-    if isinstance(weight, StoredWeight):
-        return as_matrix(weight.qdata.view(torch.uint8), is_fp8_experts(weight))
-    return as_matrix(weight.detach().contiguous())
+    data = weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight.detach().contiguous()
+    return as_matrix(data, is_fp8_experts(weight))
 
 
 class Settings(NamedTuple):
