@@ -63,7 +63,7 @@ MODELS = {"dense": ModelConfig(**SIZES), "experts": ModelConfig(**SIZES, experts
 RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=True))  # of each seed
 ALL = "*"  # every layer is right
 ASPECTS = ("layer", "cause", "remedy")
-BLIND = ("ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth")
+BLIND = ("ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", *BLIND)
 GROUPS = (  # in tables, with those that are history
     *("open", *(f"{ordinal} draw" for ordinal in ORDINALS), "variations", "more variations"),
