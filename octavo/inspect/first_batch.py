@@ -104,7 +104,11 @@ def _part(arguments: Any) -> Any:
     map_tensors(lambda x: shapes.append(x.shape), arguments)
     rows = {shape[0] if shape else 0 for shape in shapes}
     count = max(LEAST_ROWS, min(rows, default=0) // SHARE)
-    return map_tensors(lambda x: x[:count], arguments) if len(rows) == 1 else arguments
+
+    def part(x: Tensor) -> Tensor:  # a copy: a view would hold the whole
+        return x.detach()[:count].clone().requires_grad_(x.requires_grad)
+
+    return map_tensors(part, arguments) if len(rows) == 1 else arguments
 
 
 def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:

@@ -1,5 +1,6 @@
 """A record tells a change of the forward from one of the data, as modules compute the first batch in each record."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,12 @@ def test_a_quarter_of_the_first_batch_runs_again(tmp_path: Path) -> None:
         with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer) as recorder:
             for _ in range(4):
                 seen.clear()
-                (loss := model(torch.randn(16, 32), scale).square().mean()).backward()
+                x = torch.randn(16, 32, requires_grad=True)
+                (loss := model(x, scale).square().mean()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 recorder.step(loss=loss)
+            copy.deepcopy(model)  # its hooks hold the recorder's first batch
         record = octavo.inspect.load(tmp_path / name)
         assert seen == [16, rows, 16, 16] and record.events == []  # the step, the first batch, the twin and its slope
         assert np.isfinite(record.of_modules["output"][first:]).all() and record.parameters == [
