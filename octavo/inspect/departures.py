@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from octavo.inspect.record import Record, innermost, np
+from octavo.inspect.record import Record, np
 from octavo.inspect.twin import LOSS, NO_OUTPUT, NO_TWIN, SLOPE
 from octavo.inspect.weights import GROUP
 
@@ -237,3 +237,13 @@ def _numbers(record: Record) -> Iterator[_Number]:
             yield _Number("weights", f"the weight of {name}", by_name["size"])
             written = 1e-3 + by_name["outside"] / by_name["size"]
             yield _Number("writes", f"the weight of {name}, by something else than the optimizer,", written)
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Return whether a name is that of a module, or of something inside of it; "" is the model."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def innermost(names: Sequence[str]) -> str:
+    """Return the first of some modules, in the order of ``named_modules``, that has none of the others inside."""
+    return next(name for name in names if not any(other != name and is_inside(other, name) for other in names))

@@ -16,8 +16,8 @@ from octavo.inspect.rows import Row
 from octavo.inspect.verdicts import checked
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
 
-# A measure beyond its limit is a finding.
-LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None} | rules.LIMITS
+# A cast's measure beyond its limit is a finding; other limits are in rules.RULES.
+LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None}
 
 # --- limits beside these, of which docs/inspect.md has the SQNR that a cast needs; others were chosen by how many first
 # findings of `python -m benchmarks causes` are right
@@ -32,7 +32,7 @@ ALONE = 2.9  # a severity: at most this has what is too large in a single record
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the measures that LIMITS' kinds of casts are about, by kind: [..., rows]."""
+    """Return the measures that LIMITS' kinds are about, by kind: [..., rows]."""
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
     rounded = np.array([_usual_sqnr(row) for row in rows]) - measures["sqnr"]
     # a block of four bits flushes what is 24 times smaller than its amax, 40 % of a GELU's outputs: its SQNR decides

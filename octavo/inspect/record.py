@@ -411,16 +411,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
 
 
-def is_inside(name: str, module: str) -> bool:
-    """Return whether a name is that of a module, or of something inside of it; "" is the model."""
-    return not module or name == module or name.startswith(f"{module}.")
-
-
-def innermost(names: Sequence[str]) -> str:
-    """Return the first of some modules, in the order of ``named_modules``, that has none of the others inside."""
-    return next(name for name in names if not any(other != name and is_inside(other, name) for other in names))
-
-
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
     """Return {layer: its experts' numbers}, from an array that has one layer's after the other's."""
     experts = {row.layer: row.experts for row in rows if row.experts}

@@ -1,8 +1,9 @@
 """The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
 
-A test yields hits of all rows that name it, which it gets as arguments by the rows' names; see training.py. A comment
-before a row says what its limit is compared with. Limits were chosen by how many first findings of `python -m
-benchmarks causes` are right with them, and how many of its healthy runs have one above a note.
+A test yields hits of all rows that name it, which it gets as arguments by the rows' names; see training.py. Tests don't
+depend on each other: where the hit of one explains those of a row, the row says ``unless``. A comment before a row says
+what its limit is compared with. Limits were chosen by how many first findings of `python -m benchmarks causes` are
+right with them, and how many of its healthy runs have one above a note.
 """
 
 from __future__ import annotations
@@ -11,10 +12,44 @@ import functools
 import itertools
 import warnings
 
-from octavo.inspect import training as tests
 from octavo.inspect.incidents import Finding
+from octavo.inspect.of_layers import (
+    find_bad_losses,
+    find_idle_experts,
+    find_large_logits,
+    find_new_backward,
+    find_new_forward,
+    find_nonfinite_backward,
+    find_nonfinite_forward,
+    find_nonfinite_weights,
+    find_smaller_batches,
+    find_underflow,
+)
+from octavo.inspect.of_steps import (
+    LOOK,
+    USUAL_DECAY,
+    find_changed_gradients,
+    find_left_gradients,
+    find_options,
+    find_rates,
+    find_repeated_batches,
+    find_rise,
+    find_slope,
+)
+from octavo.inspect.of_weights import (
+    UNMOVED,
+    find_dead_rows,
+    find_flushed,
+    find_frozen,
+    find_large_steps,
+    find_leaps,
+    find_state,
+    find_unmoved,
+    find_untied,
+    find_written,
+)
 from octavo.inspect.record import Record, np
-from octavo.inspect.training import Rule, Training
+from octavo.inspect.training import WRITTEN, Rule, Training
 from octavo.inspect.twin import CONTROL_COSINE
 
 # parts of sentences and remedies of several rows
@@ -24,7 +59,6 @@ LOAD = (
     "moments go on as they were",
     "load it",
 )
-LOOK = tests.LOOK
 WORSE = "updates make it worse: look at the rate, at the gradients' sign and what changes them, and at the optimizer"
 RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
@@ -40,123 +74,121 @@ TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and 
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
 
 _rate, _batch = (functools.partial(Rule, kind) for kind in ("learning rate", "batch"))
-_written = functools.partial(Rule, "overwritten", tests.WRITTEN, tests.written)
-_nonfinite = functools.partial(Rule, "nonfinite", 0.0, tests.first_nonfinite)
-_frozen = functools.partial(Rule, "frozen", 0.0, tests.frozen)
+_written = functools.partial(Rule, "overwritten", WRITTEN, find_written)
+_forward = functools.partial(Rule, "nonfinite", 0.0, find_nonfinite_forward)
+_backward = functools.partial(Rule, "nonfinite", 0.0, find_nonfinite_backward, unless=(find_nonfinite_forward,))
+_weights = functools.partial(
+    Rule, "nonfinite", 0.0, find_nonfinite_weights, unless=(find_nonfinite_forward, find_nonfinite_backward)
+)
+_frozen = functools.partial(Rule, "frozen", 0.0, find_frozen)
 
 RULES: dict[str, Rule] = {
     # times the highest earlier one, after a step that hardly raised it
     "rate_rises": _rate(
-        *(2.0, tests.rates, "{name} rises from {top:.3g} to {most:.3g}"),
+        *(2.0, find_rates, "{name} rises from {top:.3g} to {most:.3g}"),
         'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {top:.3g})',
         "the rate of the steps before; look at the schedule and at what resumed the run",
         "keep it at {top:.3g}",
     ),
     # a rate that falls to less than one in so many, and stays low
-    "rate_falls": _rate(30.0, tests.rates, "{name} falls from {previous:.3g} to {value:.3g}", SCHEDULE, "it trains on"),
-    "rate_is_0": _rate(0.0, tests.rates, "{name} is 0", SCHEDULE, "it trains on"),
-    "rate_below_0": _rate(0.0, tests.rates, "{name} is below 0: {value:.3g}", SCHEDULE, "each such step goes uphill"),
+    "rate_falls": _rate(30.0, find_rates, "{name} falls from {previous:.3g} to {value:.3g}", SCHEDULE, "it trains on"),
+    "rate_is_0": _rate(0.0, find_rates, "{name} is 0", SCHEDULE, "it trains on"),
+    "rate_below_0": _rate(0.0, find_rates, "{name} is below 0: {value:.3g}", SCHEDULE, "each such step goes uphill"),
     # times its last value, of another option of the optimizer that did not change a step earlier
     "option_leaps": Rule(
-        *("options", 2.0, tests.options, "{option} of group {group} changes from {was:.3g} to {now:.3g}"),
+        *("options", 2.0, find_options, "{option} of group {group} changes from {was:.3g} to {now:.3g}"),
         'optimizer.param_groups[{group}]["{option}"] = {was:.3g}',
         advice="keep it at {was:.3g}",
     ),
     # share of a weight that weight decay takes in a step
     "decay_takes": Rule(
-        *("decay", 0.02, tests.options, "weight decay takes {share} of the weights of group {group} in a step"),
-        f'optimizer.param_groups[{{group}}]["{{option}}"] = {tests.USUAL_DECAY}',
+        *("decay", 0.02, find_options, "weight decay takes {share} of the weights of group {group} in a step"),
+        f'optimizer.param_groups[{{group}}]["{{option}}"] = {USUAL_DECAY}',
         advice="lower it",
     ),
     # times the bound of a moment by its last value and the gradient, or the bound over the moment
-    "moments_written": Rule("state", 1.3, tests.state, "something but the optimizer wrote its moments", *LOAD),
+    "moments_written": Rule("state", 1.3, find_state, "something but the optimizer wrote its moments", *LOAD),
     "state_is_new": Rule(
-        "state", 0.0, tests.state, "the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}", *LOAD
+        "state", 0.0, find_state, "the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}", *LOAD
     ),
     # the very first step's change of a weight, over its root mean square: median of layers
     "large_first_step": Rule(
-        *("warm-up", 0.1, tests.step_sizes),
+        *("warm-up", 0.1, find_large_steps),
         "the first step, without a warm-up, changes most weights by {share} of their size",
         "let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
         "smaller first updates",
     ),
     # the same of any step, where the update is as large as before for its rate
     "large_steps": _rate(
-        *(0.05, tests.step_sizes),
+        *(0.05, find_large_steps),
         "the learning rate is too high: a step changes most weights by {share} of their size",
         'for group in optimizer.param_groups: group["lr"] /= {times:.3g}',
         "steps of about 1 %",
         "divide it by {times:.3g}",
+        unless=(find_rates,),
     ),
     # the numbers of a batch, over those of all earlier batches, where it lasts
     "batch_shrinks": _batch(
-        *(0.3, tests.elements, "batches have {share} of the numbers that they had"),
+        *(0.3, find_smaller_batches, "batches have {share} of the numbers that they had"),
         "look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    "loss_stays_up": _batch(
-        0.05, tests.losses, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", "{look}"
-    ),
-    "loss_climbs": Rule(
-        "drift", 0.05, tests.losses, "the loss climbs step by step, from {was:.3g} to {now:.3g}", WORSE
-    ),
+    "loss_stays_up": _batch(0.05, find_rise, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", "{look}"),
+    "loss_climbs": Rule("drift", 0.05, find_rise, "the loss climbs step by step, from {was:.3g} to {now:.3g}", WORSE),
     # the curvature of the loss over that of earlier steps
     "batches_repeat": Rule(
-        *("repeats", 0.25, tests.repeats),
+        *("repeats", 0.25, find_repeated_batches),
         "the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn",
         "look whether the data loader shuffles, goes on, and gives each worker its own data",
     ),
     "loss_is_nonfinite": _batch(
-        0.0, tests.loss_alone, "the loss is inf or NaN, though no layer has one: as of a batch without a label", LOOK
+        0.0, find_bad_losses, "the loss is inf or NaN, though no layer has one: as of a batch without a label", LOOK
     ),
-    "made_between_records": _nonfinite(
+    "made_between_records": _forward(
         "inf or NaN began between two recorded steps",
         "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
     ),
-    "made_by_batch": _batch(
-        *(0.0, tests.first_nonfinite, "the batch, or what embeds it, brings inf or NaN to the first layer"),
+    "made_by_batch": _forward(
+        "the batch, or what embeds it, brings inf or NaN to the first layer",
         f"{LOOK}; then {RESTORE}",
         "the other layers had none before",
-    ),
-    "made_by_activation": _nonfinite(
+    )._replace(kind="batch"),
+    "made_by_activation": _forward(
         "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
         RECOVERY,
         advice=SKIP,
     ),
-    "made_by_weight": _nonfinite(
+    "made_by_weight": _forward(
         "has inf or NaN in its weight, or in what is computed up to {then}: its input has none", RESTORE
     ),
-    "made_by_loss_scale": Rule(
-        *("loss scale", 0.0, tests.first_nonfinite, "gradients overflow at a loss scale{scale}"),
-        "take a loss scale that is lower: let GradScaler halve it",
-    ),
-    "made_by_backward": _nonfinite(
-        "gets a gradient with inf or NaN, which the layers behind it did not have", *RECOVER
-    ),
-    "made_after_backward": _nonfinite(
+    "made_by_loss_scale": _backward(
+        "gradients overflow at a loss scale{scale}", "take a loss scale that is lower: let GradScaler halve it"
+    )._replace(kind="loss scale"),
+    "made_by_backward": _backward("gets a gradient with inf or NaN, which the layers behind it did not have", *RECOVER),
+    "made_after_backward": _backward(
         "the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or what "
         "changes gradients after backward",
         *RECOVER,
     ),
-    "made_by_update": _nonfinite(f"has inf or NaN in its weight {AFTER}", RESTORE),
-    "made_by_updates": _nonfinite(f"inf or NaN are in the weights {AFTER}", RESTORE),
+    "made_by_update": _weights(f"has inf or NaN in its weight {AFTER}", RESTORE),
+    "made_by_updates": _weights(f"inf or NaN are in the weights {AFTER}", RESTORE),
     # share of the last layer's gradients that became 0
     "gradients_underflow": Rule(
-        *("loss scale", 0.3, tests.underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
+        *("loss scale", 0.3, find_underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
         "take a loss scale that is higher: they underflow",
     ),
     "labels_ignored": Rule(
-        *("labels", 0.3, tests.underflow, "{share} of the last layer's gradients are 0"),
+        *("labels", 0.3, find_underflow, "{share} of the last layer's gradients are 0"),
         "look at the labels that the loss ignores, and at what changes its gradient; in float16 these may underflow",
     ),
     "weight_untied": Rule(
-        *("untied", 0.0, tests.untied, "no longer shares its weight: {names} were one"),
+        *("untied", 0.0, find_untied, "no longer shares its weight: {names} were one"),
         "tie them again, before the optimizer is made",
         "one parameter, which the optimizer trains",
     ),
     # share of a weight's numbers that became 0
     "rows_died": Rule(
-        *("dead rows", 1e-4, tests.dead, "has 0 in {share} of its weight"),
+        *("dead rows", 1e-4, find_dead_rows, "has 0 in {share} of its weight"),
         "give these units their initial weights anew; look for what masks them, and at the bias before",
     ),
     # a change of a weight by something but the optimizer, over the weight's root mean square
@@ -165,23 +197,24 @@ RULES: dict[str, Rule] = {
     ),
     "weights_written": _written("{count} of {all} weights have new numbers, not by the optimizer", FIND),
     "weights_permuted": Rule(
-        *("ranks", tests.WRITTEN, tests.written),
+        *("ranks", WRITTEN, find_written),
         "{count} of {all} weights have the same numbers in other places, as if ranks had loaded each other's shards, "
         "not by the optimizer",
         FIND,
     ),
     "gradients_left": Rule(
-        "gradients", 0.0, tests.left, "gradients of the step before are left when backward begins", CLEAR
+        "gradients", 0.0, find_left_gradients, "gradients of the step before are left when backward begins", CLEAR
     ),
     # their cosine with those of the same step, computed once more
     "gradients_changed": Rule(
-        *("gradients", CONTROL_COSINE, tests.changed),
+        *("gradients", CONTROL_COSINE, find_changed_gradients),
         "the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
         "look at what changes gradients after backward: hooks, what ranks send, an average with other steps' gradients",
+        unless=(find_left_gradients,),
     ),
     # the gradients that the optimizer gets over the median of earlier ones, and half as much over the largest
     "gradients_leap": Rule(
-        *("gradients", 3.0, tests.leaps),
+        *("gradients", 3.0, find_leaps),
         "the gradients are {times:.3g} times as large as before, and a step changes most weights {ratio:.3g} times as "
         "much",
         f"{CLEAR}, and {MEAN}; or torch.nn.utils.clip_grad_norm_(model.parameters(), {{norm:.3g}})",
@@ -189,9 +222,9 @@ RULES: dict[str, Rule] = {
         f"{CLEAR}, and {MEAN}; or clip their norm",
     ),
     # of all layers' gradients, which fall to one in so many
-    "gradients_fall": Rule("gradients", 8.0, tests.leaps, FALL, MEAN),
-    "clipped_gradients_fall": Rule(
-        *("gradients", 8.0, tests.leaps, f"{FALL}, though their norm rose"),
+    "gradients_fall": Rule("gradients", 8.0, find_leaps, FALL, MEAN),
+    "clipped_fall": Rule(
+        *("gradients", 8.0, find_leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
     "not_in_optimizer": _frozen(
@@ -204,30 +237,30 @@ RULES: dict[str, Rule] = {
     ),
     # share of a weight's, or its master's, numbers that a step does not change
     "weight_unmoved": Rule(
-        *("unmoved", tests.UNMOVED, tests.unmoved, BELOW.format("weight")),
+        *("unmoved", UNMOVED, find_unmoved, BELOW.format("weight")),
         'octavo.optim.AdamW(model.parameters(), master="split24")',
         "keeps 8 more bits of what is rounded off",
     ),
     "master_unmoved": Rule(
-        *("unmoved", tests.UNMOVED, tests.unmoved, BELOW.format("master")),
+        *("unmoved", UNMOVED, find_unmoved, BELOW.format("master")),
         'octavo.optim.AdamW(model.parameters(), master="fp32")',
         "keeps all what is rounded off",
     ),
     # share of second moments that are flushed
     "moments_flushed": Rule(
-        *("second moments", 1e-2, tests.second_moments),
+        *("second moments", 1e-2, find_flushed),
         "flushes {share} of its second moments where the first are not, {extent},",
         'octavo.optim.AdamW(model.parameters(), moments="bf16")',
         "bf16 has float32's range: nothing is flushed",
     ),
     # tokens of an expert
     "expert_is_idle": Rule(
-        *("idle expert", 0.0, tests.idle_experts, "gives no tokens to expert {expert} of {count}"),
+        *("idle expert", 0.0, find_idle_experts, "gives no tokens to expert {expert} of {count}"),
         "balance the router: a bias for each expert, or a loss for balance; look at its scores",
     ),
     # times the largest earlier change of a module's output of the same batch, beside its input's and weights' too
     "new_forward": Rule(
-        *("forward", 4.0, tests.forward),
+        *("forward", 4.0, find_new_forward),
         "{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
         "look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, of a "
         "run that was resumed, at the weights that it loaded",
@@ -235,21 +268,21 @@ RULES: dict[str, Rule] = {
     ),
     # the change of a gradient of the same batch, over the largest and twice the spread of those before
     "new_backward": Rule(
-        *("backward", 2.0, tests.gradient_of_batch),
+        *("backward", 2.0, find_new_backward),
         "backward computes another gradient of {name} for the same batch: it changed by {now}, by {most} before",
         BACKWARD,
         level="warning",
     ),
     # the change of the loss along the gradients over what they say, less what it was; less 1
     "slope_leaves": Rule(
-        *("backward", 0.04, tests.slope),
+        *("backward", 0.04, find_slope),
         "backward no longer computes the gradients of what the model computes: along them its loss changes by "
         "{now:.2f} times what they say, by {was:.2f} times before",
         BACKWARD,
         level="warning",
     ),
     "slope_is_off": Rule(
-        *("backward", 0.2, tests.slope),
+        *("backward", 0.2, find_slope),
         "backward computes other gradients than those of what the model computes: along them its loss changes by "
         "{now:.2f} times what they say",
         f"{BACKWARD}, unless this is meant",
@@ -257,24 +290,21 @@ RULES: dict[str, Rule] = {
     ),
     # standard deviation of attention's logits
     "logits_are_large": Rule(
-        *("logits", 10.0, tests.logits),
+        *("logits", 10.0, find_large_logits),
         "makes queries and keys so large that attention's logits deviate by about {most:.2g}",
         "norm queries and keys before they are multiplied (QK norm)",
     ),
 }
-
-LIMITS = {row.kind: row.limit for row in reversed(RULES.values()) if row.limit or row.kind in ("frozen", "idle expert")}
 
 
 def findings(record: Record) -> list[Finding]:
     """Return what the rules find in a record."""
     if not record.steps or not record.layers:
         return []
-    run, all_findings = Training(record), []
+    run = Training(record)
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
-        for test, rows in itertools.groupby(RULES.items(), key=lambda row: row[1].test):
-            hits = list(test(run, **dict(rows)))
-            run.fired |= {test} if hits else set()
-            all_findings += [hit.finding() for hit in hits]
-    return all_findings
+        tests = itertools.groupby(RULES.items(), key=lambda row: row[1].test)
+        hits = [hit for test, rows in tests for hit in test(run, **dict(rows))]
+        tests_with_hits = {hit.rule.test for hit in hits}
+        return [hit.finding() for hit in hits if tests_with_hits.isdisjoint(hit.rule.unless)]

@@ -8,7 +8,8 @@ from octavo.inspect.incidents import LEVELS, level_of, severity_of
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_findings import healthy  # noqa: E402
-from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
+from tests.inspect.test_of_layers import FAULTS  # noqa: E402
+from tests.inspect.test_training import AT, LAYER, RECORDS  # noqa: E402
 
 
 def test_a_risen_rate_explains_what_follows() -> None:

@@ -2,12 +2,21 @@
 
 import inspect
 import itertools
-import re
+from collections.abc import Callable
+from typing import Any
 
-from octavo.inspect import training
+import pytest
+
+from octavo.inspect import Record, of_layers, of_steps, of_weights, rules
 from octavo.inspect.incidents import KINDS
 from octavo.inspect.rules import RULES
-from octavo.inspect.training import Hit
+
+pytest.importorskip("numpy")
+
+from tests.inspect import test_of_layers, test_of_steps
+from tests.inspect.test_findings import healthy
+from tests.inspect.test_of_layers import nonfinite
+from tests.inspect.test_training import AT, GRADIENT, RECORDS, WEIGHT, Fault, scalar
 
 HITS = "Iterator[Hit]"  # what a rule's test returns
 
@@ -17,20 +26,47 @@ def test_each_test_takes_the_rows_that_name_it() -> None:
     assert len({test for test, _ in groups}) == len(groups), "rows of one test stand beside each other"
     for test, rows in groups:
         inspect.signature(test).bind("a training", **rows)
-    origins = {name for name, rule in RULES.items() if rule.test is training.first_nonfinite}
-    assert origins == set(re.findall(r'"(made_\w+)"', inspect.getsource(training)))
     assert {rule.kind for rule in RULES.values()} <= KINDS.keys()
-
-
-def test_a_rule_can_say_its_level() -> None:
-    rule = next(rule for rule in RULES.values() if rule.kind == "frozen")
-    hit = Hit(rule, 3, 4.0, {"others": ""}, ("head", "weight"))
-    noted = hit._replace(rule=rule._replace(level="note")).finding()
-    assert (hit.finding().level, noted.level) == ("warning", "note") and noted.sentence == hit.finding().sentence
+    assert {test for rule in RULES.values() for test in rule.unless} <= {test for test, _ in groups}
 
 
 def test_each_test_and_each_kind_has_a_row() -> None:
-    """No test of training.py is left out; kinds with a limit are casts', which findings.py tests."""
-    tests = {test for test in vars(training).values() if getattr(test, "__annotations__", {}).get("return") == HITS}
+    """No test is left out; kinds with a limit are casts', which findings.py tests."""
+    functions = [each for file in (of_steps, of_weights, of_layers) for each in vars(file).items()]
+    tests = {test for name, test in functions if name.startswith("find_")}
+    assert {test.__annotations__["return"] for test in tests} == {HITS}
     assert len(tests) > 20 and tests == {rule.test for rule in RULES.values()}
     assert {kind for kind, each in KINDS.items() if each.limit is None} <= {rule.kind for rule in RULES.values()}
+
+
+def large_steps(record: Record) -> None:
+    """Updates of 8 % of all weights in each step, which are as large as before where the rate rises."""
+    record.measures["rms"][:, 1::3], record.weights["update"][:] = 0.25, 0.02
+
+
+@pytest.mark.parametrize(
+    ("cause", "other", "explained"),
+    [
+        (test_of_steps.FAULTS["a rate that rises"], large_steps, "large_steps"),
+        (
+            test_of_steps.FAULTS["gradients that are not set to zero"],
+            scalar("twin_control", 1.0, 0.3),
+            "gradients_changed",
+        ),
+        (test_of_layers.FAULTS["a NaN in a weight"], nonfinite(AT, GRADIENT), "made_by_backward"),
+        (test_of_layers.FAULTS["a NaN in a batch"], nonfinite(AT, 1, WEIGHT), "made_by_updates"),
+        (test_of_layers.FAULTS["a NaN in a gradient"], nonfinite(AT, WEIGHT), "made_by_update"),
+    ],
+)
+def test_a_hit_that_another_explains_is_dropped(
+    cause: Fault, other: Callable[[Record], Any], explained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order the rows stand."""
+    record = healthy(4, RECORDS)
+    cause[2](record), other(record)
+    findings = rules.findings(record)
+    monkeypatch.setattr(rules, "RULES", dict(reversed(RULES.items())))
+    assert rules.findings(record) == findings[::-1]
+    rule = RULES[explained]
+    monkeypatch.setattr(rules, "RULES", RULES | {explained: rule._replace(unless=())})
+    assert len(rules.findings(record)) == len(findings) + 1

@@ -1,0 +1,209 @@
+"""The tests that read weights, the gradients that the optimizer gets, its moments, and its updates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from octavo.inspect.incidents import worst_stretch
+from octavo.inspect.record import np
+from octavo.inspect.remedies import percent
+from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, first_true, is_rate
+from octavo.inspect.weights import FROZEN, GROUP
+
+NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
+
+
+def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iterator[Hit]:
+    """Yield a state that is new, and second moments that can't be a mean of the last ones and the gradient."""
+    for (_, then), (step, now) in itertools.pairwise(zip(*run.scalar("state_age"), strict=True)):
+        if now < then:
+            yield Hit(state_is_new, step, CERTAIN, {"now": now, "then": then})
+    values, squares = run.weights["second_moment"], run.weights["gradient"] ** 2
+    if (name := f"betas 1{GROUP}0") in run.record.scalars:
+        decay, limit = np.array(run.filled(name)[1])[1:, None] ** run.gaps[1:], moments_written.limit
+        now, then, is_next = values[1:], values[:-1], run.gaps[1:] == 1
+        off = (now * limit < decay * then) | (is_next & (now > NO_MEAN * limit * np.fmax(then, squares[1:])))
+        for at in np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
+            yield Hit(moments_written, run.steps[at + 1], CERTAIN)
+
+
+NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
+LARGER = 2.0  # an update over those before: with more it isn't the rate that makes a step too large
+
+
+def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -> Iterator[Hit]:
+    """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
+    ages, rates_of_steps, losses_of_steps = run.scalar("state_age")[1], run.rate[1], run.loss[1]
+    begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
+    sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
+    shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
+    is_fresh = bool(rates_of_steps and ages) and ages[0] <= 1 and rates_of_steps[0] >= max(rates_of_steps) / 2
+    last_losses = losses_of_steps[-FEW:] if len(losses_of_steps) > FEW else []
+    is_lost = bool(last_losses) and not np.median(last_losses) < losses_of_steps[0]  # whose first is a random guess's
+    if is_fresh and shares[0] > large_first_step.limit and not is_lost:
+        texts = {"share": percent(shares[0]), "rate": max(rates_of_steps)}
+        yield Hit(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
+    elif rates_of_steps:
+        over = (shares > large_steps.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
+        if (at := first_true(over)) is not None:
+            worst = int(np.where(over, shares, 0).argmax())
+            texts = {"share": percent(shares[worst]), "times": shares[worst] / (large_steps.limit / 5)}
+            yield Hit(large_steps, run.steps[at], shares[worst] / large_steps.limit, texts, worst=run.steps[worst])
+
+
+def find_untied(run: Training, weight_untied: Rule) -> Iterator[Hit]:
+    """Yield weights that were one parameter and are two."""
+    for step, kind, names in run.record.events:
+        if kind == weight_untied.kind:
+            layer = next((name for name in run.layers if f"{name}.weight" in names.split(" and ")), "")
+            yield Hit(weight_untied, step, CERTAIN, {"names": names}, (layer, ""))
+
+
+def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
+    """Yield layers with rows of the weight that became 0; none if most layers have some."""
+    zeros = np.nan_to_num(np.stack([run.measure("zeros", layer, "weight") for layer in run.layers], 1))
+    over = zeros > rows_died.limit + 2 * zeros[0]
+    places = np.flatnonzero(over.any(axis=0))
+    for place in places if len(places) <= len(run.layers) / 2 else ():
+        step, share = run.steps[over[:, place].argmax()], percent(float(zeros[:, place].max()))
+        yield Hit(rows_died, step, LIKELY, {"share": share}, (run.layers[place], "weight"))
+
+
+def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Iterator[Hit]:
+    """Yield the first step in which something but the optimizer wrote weights."""
+    limit = weight_written.limit
+    over = run.written > limit
+    if (at := first_true(over)) is None:
+        return
+    count, share, where = int(over[at].sum()), float(run.written[at].max()), ("", "")
+    texts: dict[str, Any] = {"count": count, "all": len(run.names)}
+    if count > 1 and count >= len(run.layers) / 2:
+        is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
+        is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
+        rule = weights_permuted if is_permuted.mean() > 0.5 else weights_written
+        share = max(share, 4 * limit)  # no accident of sampling
+    else:
+        rule, place = weight_written, int(run.written[at].argmax())
+        where, is_layer = (run.names[place], "weight"), place < len(run.layers)
+        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.weights["size"][:, place])
+        texts = {"name": name, "was": sizes[max(0, at - 1)], "now": sizes[at]}
+    yield Hit(rule, run.steps[at], share / limit, texts, where, numbers={"changed": share})
+
+
+def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
+    """Yield gradients of all layers that leap, or that fall."""
+    grown = run.leaps
+    # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
+    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
+    fallen = np.fmin(typical, np.maximum(grown.norms, outputs))  # clipping makes up for a fall
+    # at once, but for half a step before it, and for the next records too
+    falls = fallen < 2 * np.roll(fallen, 1) / gradients_fall.limit
+    for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
+        falls &= np.roll(fallen, -distance) < 1 / gradients_fall.limit
+    if (over := (typical > gradients_leap.limit) & ~(at_most < gradients_leap.limit / 2)).any():
+        yield _leap(run, gradients_leap, over, np.nan_to_num(typical))
+    elif (at := first_true(falls)) is not None:
+        share = float(fallen[at])
+        rule = clipped_fall if grown.norms[at] > gradients_leap.limit else gradients_fall
+        times = 1 / max(share, 1e-9) / gradients_leap.limit
+        worst = run.steps[at + FEW]
+        yield Hit(rule, run.steps[at], times, {"share": percent(share)}, worst=worst, numbers={"times": share})
+
+
+LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in which they have more a leap goes on
+
+
+def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
+    """Return the hit of gradients ``times_of`` times as large as earlier ones.
+
+    It begins in the record with the largest part of the leap.
+    """
+    begins, worst = worst_stretch(over, times_of)
+    while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
+        begins -= 1
+    begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
+    times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
+    texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms[begins - 1]}
+    if ratio < 1:  # an optimizer that divides by their size makes no larger steps
+        rule = rule._replace(level="note")
+    over_limit = times * max(1.0, ratio) / rule.limit
+    return Hit(rule, run.steps[begins], over_limit, texts, worst=run.steps[worst], numbers={"times": times})
+
+
+STOPPED = 1e-3  # a learning rate over its highest: with less nothing trains
+UNMOVED = 0.9  # a share of a weight's numbers: a step does not change so many
+
+
+def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, nothing_trains: Rule) -> Iterator[Hit]:
+    """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
+    gradients, count, scales = run.weights["gradient"], len(run.layers), run.record.last("loss_scale")
+    rates_of_groups = [run.filled(name)[1] for name in run.record.scalars if is_rate(name)]
+    is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
+    names_frozen = (text.split(", ") for _, kind, text in run.record.events if kind == FROZEN)
+    frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}
+    for at, places in _stopped_weights(run).items():
+        layers, others = [place for place in places if place < count] or places, len(places) - 1
+        if len(places) == len(run.names):
+            rule, where = nothing_trains, ("", "")
+        elif not np.isfinite(gradients[at:]).any():
+            continue
+        elif (gradients[at:, places] > 0).any():
+            rule, where = not_in_optimizer, (run.names[layers[0]], "weight")
+        else:  # they are cut off behind the last of these layers
+            rule, where = without_gradient, (run.names[layers[-1]], "weight")
+        if is_stopped and rule is not without_gradient:
+            continue
+        # as the base of an adapter, or by requires_grad_(False) in the training
+        is_choice = at == 0 or frozen_by_choice >= {run.names[place] for place in places}
+        if is_choice and rule is without_gradient:
+            rule = rule._replace(level="note")
+        scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
+        texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
+        yield Hit(rule, run.steps[at], LIKELY, texts, where)
+
+
+def _stopped_weights(run: Training) -> dict[int, list[int]]:
+    """Return the places of weights that should change and don't, by the record from which on they don't."""
+    gradients, count = run.weights["gradient"], len(run.layers)
+    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
+    still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
+    changed = np.where(still, np.nan, run.weights["changed"])
+    rounding_stops_them = np.nanmedian(changed) < 1 - UNMOVED
+    trains = min(run.rate[1][-FEW:], default=0) > 0 and not rounding_stops_them
+    lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
+    places_by_record: dict[int, list[int]] = {}
+    for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
+        at = int(lasts[:, place].argmax())
+        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
+        others_change = (changed[at:] > 0.5).mean() > 0.25
+        if (others_change or (has_gradients and trains)) and (at or place < count):
+            places_by_record.setdefault(at, []).append(place)
+    return places_by_record
+
+
+def find_unmoved(run: Training, weight_unmoved: Rule, master_unmoved: Rule) -> Iterator[Hit]:
+    """Yield updates that rounding loses, where it is worst."""
+    weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}
+    has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
+    changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
+    yield from _worst(run, 1 - np.where(has_master, weights["master_changed"], changed), weight_unmoved, master_unmoved)
+
+
+def find_flushed(run: Training, moments_flushed: Rule) -> Iterator[Hit]:
+    """Yield second moments that are flushed, where it is worst."""
+    yield from _worst(run, run.weights["second_flushed"][:, : len(run.layers)], moments_flushed, moments_flushed)
+
+
+def _worst(run: Training, values: Any, of_weight: Rule, of_master: Rule) -> Iterator[Hit]:
+    """Yield the layer where a measure [steps, layers] exceeds a limit by most: of its weight, or of its master."""
+    over = values > of_weight.limit
+    if over.any():
+        place = int(np.where(over, values, -1).max(axis=0).argmax())
+        begins, worst = worst_stretch(over[:, place], values[:, place])
+        numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in run.weights.items()}
+        rule, value = of_master if numbers["master_update"] > 0 else of_weight, float(values[worst, place])
+        texts = {"share": percent(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
+        at = run.steps[begins], value / rule.limit
+        yield Hit(rule, *at, texts, (run.layers[place], "weight"), run.steps[worst], numbers)
