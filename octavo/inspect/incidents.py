@@ -25,7 +25,8 @@ LEVELS = {
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
 LEVEL_PLACES = {level: place for place, level in enumerate(LEVELS)}
-BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
+# the parts of a step, in order; MODULES: a module's own computation, after the layers inside of it
+BETWEEN, DATA, FORWARD, MODULES, LOSS, BACKWARD, UPDATE, AFTER = range(8)
 PART_OF_ROLE = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}  # in which a finding of a role begins
 
 # --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them
@@ -45,11 +46,13 @@ class Trait(Flag):
     WHOLE = auto()  # it harms the whole training
     OF_A_STEP = auto()  # it may be over after a step
     TOO_MUCH = auto()  # a reason, besides a write, for a weight to change that much
+    LIKE_A_WRITE = auto()  # updates that are TOO_MUCH look like it
+    GROWS = auto()  # of an input: it gets worse by and by, and explains what begins when it is worst
     SYMPTOM = auto()  # a severe finding of a cast explains it
 
 
 NO_TRAIT = Trait(0)
-ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, SYMPTOM = Trait
+ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, LIKE_A_WRITE, GROWS, SYMPTOM = Trait
 EVENT = OUTSIDE | ONCE | WHOLE
 
 
@@ -71,14 +74,15 @@ class Kind(NamedTuple):
 
 _cast = functools.partial(Kind, None, NO_TRAIT)  # a kind of a cast
 KINDS = {
-    **dict.fromkeys(("options", "state", "untied", "overwritten", "ranks"), Kind(BETWEEN, EVENT)),
+    **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(BETWEEN, EVENT)),
+    "overwritten": Kind(BETWEEN, EVENT | LIKE_A_WRITE),
     "learning rate": Kind(BETWEEN, EVENT | TOO_MUCH),
     "warm-up": Kind(BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
     "dead rows": Kind(BETWEEN, OUTSIDE | TOO_MUCH),
     "decay": Kind(BETWEEN, OUTSIDE | WHOLE),
     "repeats": Kind(DATA, OUTSIDE | WHOLE),
     "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
-    "forward": Kind(FORWARD, ONCE | WHOLE),
+    "forward": Kind(MODULES, ONCE | WHOLE),
     "backward": Kind(FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
     "logits": Kind(FORWARD, WHOLE),
     "loss scale": Kind(LOSS, WHOLE),
@@ -90,7 +94,7 @@ KINDS = {
     # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
     # determine the scale; "rounded": decibels of the SQNR below what the role needs
     "nonfinite": Kind(None, WHOLE, 4.0, 0.0, "has inf or NaN in {nonfinite} of its {role}", "nonfinite"),
-    "stale": _cast(8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
+    "stale": Kind(None, GROWS, 8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
     "clipped": _cast(20.0, 1e-3, "clips {clipped} of its {role}", "clipped"),
     "flushed": _cast(20.0, 1e-2, "flushes {flushed} of its {role} to 0", "flushed"),
     "outliers": _cast(
@@ -185,22 +189,30 @@ def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
 def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int:
     """Return within how many records of its begin a cause explains such an effect; NEVER if it does not.
 
-    ``records``: how many later this effect begins. ``is_first``: the cause is there in the first record.
+    ``records``: how many later this effect begins. ``is_first``: the cause is there in the first record. Before each
+    branch stands a run that needs it.
     """
     traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
     is_severe, is_note = cause.severity == MOST_SEVERE, cause.level == "note"
     explains_level = not is_note or effect.level == "note"
+    # a loss that climbs changes no option of the optimizer (a NaN explains all that follows); but a rate that rises
+    # moves a weight so far that it looks as if something had written it
     if OUTSIDE in effect_traits and not is_severe:
-        return SOON if effect.kind == "overwritten" and TOO_MUCH in traits else NEVER
-    is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)  # of such data, or gradients
+        return SOON if LIKE_A_WRITE in effect_traits and TOO_MUCH in traits else NEVER
+    # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later; a single bad
+    # batch explains inputs that are clipped in its step, even if it is a note and they are not, but nothing much later
+    is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
     if WHOLE in traits and (explains_level or is_cast_of_its_step):
         is_over_at_once = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
         return SOON if is_over_at_once else LATER
+    # an input that is flushed explains the next layers' flushed inputs; but a gradient of which little is clipped
+    # explains none that is clipped more a record later, and what the first record has already explains nothing new
     is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
-    may_be_milder = records == 0 or not is_milder_cast  # through the layers of its step it may grow
+    may_be_milder = records == 0 or not is_milder_cast  # it may grow through the layers of its step
     if (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first and may_be_milder:
         return SOON
-    # findings of the whole training have no layer: a note of it explains no warning of it
+    # a clipped weight explains its layer's flushed gradients; an input of which most is clipped explains a loss that
+    # rises. What has no layer is of the whole training: a slope that never was 1, a note, explains no leap of gradients
     is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
     is_bad = not is_note and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
     return SOON if not is_milder_cast and (is_same_layer or is_bad) else NEVER
@@ -216,21 +228,19 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     def order(finding: Finding) -> tuple[int, int, int, int]:
         """Return what sorts findings as a run goes: record, part of the step, layer."""
         part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
-        if finding.kind == "forward":  # what is inside of the module comes first
-            place = len(layers)
         if finding.role == "grad_output":
             place = -place
-        if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products:
-            part = BETWEEN
         if part is None:
-            part = PART_OF_ROLE.get(finding.role, FORWARD)
+            # inf or NaN in the weight itself, not found by its cast, are there before the step's forward
+            is_in_weight = finding.role == "weight" and not finding.products
+            part = BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, FORWARD)
         level = LEVEL_PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
         return record_of(finding.begins), part, place, level
 
     def explains(cause: Finding, effect: Finding) -> bool:
         begins = record_of(cause.begins)
         records = record_of(effect.begins) - begins
-        if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
+        if GROWS in KINDS[cause.kind].traits and cause.role == "input" and cause.level != "note":
             records -= min(records, record_of(cause.worst) - begins)
         return records <= _reach(cause, effect, records, is_first=begins == 0)
 

@@ -146,25 +146,30 @@ class _ComparedSteps:
         return first is None or self.part_of_fp8(finding, first) not in BLAMES
 
     def has_alone(self, finding: Finding) -> bool:
-        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
+        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before.
+
+        Before each branch stands a run that needs it.
+        """
         at, first = bisect_left(self.steps, finding.begins), self.first_lasting(None)
+        # FP8 clips, the loss leaves the twin's, and later gradients leap and an expert gets no tokens
         if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
             return True
+        # gradients are flushed to 0 in FP8, and the finding is "frozen", or that they fall
         if finding.kind in FROM_GRADIENTS:
             return self.has_gradients_alone(finding, at)
-        if finding.kind not in FROM_LOSS:
-            return False
-        for since in (slice(at, at + BEYOND), slice(at, None)):
-            by_fp8 = _median(self.losses[since] - self.twin_losses[since])
-            if by_fp8 > (_median(self.losses[since]) - _median(self.losses[:at])) / 2 > 0:
-                return True
-        return False
+        # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it
+        spans = (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ()
+        rises = [_median(self.losses[since]) - _median(self.losses[:at]) for since in spans]
+        by_fp8 = [_median(self.losses[since] - self.twin_losses[since]) for since in spans]
+        return any(part > rise / 2 > 0 for part, rise in zip(by_fp8, rises, strict=True))
 
     def has_gradients_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
         A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
+        # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
+        # differs explains nothing, as where code detached this one
         if finding.kind == "frozen" and finding.layer in self.compared_layers:
             cosines = self.cosines[at : at + BEYOND, self.compared_layers.index(finding.layer)]
             first = at if _median(cosines) < DIFFERING_COSINE else None
@@ -218,10 +223,16 @@ class _ComparedSteps:
         return is_well and finding.kind in (*FROM_LOSS, "forward")
 
     def part_of_fp8(self, worst: Finding | None, first: _Difference) -> str:
-        """Return what FP8 is, if it differs from a place on, beside the worst finding."""
+        """Return what FP8 is, if it differs from a place on, beside the worst finding.
+
+        Before each branch stands a run that needs it.
+        """
         at, is_of_loss, step = first.at, first.layer is None, self.steps[first.at]
+        # inputs are clipped from step 100 on: the loss rises there, the twin's does not
         if is_of_loss and self.rise_by_fp8(at) > 0:
             return CAUSE
+        # a rate rose at step 90, the twin's loss rises with it, and from step 100 on amaxes outgrow their scales: FP8
+        # suffers. It takes part where it flushes gradients besides, or where the twin's loss came down again
         before, cosines = self.twin_losses[:at], np.nan_to_num(self.cosines[at : at + IN_TURN], nan=1.0)
         highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
         twin_rises = at >= LEAST_BEFORE and _median(self.twin_losses[at:]) > highest_before
@@ -230,8 +241,10 @@ class _ComparedSteps:
             flushes_all = not is_of_loss and _median(cosines) == 0
             outlasts_worst = worst is not None and not has_departed and self.got_over(worst)
             return TAKES_PART if flushes_all or outlasts_worst else SUFFERS
+        # casts flush gradients, and the updates let both losses rise: the twin computes with the same weights
         if worst is not None or is_of_loss or twin_rises:
             return CAUSE
+        # gradients lose their direction, or a few digits, and no loss shows it yet
         return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
 
     def both_losses(self, at: int) -> str:
