@@ -511,10 +511,18 @@ def _class_knowing(forward: Any) -> type[KnownForward] | None:
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """Whether two functions have the same instructions, names and constants, docstrings apart."""
-    a, b = one.__code__, other.__code__
-    consts = [[const for const in code.co_consts if const not in (one.__doc__, other.__doc__)] for code in (a, b)]
-    return (a.co_code, a.co_names, consts[0]) == (b.co_code, b.co_names, consts[1])
+    """Whether two functions have the same instructions, names, constants and defaults; docstrings apart.
+
+    Defaults of None and False don't count: the forwards of this file have none, and take an argument left out as None.
+    """
+    docs = one.__doc__, other.__doc__
+
+    def meaning(function: Any) -> tuple[Any, ...]:
+        code, defaults = function.__code__, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        constants = [constant for constant in code.co_consts if constant not in docs]
+        return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
+
+    return meaning(one) == meaning(other)
 
 
 def refusal(module: nn.Module) -> str | None:

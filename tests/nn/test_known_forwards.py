@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import warnings
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -323,6 +325,24 @@ def test_what_a_library_replaces_after_a_first_model_was_fused(part: str, monkey
         }
     else:
         assert summary.not_fused == {f"model.layers.{name}": reason for name in names}
+
+
+@pytest.mark.parametrize("part", ["attention", "rotary positions"])
+def test_other_defaults_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with the known instructions computes something else where an argument left out has another value."""
+    library = transformers.models.llama.modeling_llama
+    if part == "attention":
+        known = inspect.unwrap(library.LlamaAttention.forward)
+        other = FunctionType(known.__code__, known.__globals__, argdefs=(None, "a mask", None))
+        monkeypatch.setattr(library.LlamaAttention, "forward", other)
+        reason = "octavo does not know the forward of LlamaAttention"
+    else:
+        known = inspect.unwrap(library.apply_rotary_pos_emb)
+        other = FunctionType(known.__code__, known.__globals__, argdefs=(2,))  # the dimension of heads
+        monkeypatch.setattr(library, "apply_rotary_pos_emb", other)
+        reason = "its rotary positions are none that octavo knows"
+    net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    assert octavo.summary(net).not_fused == {f"model.layers.{layer}.self_attn": reason for layer in range(2)}
 
 
 BYPASSED = {
