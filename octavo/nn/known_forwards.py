@@ -42,8 +42,23 @@ from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import functorch_is_active, in_forward_mode
 
 
+class PartNames(NamedTuple):
+    """The names of a module's parts; empty for those that it lacks."""
+
+    readers: tuple[str, ...] = ()  # the layers that read the input and may be computed as one
+    act: str = ""
+    down: str = ""
+    dropout: str = ""
+
+
 class KnownForward(nn.Module):
-    """Base of the classes for modules with a known forward; mixed in before a module's own class."""
+    """Base of the classes for modules with a known forward; mixed in before a module's own class.
+
+    Each class's ``forward`` returns what the module's own class returns, with less saved, or leaves it to that class.
+    """
+
+    fused_kind: str  # FusedModule's
+    part_names = PartNames()
 
     def library_forward(self, *args: Any) -> Any:
         """Compute as the library's forward, whose source this repeats; compared with it, and never called."""
@@ -64,35 +79,17 @@ class KnownForward(nn.Module):
     @property
     def readers(self) -> list[Any]:
         """The layers that read the module's input and may be computed as one."""
-        return []
-
-    def fused_forward(self, x: Any) -> Tensor | None:
-        """Return forward's result with less saved; None if the class's own forward has to compute it."""
-        raise NotImplementedError
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``fused_forward``, or of the class's own forward; both take one tensor."""
-        result = self.fused_forward(*args, *kwargs.values())
-        return super().forward(*args, **kwargs) if result is None else result
-
-
-class PartNames(NamedTuple):
-    """The names of a feed-forward's parts; "" for dropout that it lacks."""
-
-    readers: tuple[str, ...]  # gate and up, or the one layer that reads the input
-    act: str
-    down: str
-    dropout: str = ""
+        return [getattr(self, name) for name in self.part_names.readers]
 
 
 class FeedForward(KnownForward):
     """Base of feed-forwards: one or two layers, an activation, a layer."""
 
-    parts: PartNames
+    fused_kind = "feed-forward"
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        names, is_gated = cls.parts, len(cls.parts.readers) == 2
+        names, is_gated = cls.part_names, len(cls.part_names.readers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
         if not isinstance(down, Linear):
             return f"{names.down} is not converted"
@@ -102,30 +99,27 @@ class FeedForward(KnownForward):
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         return None
 
-    @property
-    def readers(self) -> list[Any]:
-        return [getattr(self, name) for name in self.parts.readers]
-
     def why_bypassed(self) -> str | None:
-        why = f"{self.parts.down} has hooks, another forward, or its output product in high precision"
-        return super().why_bypassed() or (None if is_bypassable_linear(getattr(self, self.parts.down)) else why)
+        down = self.part_names.down
+        why = f"{down} has hooks, another forward, or its output product in high precision"
+        return super().why_bypassed() or (None if is_bypassable_linear(getattr(self, down)) else why)
 
-    def fused_forward(self, x: Any) -> Tensor | None:
-        names, readers = self.parts, self.readers
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (x,) = *args, *kwargs.values()
+        names, readers = self.part_names, self.readers
         down: Any = getattr(self, names.down)
         dropout: Any = getattr(self, names.dropout) if names.dropout else None
         if not is_bypassable_linear(down) or (dropout is not None and dropout.p and dropout.training):
-            return None
+            return super(KnownForward, self).forward(*args, **kwargs)
         if (activation := activation_name(getattr(self, names.act), len(readers) == 2)) is None:
-            return None
+            return super(KnownForward, self).forward(*args, **kwargs)
         tensors = weight, bias, parameter = down.layer_tensors()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
-            return None
+            return super(KnownForward, self).forward(*args, **kwargs)
         if (first := as_one_layer(readers)) is not None:
             layers = [first.layer_tensors(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
-            output: Tensor = run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
-            return output
+            return run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
         gate = readers[0](x)
         up = readers[1](x) if len(readers) == 2 else None
         dtype = product_dtype(gate, weight)
@@ -154,7 +148,7 @@ def as_one_layer(layers: Sequence[Any]) -> Any:
 class LlamaFeedForward(FeedForward):
     """The feed-forward of Llama, Mistral, Qwen and many others."""
 
-    parts = PartNames(("gate_proj", "up_proj"), "act_fn", "down_proj")
+    part_names = PartNames(("gate_proj", "up_proj"), "act_fn", "down_proj")
 
     def library_forward(self: Any, x: Tensor) -> Any:
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -164,7 +158,7 @@ class LlamaFeedForward(FeedForward):
 class ViTFeedForward(FeedForward):
     """The feed-forward of ViT and similar models."""
 
-    parts = PartNames(("fc1",), "activation_fn", "fc2")
+    part_names = PartNames(("fc1",), "activation_fn", "fc2")
 
     def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.fc1(hidden_states)
@@ -176,7 +170,7 @@ class ViTFeedForward(FeedForward):
 class T5FeedForward(FeedForward):
     """The feed-forward of T5, without a gate."""
 
-    parts = PartNames(("wi",), "act", "wo", "dropout")
+    part_names = PartNames(("wi",), "act", "wo", "dropout")
 
     def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_states = self.wi(hidden_states)
@@ -195,7 +189,7 @@ class T5FeedForward(FeedForward):
 class GatedT5FeedForward(FeedForward):
     """The feed-forward of T5 version 1.1 and Flan-T5, with a gate."""
 
-    parts = PartNames(("wi_0", "wi_1"), "act", "wo", "dropout")
+    part_names = PartNames(("wi_0", "wi_1"), "act", "wo", "dropout")
 
     def library_forward(self: Any, hidden_states: Tensor) -> Any:
         hidden_gelu = self.act(self.wi_0(hidden_states))
@@ -215,6 +209,7 @@ class GatedT5FeedForward(FeedForward):
 class LeanRMSNorm(KnownForward):
     """The RMS norm of Llama, Qwen, Mixtral, Mamba and many others."""
 
+    fused_kind = "norm"
     weight: nn.Parameter
     variance_epsilon: float
 
@@ -225,8 +220,9 @@ class LeanRMSNorm(KnownForward):
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)
 
-    def fused_forward(self, x: Any) -> Tensor | None:
-        return self.lean_with(x)[0] if self.is_lean(x) else None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (x,) = *args, *kwargs.values()
+        return self.lean_with(x)[0] if self.is_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
 
     def is_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
@@ -253,6 +249,8 @@ class LeanT5Norm(LeanRMSNorm):
 
 class DecoderLayer(KnownForward):
     """The decoder layer of Llama and many others; each norm adds the residual, and in backward its gradient."""
+
+    fused_kind = "residual"
 
     def library_forward(  # type: ignore[override]
         self: Any,
@@ -352,12 +350,14 @@ def _attention_forward(window: str = "", norms_heads: bool = False) -> Any:
     return FunctionType(next(constant for constant in constants if isinstance(constant, CodeType)), {})
 
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
 class Attention(KnownForward):
     """The attention of Llama and many others; q, k and v are one product, rotary positions of q and k one launch."""
 
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
+    fused_kind = "attention"
+    part_names = PartNames(QKV)
     o_proj: Any
     head_dim: int
     config: Any
@@ -385,10 +385,6 @@ class Attention(KnownForward):
             return "its rotary positions are none that octavo knows"
         return None
 
-    @property
-    def readers(self) -> list[Any]:
-        return [getattr(self, name) for name in QKV]
-
     def why_bypassed(self) -> str | None:
         why = f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return super().why_bypassed() or (why if as_one_layer(self.readers) is None else None)
@@ -399,8 +395,7 @@ class Attention(KnownForward):
 
     def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
         """Return queries, keys and values for attention; ``run`` computes the joined layers' product, as run_as_one."""
-        result: Attended = run(positions=positions)
-        return result
+        return run(positions=positions)  # type: ignore[no-any-return]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it for arguments by position, or by an old name."""
@@ -460,9 +455,6 @@ class AttentionOfQwen3(AttentionOfQwen2):
         return rotary((query, key, value.to(query.dtype)), cos, sin, counts)  # under autocast a norm is in float32
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
-
-
 def rotate_half(x: Tensor) -> Tensor:
     """Turn halves as transformers does; never called, only compared with its function."""
     x1 = x[..., : x.shape[-1] // 2]
@@ -499,13 +491,9 @@ def activation_name(act: nn.Module | None, gated: bool) -> str | None:
     return name_of(function_of(act), gated) if act is not None and forward_is_bypassable(act) else None
 
 
-def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
-    """Return the class of this file whose ``library_forward`` has the instructions of a class's forward; or None."""
-    return _class_knowing(inspect.unwrap(kind.forward))
-
-
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
+    """Return the class of this file whose ``library_forward`` has a function's instructions; or None."""
     is_function = inspect.isfunction(forward)
     return next((kind for kind in _KINDS if is_function and _same_code(forward, kind.library_forward)), None)
 
@@ -533,7 +521,7 @@ def refusal(module: nn.Module) -> str | None:
     if isinstance(module, KnownForward):
         return module.why_bypassed()
     kind = class_of(module)
-    known_class = _known_class(kind)
+    known_class = _class_knowing(inspect.unwrap(kind.forward))
     if known_class is None:
         return f"octavo does not know the forward of {kind.__name__}" if _looks_alike(module, kind) else ""
     if is_sharded(type(module)):
@@ -563,16 +551,10 @@ def fused_modules(model: nn.Module) -> Iterator[FusedModule]:
     for name, module in model.named_modules():
         if has_loss(module):
             yield FusedModule(name, "loss")
-        if isinstance(module, LeanRMSNorm):
-            yield FusedModule(name, "norm")
-        elif isinstance(module, DecoderLayer):
-            yield FusedModule(name, "residual")
-        elif isinstance(module, Attention):
-            is_joined, norms_heads = as_one_layer(module.readers) is not None, isinstance(module, AttentionOfQwen3)
-            yield FusedModule(name, "attention", QKV, is_joined=is_joined, norms_heads=norms_heads)
-        elif isinstance(module, FeedForward):
-            is_joined = as_one_layer(module.readers) is not None
-            yield FusedModule(name, "feed-forward", module.parts.readers, module.parts.down, is_joined)
+        if isinstance(module, KnownForward):
+            names, is_joined = module.part_names, as_one_layer(module.readers) is not None
+            norms_heads = isinstance(module, AttentionOfQwen3)
+            yield FusedModule(name, module.fused_kind, names.readers, names.down, is_joined, norms_heads)
 
 
 def fuse_known(model: nn.Module) -> dict[str, list[str]]:
@@ -582,7 +564,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
         why = refusal(module)
         if why is None and not isinstance(module, KnownForward):
             kind = class_of(module)
-            module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
+            module.__class__ = of_subclass(_class_knowing(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)

@@ -379,16 +379,19 @@ def test_layers_of_different_recipes_stay_apart() -> None:
     }
 
 
-def test_arguments_by_position_and_inputs_of_another_dtype_are_left_to_the_class() -> None:
+def test_arguments_by_position_and_inputs_of_another_dtype_are_left_to_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer = build("llama", recipes.mx()).eval().model.layers[0]
     x, angles = torch.randn(2, 5, 64), torch.rand(1, 5, 16)
     positions = angles.cos(), angles.sin()
     by_name, _ = layer.self_attn(x, position_embeddings=positions, attention_mask=None)
     by_position, _ = layer.self_attn(x, positions, None)
     torch.testing.assert_close(by_position, by_name, rtol=0, atol=1e-5)
-    assert layer.mlp.fused_forward(x) is not None and layer.mlp.fused_forward(x.bfloat16()) is None
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", lambda self, x: "its own")
+    assert torch.equal(layer.mlp(x=x), layer.mlp(x)) and layer.mlp(x.bfloat16()) == "its own"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer.mlp.fused_forward(x.bfloat16()).dtype == torch.bfloat16
+        assert layer.mlp(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_what_is_sharded_already_is_named(lone_mesh: Any) -> None:
