@@ -243,8 +243,7 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
             continue
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
-                uses = _uses_in(_methods(kind)).get(name, set())
-                uses = uses | _uses_in(_replaced_forward(parent)).get(name, set())
+                uses = _uses_in(_methods(kind) + _replaced_forward(parent)).get(name, set())
                 if "read" in uses:
                     reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
         head = getattr(parent, "get_output_embeddings", lambda: None)()  # of a model of transformers

@@ -223,7 +223,7 @@ def storage_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
 
     ``storage_after`` returns the same of a phase.
     """
-    return {weight: stored_as(weight) for *_, weight in _weights_of(_modules(model))}
+    return {weight: stored_as(weight) for *_, weight in _weights_of(model)}
 
 
 def storage_after(
@@ -236,13 +236,11 @@ def storage_after(
 
     Raises ValueError if that can't be, or the recipe can't read them.
     """
-    modules = _modules(model)
     after = dict(before) if weight_storage else dict.fromkeys(before)
     if weight_storage == "fp8":
-        after |= _granularities_in_fp8(
-            model, recipe, [Convertible(name, module, type(module)) for name, module in modules]
-        )
-    for name, module, weight in _weights_of(modules):
+        targets = [Convertible(name, module, type(module)) for name, module in _modules(model)]
+        after |= _granularities_in_fp8(model, recipe, targets)
+    for name, module, weight in _weights_of(model):
         if after[weight] != before[weight]:
             _refuse_sharded(name, weight)
         if (granularity := after[weight]) is not None:
@@ -250,9 +248,9 @@ def storage_after(
     return after
 
 
-def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
-    """Return (name, module, weight) for each module that has a weight of its own."""
-    return [(name, module, weight) for name, module in modules if (weight := weight_of(module)) is not None]
+def _weights_of(model: nn.Module) -> list[tuple[str, RecipeModule, nn.Parameter]]:
+    """Return (name, module, weight) for each of a model's RecipeModules whose weight is a parameter."""
+    return [(name, module, weight) for name, module in _modules(model) if (weight := weight_of(module)) is not None]
 
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -261,7 +259,7 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it: FSDP2 would go on with its old shard."""
-    for name, module, weight in _weights_of(_modules(model)):
+    for name, module, weight in _weights_of(model):
         if stored_as(weight) is None:
             continue
         _refuse_sharded(name, weight)
@@ -308,7 +306,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
     modules = _modules(model)
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    for name, module, weight in _weights_of(modules):
+    for name, module, weight in _weights_of(model):
         check_readable(recipe.of(*module.names(name)), weight)
     for name, module in modules:
         module.recipe = recipe.of(*module.names(name))
@@ -345,8 +343,7 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
         >>> layer.recipe.name
         'delayed'
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    converted = [module for module in modules if isinstance(module, RecipeModule)]
+    converted = [module for _, module in _modules(model)] if isinstance(model, nn.Module) else []
     with contextlib.ExitStack() as afterwards:
         if converted:
             afterwards.callback(gather_anew, model)
@@ -386,7 +383,7 @@ def restore(model: nn.Module) -> nn.Module:
             if split or isinstance(module, Grouped):
                 module.recipe = high_precision()
             else:
-                module.forget_recipe()
+                del module.fp8
                 restore_class(module, WeightOwner)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
             for part in module.parts:

@@ -214,8 +214,6 @@ def keys_of(module: nn.Module) -> dict[str, str]:
         keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
         biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
         keys = keys if parameters.keys() == {*keys.values(), *biases} else {}
-    else:
-        keys = {}
     return keys if all(parameters[key].ndim == 3 for key in keys.values()) else {}
 
 
@@ -236,9 +234,6 @@ class ExpertsPart(Grouped):
     def holder(self) -> nn.Module:
         """The module that owns the matrix."""
         return self.__dict__["_holder"][0]
-
-    def weight_name(self, name: str) -> str:
-        return f"{name.rpartition('.')[0]}.{self.weight_key}".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names that a RecipeMap's patterns may match: the module's, its part's and the parameter's."""
@@ -291,9 +286,8 @@ class ConvertedExperts(WeightOwner):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a matrix that FSDP2 has just sharded is gathered in FP8 from then on."""
-        if isinstance(value, nn.Parameter):
-            if (part := self.weight_readers.get(name)) is not None:
-                part.take_parameter(value, self._parameters[name])
+        if isinstance(value, nn.Parameter) and (part := self.weight_readers.get(name)) is not None:
+            part.take_parameter(value, self._parameters[name])
         super().__setattr__(name, value)
 
 

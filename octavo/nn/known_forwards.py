@@ -395,7 +395,7 @@ class Attention(KnownForward):
 
     def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
         """Return queries, keys and values for attention; ``run`` computes the joined layers' product, as run_as_one."""
-        return run(positions=positions)  # type: ignore[no-any-return]
+        return run(positions=positions)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it for arguments by position, or by an old name."""

@@ -15,7 +15,6 @@ from octavo.autograd.shared_casts import read_by
 from octavo.granularity import ALL
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
-from octavo.scaling.delayed import note_empty, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
@@ -338,23 +337,21 @@ def separate(layer: Linear, ranks: int = 1) -> None:
             f"splits {layer.splits} of a weight {tuple(weight.shape)} in blocks of {step} rows: on {ranks} ranks each "
             f"split needs a multiple of {step} rows a rank; or use a recipe with one scale a weight (dynamic, delayed)"
         )
-    start, state, others = 0, state_of(layer), {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
+    start, others = 0, {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
     for name, size in layer.splits.items():
         split, rows = Linear(layer.in_features, size, recipe=layer.recipe, **others), slice(start, start + size)  # type: ignore[arg-type]
         part = weight.rows(start, start + size) if isinstance(weight, StoredWeight) else weight.detach()[rows].clone()
         split._parameters["weight"] = nn.Parameter(part, weight.requires_grad)
         if bias is not None:
             split._parameters["bias"] = nn.Parameter(bias.detach()[rows].clone(), bias.requires_grad)
-        split.is_split, split.training, split.recipe = True, layer.training, layer.recipe  # its state leaves meta
-        if state is not None and (split_state := state_of(split)) is not None:
-            for tensor, source in zip(split_state, state, strict=True):
-                tensor.copy_(source)
-            note_empty(split_state.scale)  # perhaps
+        split.is_split, split.training = True, layer.training
+        if layer.fp8.state is not None:
+            split.fp8.state = layer.fp8.state.clone()
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)
         start += size
-    layer.forget_recipe()
+    del layer.fp8
     layer._parameters.clear()
     layer.__class__ = SeparateSplits  # type: ignore[assignment]
 

@@ -152,8 +152,7 @@ def linear_cross_entropy(
     if isinstance(linear_weight, Linear):
         if linear_bias is not None or recipe is not None:
             raise ValueError("linear_bias and recipe are for a weight: a head has its own")
-        result: Tensor = linear_weight(as_rows(input), loss=loss)
-        return result
+        return linear_weight(as_rows(input), loss=loss)
     recipe = recipes.high_precision() if recipe is None else recipe
     return _loss_with_weight(as_rows(input), linear_weight, linear_bias, loss, recipe)
 
@@ -244,10 +243,7 @@ def causal_lm_loss(
     if is_parallel(logits):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        loss: Tensor = ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-        )
-        return loss
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(logits.device)

@@ -229,7 +229,8 @@ class RecipeModule(WeightOwner):
 
     def weight_name(self, name: str) -> str:
         """Return the weight's name in a model where this module has the name ``name``."""
-        return f"{name}.weight".removeprefix(".")
+        owner = name.rpartition(".")[0] if self.part_name else name
+        return f"{owner}.{self.weight_key}".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names that a RecipeMap's patterns may match for a module of this name."""
@@ -334,12 +335,11 @@ class RecipeModule(WeightOwner):
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
         fp8, grad_enabled = self.fp8, torch.is_grad_enabled() and tracing_state() is None
-        if self.exchange is not None:
-            rows = Rows(rows.offsets, Parts(self.exchange.group, (False,) * 3))
         state = fresh_state(self, parameter, self.training, input.device)
-        if rows.parts is not None:  # after fresh_state, which empties the history of a weight that was written
+        parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
+        if parts is not None:  # after fresh_state, which empties the history of a weight that was written
             begins = state is not None and may_be_empty(state.scale)
-            rows = rows._replace(parts=rows.parts._replace(begins=begins))
+            rows = rows._replace(parts=parts._replace(begins=begins))
         transposed = grad_enabled and needs_input_grad
         weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, rows)
         training = self.training and grad_enabled
@@ -357,10 +357,6 @@ class RecipeModule(WeightOwner):
     def observing(self) -> Observer | None:
         """The observer of a forward that runs now; None in evaluation."""
         return self.fp8.observer if self.training and torch.is_grad_enabled() else None
-
-    def forget_recipe(self) -> None:
-        """Delete what setting a recipe has added."""
-        self.__dict__.pop("fp8", None)
 
 
 def readers_of(owner: WeightOwner) -> list[RecipeModule]:

@@ -25,13 +25,13 @@ from octavo.nn.candidates import (
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.counting import OperationCounter
-from octavo.nn.experts import ConvertedExperts, ExpertsPart
+from octavo.nn.experts import ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import MIB, predicted_by_kind
 from octavo.scaling.recipe import Recipe
-from octavo.weights.operands import weight_of
+from octavo.weights.operands import WeightOwner, weight_of
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
     for name, module in model.named_modules():
         if id(module) in computing or isinstance(module, ExpertsPart):  # whose matrix is another module's
             continue
-        parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
+        readers: Mapping[str, Any] = module.weight_readers if isinstance(module, WeightOwner) else {}
         parameters = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
         matrices = {key: tuple(p.shape) for key, p in parameters if p.ndim >= 2 and not key.endswith("bias")}
@@ -209,10 +209,10 @@ def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
                 computing.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
-            reader = parts.get(key, module)
+            reader = readers.get(key, module)
             recipe = reader.recipe if isinstance(reader, RecipeModule) else None
-            gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
-            gathered = str(reader.fp8.gather.way(reader)) if gathers and reader.fp8.gather.parameter is not None else ""
+            is_gathered = key in readers and reader.fp8.gather.parameter is not None
+            gathered = str(reader.fp8.gather.way(reader)) if is_gathered else ""
             reason = reasons.reason(module, key, recipe)
             yield ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered)
 

@@ -113,7 +113,7 @@ def test_a_layer_has_one_attribute_more_than_torchs_and_loses_it_with_its_recipe
     layer(torch.randn(4, 8)).sum().backward()
     with octavo.inspect.trace_faults(layer), octavo.using(layer, recipes.dynamic()):
         assert layer.__dict__.keys() - plain.__dict__.keys() == {"fp8"}
-    layer.forget_recipe()
+    del layer.fp8
     assert layer.__dict__.keys() == plain.__dict__.keys()
 
 
