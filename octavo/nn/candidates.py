@@ -243,7 +243,7 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
             continue
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
-                uses = _uses_in(_methods(kind) + _replaced_forward(parent)).get(name, set())
+                uses = _uses_in(_methods(parent)).get(name, set())
                 if "read" in uses:
                     reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
         head = getattr(parent, "get_output_embeddings", lambda: None)()  # of a model of transformers
@@ -280,21 +280,16 @@ def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     return uses_by_name
 
 
-def _methods(kind: type[nn.Module]) -> tuple[types.CodeType, ...]:
-    """Return the code of a class's methods, but those that initialise, which no forward calls."""
-    codes = []
+def _methods(module: nn.Module) -> tuple[types.CodeType, ...]:
+    """Return the code of a module's methods, but those that initialise, which no forward calls.
+
+    These are its class's, and the forward that the instance has in place of its class's.
+    """
+    kind, replaced_forward = class_of(module), module.__dict__.get("forward")
+    functions: list[Any] = [getattr(replaced_forward, "__func__", None)]
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if inspect.isfunction(function := inspect.unwrap(value)) and "init" not in name:
-                codes.append(function.__code__)
-    return tuple(codes)
-
-
-def _replaced_forward(module: nn.Module) -> tuple[types.CodeType, ...]:
-    """Return the code of the forward that an instance has in place of its class's; () if there is none to read."""
-    method: Any = getattr(module.__dict__.get("forward"), "__func__", None)
-    function = inspect.unwrap(method)
-    return (function.__code__,) if inspect.isfunction(function) else ()
+        functions += [value for name, value in vars(base).items() if "init" not in name]
+    return tuple(function.__code__ for value in functions if inspect.isfunction(function := inspect.unwrap(value)))
 
 
 def _with_inner(codes: Sequence[types.CodeType]) -> Iterator[types.CodeType]:

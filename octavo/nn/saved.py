@@ -109,13 +109,10 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     def leave(module: nn.Module, *_: Any) -> None:
         stack.pop()
 
-    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), origins, torch.enable_grad():
-            output = model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    entering, leaving = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with entering, leaving, saving, origins, torch.enable_grad():
+        output = model(*args, **kwargs)
     saved = dict.fromkeys(SAVED_KINDS, 0)
     for key, (kind, part) in saved_parts.items():
         if key not in excluded:
