@@ -6,8 +6,8 @@
 
 A module becomes a subclass of its own class, as a linear layer does: parameters, parts, hooks and names stay. Known are
 the forwards that stand here as ``library_forward``, as transformers writes them: a class whose forward has the same
-instructions computes the same, whatever its name. A feed-forward's first layers are called as ever; its activation and
-its last layer compute together. The class's own forward runs instead if
+instructions and defaults computes the same, whatever its name. A feed-forward's first layers are called as ever; its
+activation and its last layer compute together. The class's own forward runs instead if
 
     the last layer is no octavo.nn.Linear (adapted, quantised, restored), has hooks or another forward, is tensor
     parallel, or has its ``output`` product in high precision
@@ -355,9 +355,7 @@ class Attention(KnownForward):
 
     fused_kind = "attention"
     part_names = PartNames(QKV)
-    o_proj: Any
     head_dim: int
-    config: Any
     interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
     library_forward: Any = _attention_forward()
