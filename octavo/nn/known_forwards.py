@@ -569,9 +569,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
 def _looks_alike(module: nn.Module, kind: type[nn.Module]) -> bool:
     if kind.__module__.startswith(("torch.", "octavo.")) or isinstance(module, ConvertedExperts | RecipeModule):
         return False
-    if kind.__name__.endswith("Norm"):
-        return True
-    if all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV):
+    if kind.__name__.endswith("Norm") or all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV):
         return True
     children = list(module.children())
     layers = [child for child in children if isinstance(child, nn.Linear) or fp8_class(child) is not None]
