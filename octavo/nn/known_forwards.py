@@ -468,12 +468,8 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
 
 def _turns_halves(forward: Any) -> bool:
     """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
-    library = forward.__globals__
-    pairs = [(library.get(function.__name__), function) for function in (rotate_half, apply_rotary_pos_emb)]
-    return all(
-        inspect.isfunction(library_function) and _same_code(inspect.unwrap(library_function), function)
-        for library_function, function in pairs
-    )
+    turns = rotate_half, apply_rotary_pos_emb
+    return all(_same_code(forward.__globals__.get(turn.__name__), turn) for turn in turns)
 
 
 _FEED_FORWARDS = (LlamaFeedForward, ViTFeedForward, T5FeedForward, GatedT5FeedForward)
@@ -489,15 +485,15 @@ def activation_name(act: nn.Module | None, gated: bool) -> str | None:
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
     """Return the class of this file whose ``library_forward`` has a function's instructions; or None."""
-    is_function = inspect.isfunction(forward)
-    return next((kind for kind in _KINDS if is_function and _same_code(forward, kind.library_forward)), None)
+    return next((kind for kind in _KINDS if _same_code(forward, kind.library_forward)), None)
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """Whether two functions have the same instructions, names, constants and defaults; docstrings apart.
+    """Whether ``one`` is a function with the other's instructions, names, constants and defaults; docstrings apart.
 
     Defaults of None and False don't count: the forwards of this file have none, and take an argument left out as None.
     """
+    is_function, one = inspect.isfunction(one), inspect.unwrap(one)
     docs = one.__doc__, other.__doc__
 
     def meaning(function: Any) -> tuple[Any, ...]:
@@ -505,7 +501,7 @@ def _same_code(one: Any, other: Any) -> bool:
         constants = [constant for constant in code.co_consts if constant not in docs]
         return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
 
-    return meaning(one) == meaning(other)
+    return is_function and meaning(one) == meaning(other)
 
 
 def refusal(module: nn.Module) -> str | None:

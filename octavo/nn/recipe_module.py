@@ -340,8 +340,7 @@ class RecipeModule(WeightOwner):
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
             begins = state is not None and may_be_empty(state.scale)
             rows = rows._replace(parts=parts._replace(begins=begins))
-        transposed = grad_enabled and needs_input_grad
-        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, rows)
+        weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
         training = self.training and grad_enabled
         if training and state is not None and finds_shapes():
             if torch.compiler.is_compiling():
