@@ -484,24 +484,25 @@ def activation_name(act: nn.Module | None, gated: bool) -> str | None:
 
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_knowing(forward: Any) -> type[KnownForward] | None:
-    """Return the class of this file whose ``library_forward`` has a function's instructions; or None."""
+    """Return the class of this file whose ``library_forward`` has a forward's code; or None."""
     return next((kind for kind in _KINDS if _same_code(forward, kind.library_forward)), None)
 
 
-def _same_code(one: Any, other: Any) -> bool:
-    """Whether ``one`` is a function with the other's instructions, names, constants and defaults; docstrings apart.
+def _same_code(candidate: Any, known: Any) -> bool:
+    """Whether a candidate is a function with the known one's instructions, names, constants and defaults.
 
-    Defaults of None and False don't count: the forwards of this file have none, and take an argument left out as None.
+    Docstrings don't count, nor do defaults of None and False: the forwards of this file have none, and take an argument
+    left out as None.
     """
-    is_function, one = inspect.isfunction(one), inspect.unwrap(one)
-    docs = one.__doc__, other.__doc__
+    is_function, candidate = inspect.isfunction(candidate), inspect.unwrap(candidate)
+    docs = candidate.__doc__, known.__doc__
 
     def meaning(function: Any) -> tuple[Any, ...]:
         code, defaults = function.__code__, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         constants = [constant for constant in code.co_consts if constant not in docs]
         return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
 
-    return is_function and meaning(one) == meaning(other)
+    return is_function and meaning(candidate) == meaning(known)
 
 
 def refusal(module: nn.Module) -> str | None:
