@@ -36,7 +36,7 @@ from octavo.weights.stored import StoredWeight, take_values
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 OpenFile = Callable[[Path], CheckedFile]
-Scales = tuple[Tensor, Granularity]  # scale_inv, and which codes share one
+StoredScales = tuple[Tensor, Granularity]  # scale_inv, and which codes share one
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -369,7 +369,7 @@ def _read(stored: _Stored, part: tuple[slice, ...], place: torch.device) -> Tens
     return stored.file.read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
 
 
-def _read_values(stored: _Stored, part: tuple[slice, ...], place: torch.device, pair: Scales | None) -> Tensor:
+def _read_values(stored: _Stored, part: tuple[slice, ...], place: torch.device, pair: StoredScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if pair is None:
         return _read(stored, part, place)
@@ -430,7 +430,7 @@ def _experts_as_stored(
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _scales_of(stored: _Stored) -> Scales | None:
+def _scales_of(stored: _Stored) -> StoredScales | None:
     """Return the scale_inv of codes [N, K] or [E, N, K] and its granularity; None for a tensor in high precision."""
     if stored.scale is None:
         return None
