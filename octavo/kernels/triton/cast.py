@@ -78,13 +78,13 @@ def cast(
     if is_packed or (not isinstance(source, CastSource) and source.x.numel() == 0):
         return reference_cast(source, first, second, output)
     results = codes, other, scale_inv, amax_or_scale, *more = new_cast(source, first, second, output)
-    sums = kept_scale = None
+    sums, kept_scale, by_tile = None, None, cast_by_tile
     if isinstance(source, NormSource):
         mean, rstd, y = more
         inputs = norm_input(source, mean, rstd)
-        casts: type[_PlainCasts] | _NormCasts = _NormCasts(inputs, float(source.eps), y if output.keep else None)
+        by_tile = _NormCasts(inputs, float(source.eps), y if output.keep else None).by_tile
     else:
-        inputs, casts = cast_input(source), _PlainCasts
+        inputs = cast_input(source)
         sums, kept_scale = more[0] if output.column_sum else None, more[1] if output.keep else None
     if not (inputs.fits(first.tile) if second is None else inputs.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
@@ -95,13 +95,21 @@ def cast(
             out = out._replace(scale=kept_scale)
             cast_by_tensor(inputs, first, out, sums, value=_value_to(output, more[-1]))
         else:
-            casts.by_tile(inputs, first, out, sums)
+            by_tile(inputs, sums, (first, out))
+        return results
+    if not output.transpose:
+        inputs.clear_padding(other)
+    both_codes = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
+    both_scales = scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale
+    both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
+    amaxes = (None if both_blocks else torch.empty_like(scales, dtype=torch.float32) for scales in both_scales)
+    out, second_out = map(outputs_to, both_codes, both_scales, amaxes)
+    if both_blocks or {first.tile, second.tile} == set(LINES):
+        by_tile(inputs, sums, (first, out), (second, second_out))
     else:
-        if not output.transpose:
-            inputs.clear_padding(other)
-        both_codes = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
-        both_scales = scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale
-        _two_scalings(inputs, (first, second), both_codes, both_scales, sums, casts)
+        in_second = second.tile == (ALL, 1)  # only a scaling whose programs own whole columns can sum them
+        by_tile(inputs, None if in_second else sums, (first, out))
+        cast_by_tile(inputs, sums if in_second else None, (second, second_out))
     return results
 
 
@@ -164,57 +172,25 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     if scaling.tile == (ALL, ALL):
         find_amax(inputs, out.amax)
     else:
-        cast_by_tile(inputs, scaling, out, None)
+        cast_by_tile(inputs, None, (scaling, out))
     return out.amax
 
 
-def cast_by_tile(
-    inputs: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None, amax_is_written: bool = False
-) -> None:
-    """Cast with one scaling. amax_is_written: whether a norm's launch has written out's amax, of a whole tensor."""
+def cast_by_tile(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+    """Cast with one scaling, or with two that one read serves: blocks, or rows and columns."""
+    scaling, out = scalings[0]
+    has_whole_rows = len(scalings) == 1 and scaling.tile == (1, ALL) and inputs.x.stride(1) == 1
     if scaling.tile == (ALL, ALL):
-        cast_by_tensor(inputs, scaling, out, sums, amax_is_written=amax_is_written)
-    elif scaling.tile == (1, ALL) and sums is None and out.codes.t is None and inputs.x.stride(1) == 1:
+        cast_by_tensor(inputs, scaling, out, sums)
+    elif scaling.tile not in LINES:
+        cast_by_block(inputs, sums, *scalings)
+    elif has_whole_rows and sums is None and out.codes.t is None:
         cast_by_row(inputs, scaling, out)
-    elif scaling.tile in LINES:
-        cast_by_line(inputs, sums, (scaling, out))
     else:
-        cast_by_block(inputs, sums, (scaling, out))
-
-
-class _PlainCasts:
-    """The casts of an input before which nothing else has to be computed."""
-
-    by_tile = staticmethod(cast_by_tile)
-    by_block = staticmethod(cast_by_block)
-    by_line = staticmethod(cast_by_line)
+        cast_by_line(inputs, sums, *scalings)
 
 
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
-
-
-def _two_scalings(
-    inputs: CastInput,
-    scalings: tuple[Scaling, Scaling],
-    codes: tuple[Codes, Codes],
-    scale_invs: tuple[Tensor, Tensor],
-    sums: Tensor | None,
-    casts: type[_PlainCasts] | _NormCasts,
-) -> None:
-    """Cast blocks twice, or rows and columns, by one call; else one after the other."""
-    first, second = scalings
-    both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
-    amaxes = (None if both_blocks else torch.empty_like(scale_inv, dtype=torch.float32) for scale_inv in scale_invs)
-    out, other = map(outputs_to, codes, scale_invs, amaxes)
-    if both_blocks:
-        casts.by_block(inputs, sums, (first, out), (second, other))
-    elif {first.tile, second.tile} == set(LINES):
-        casts.by_line(inputs, sums, (first, out), (second, other))
-    else:
-        # only a scaling whose programs own whole columns can sum them
-        in_second = second.tile == (ALL, 1)
-        casts.by_tile(inputs, first, out, None if in_second else sums)
-        cast_by_tile(inputs, second, other, sums if in_second else None)
 
 
 class _NormCasts(NamedTuple):
@@ -224,44 +200,27 @@ class _NormCasts(NamedTuple):
     eps: float
     y: Tensor | None
 
-    def by_tile(self, inputs: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None) -> None:
+    def by_tile(self, inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
         """Do ``cast_by_tile`` of the norm, and write its statistics and y."""
-        tile, delayed_scale = scaling.tile, scaling.delayed_scale
-        if is_small_block(tile):
-            self.by_block(inputs, sums, (scaling, out))
-        elif tile == (1, ALL):
-            self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
-        elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
+        (scaling, out), *others = scalings
+        second_scaling, second_out = others[0] if others else (None, None)
+        delayed_scale, blocks = scaling.delayed_scale, (scaling.tile, (second_scaling or scaling).tile)
+        transposes = (second_out or out).codes.t is not None
+        if is_small_block(scaling.tile) and max(rows for rows, _ in blocks) <= _MOST_ROWS:
+            roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
+            self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), roundings, blocks)
+        elif scaling.tile == (1, ALL) and second_scaling is None:
+            self.launch(norm_rows_kernel, "norm_cast", transposes, (out,), (rounding_of(scaling),))
+        elif scaling.tile != (ALL, ALL):
+            self.find_statistics(None)
+            cast_by_tile(inputs, sums, *scalings)
+        elif delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
             arguments = out, delayed_scale, workspace(inputs.x, 2)
             constants = scaling.role, rounding_of(scaling).e5m2
-            self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
+            self.launch(norm_tensor_kernel, "norm_cast", transposes, arguments, constants)
         else:
-            self.find_statistics(out.amax if tile == (ALL, ALL) else None)
-            cast_by_tile(inputs, scaling, out, sums, amax_is_written=True)
-
-    def by_block(
-        self,
-        inputs: CastInput,
-        sums: Tensor | None,
-        first: tuple[Scaling, Outputs],
-        second: tuple[Scaling, Outputs] | None = None,
-    ) -> None:
-        """Do ``cast_by_block`` of the norm, and write its statistics and y."""
-        scaling, out = first
-        second_scaling, second_out = second or (None, None)
-        blocks = scaling.tile, (second_scaling or scaling).tile
-        if max(rows for rows, _ in blocks) > _MOST_ROWS:
-            self.find_statistics(None)
-            cast_by_block(inputs, sums, first, second)
-            return
-        transposes = (out if second_out is None else second_out).codes.t is not None
-        roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
-        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), roundings, blocks)
-
-    def by_line(self, inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
-        """Do ``cast_by_line`` of the norm, and write its statistics and y."""
-        self.find_statistics(None)
-        cast_by_line(inputs, sums, *scalings)
+            self.find_statistics(out.amax)
+            cast_by_tensor(inputs, scaling, out, sums, amax_is_written=True)
 
     def find_statistics(self, amax: Tensor | None) -> None:
         """Write the statistics, y, and into ``amax`` [1, 1], if there is one, the amax of the norm's result."""

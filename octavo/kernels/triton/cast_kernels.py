@@ -614,15 +614,10 @@ def tiles_of_blocks(inputs: CastInput, kind: str, *blocks: Tile) -> tuple[Config
     return chosen, tiles, num_warps
 
 
-def cast_by_block(
-    inputs: CastInput,
-    sums: Tensor | None,
-    first: tuple[Scaling, Outputs],
-    second: tuple[Scaling, Outputs] | None = None,
-) -> None:
+def cast_by_block(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
     """Cast by one or two scalings of small blocks."""
-    scaling, out = first
-    second_scaling, second_out = second or (None, None)
+    (scaling, out), *others = scalings
+    second_scaling, second_out = others[0] if others else (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
     chosen, tiles, num_warps = tiles_of_blocks(inputs, kind, scaling.tile, (second_scaling or scaling).tile)
     strips, groups, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)

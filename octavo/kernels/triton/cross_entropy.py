@@ -7,6 +7,8 @@ its row's loss and gradient NaN: the host does not wait to refuse it.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,18 +18,29 @@ from octavo.formats import format_of
 from octavo.granularity import PADDING
 from octavo.kernels.arguments import LossRows, new_losses
 from octavo.kernels.layouts import padded
+from octavo.kernels.triton.cast_input import codes_to
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.prologue import exp2, reciprocal
-from octavo.kernels.triton.tiles import Codes, Source, load_tile, narrow, store_codes
+from octavo.kernels.triton.tiles import Source, load_tile, narrow, store_codes
 from octavo.numerics import scale_of_unit
 
 COLUMNS = 8192  # at a time, 32 a thread
 TILE = (128, 64)  # a program's codes: 128 bytes of them lie beside each other transposed; it reads as many of bfloat16
 
 
+class Options(NamedTuple):
+    """The options of a cross entropy; steepness: 2 log2(e) / softcap, 0 without a softcap."""
+
+    ignore_index: Any
+    smoothing: Any
+    share: Any  # what label smoothing gives each column: smoothing / columns
+    softcap: Any
+    steepness: Any
+
+
 @triton.jit
 def bend(x, steepness):
-    """Return tanh(x / softcap); steepness is 2 log2(e) / softcap."""
+    """Return tanh(x / softcap)."""
     return 1.0 - 2.0 * reciprocal(1.0 + exp2(x * steepness))
 
 
@@ -52,11 +65,7 @@ def cross_entropy_kernel(
     losses_ptr,
     lse_ptr,
     columns,
-    ignore_index,
-    smoothing,
-    share,  # what label smoothing gives each column: smoothing / columns
-    softcap,
-    steepness,
+    options,  # Options
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -71,7 +80,7 @@ def cross_entropy_kernel(
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=float("-inf")).to(tl.float32)
         if CAPS:
-            z = tl.where(cols < columns, softcap * bend(z, steepness), float("-inf"))
+            z = tl.where(cols < columns, options.softcap * bend(z, options.steepness), float("-inf"))
         raised = tl.maximum(largest, tl.max(z, 0))
         exponentials *= exp2((largest - raised) * 1.4426950408889634)
         exponentials += tl.sum(exp2((z - raised) * 1.4426950408889634), 0)
@@ -81,28 +90,26 @@ def cross_entropy_kernel(
     is_column = (target >= 0) & (target < columns)
     likely = tl.load(x_ptr + target, mask=is_column, other=0.0).to(tl.float32)
     if CAPS:
-        likely = softcap * bend(likely, steepness)
+        likely = options.softcap * bend(likely, options.steepness)
     likely = tl.where(is_column, likely, float("nan"))
-    loss = lse - (1.0 - smoothing) * likely
-    loss = tl.where(smoothing == 0.0, loss, loss - share * total)
-    tl.store(losses_ptr + row, tl.where(target == ignore_index, 0.0, loss))
+    loss = lse - (1.0 - options.smoothing) * likely
+    loss = tl.where(options.smoothing == 0.0, loss, loss - options.share * total)
+    tl.store(losses_ptr + row, tl.where(target == options.ignore_index, 0.0, loss))
     tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
-def gradient_of(
-    z, lse, grad, target, cols, columns, ignore_index, smoothing, share, softcap, steepness, CAPS: tl.constexpr
-):
+def gradient_of(z, lse, grad, target, cols, columns, options, CAPS: tl.constexpr):
     """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
     slope = 1.0
     if CAPS:
-        tanh = bend(z, steepness)
-        z = softcap * tanh
+        tanh = bend(z, options.steepness)
+        z = options.softcap * tanh
         slope = 1.0 - tanh * tanh
     grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
-    gradient = exp2((z - lse) * 1.4426950408889634) - share
-    gradient = tl.where(cols == target, gradient - (1.0 - smoothing), gradient) * grad * slope
-    return tl.where(target == ignore_index, 0.0, gradient)
+    gradient = exp2((z - lse) * 1.4426950408889634) - options.share
+    gradient = tl.where(cols == target, gradient - (1.0 - options.smoothing), gradient) * grad * slope
+    return tl.where(target == options.ignore_index, 0.0, gradient)
 
 
 @triton.jit
@@ -115,11 +122,7 @@ def cross_entropy_backward_kernel(
     grad_stride,
     out_ptr,  # [T, V], contiguous
     columns,
-    ignore_index,
-    smoothing,
-    share,  # what label smoothing gives each column: smoothing / columns
-    softcap,
-    steepness,
+    options,  # Options
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -133,8 +136,7 @@ def cross_entropy_backward_kernel(
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        options = ignore_index, smoothing, share, softcap, steepness
-        gradient = gradient_of(z, lse, grad, target, cols, columns, *options, CAPS)
+        gradient = gradient_of(z, lse, grad, target, cols, columns, options, CAPS)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
 
 
@@ -147,11 +149,7 @@ def cross_entropy_codes_kernel(
     first,  # column of the transposed codes
     columns_end,  # behind the last
     unit,  # the scale
-    ignore_index,
-    smoothing,
-    share,  # what label smoothing gives each column: smoothing / columns
-    softcap,
-    steepness,
+    options,  # Options
     CAPS: tl.constexpr,
     E5M2: tl.constexpr,
     EVEN: tl.constexpr,
@@ -163,20 +161,19 @@ def cross_entropy_codes_kernel(
     rows = tl.program_id(0) // strips * BR + tl.arange(0, BR)
     cols = tl.program_id(0) % strips * BC + tl.arange(0, BC)
     z = load_tile(x, rows, cols, EVEN)
-    target = tl.load(target_ptr + rows, mask=rows < x.R, other=ignore_index)[:, None]
+    target = tl.load(target_ptr + rows, mask=rows < x.R, other=options.ignore_index)[:, None]
     lse = tl.load(lse_ptr + rows, mask=rows < x.R, other=0.0)[:, None]
-    options = ignore_index, smoothing, share, softcap, steepness
-    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, *options, CAPS)
+    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, options, CAPS)
     if not EVEN:
         gradient = tl.where((cols < x.C)[None, :], gradient, 0.0)
     codes = narrow(gradient, tl.float8e5 if E5M2 else tl.float8e4nv)
     store_codes(codes, out, rows, cols, x, EVEN, None, first + rows, columns_end)
 
 
-def _scalars(rows: LossRows) -> tuple[int | float, ...]:
-    columns, smoothing, softcap = rows.logits.shape[1], float(rows.label_smoothing), float(rows.softcap)
+def _options(rows: LossRows) -> Options:
+    smoothing, softcap = float(rows.label_smoothing), float(rows.softcap)
     steepness = 2.8853900817779268 / softcap if softcap else 0.0
-    return columns, rows.ignore_index, smoothing, smoothing / columns, softcap, steepness
+    return Options(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)
 
 
 def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
@@ -185,7 +182,7 @@ def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
     losses, lse = new_losses(rows)
     if logits.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
-        arguments = x, x.stride(0), target.contiguous(), losses, lse, *_scalars(rows)
+        arguments = x, x.stride(0), target.contiguous(), losses, lse, x.shape[1], _options(rows)
         launch(cross_entropy_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
     return losses, lse
 
@@ -196,14 +193,9 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
     out = logits.new_empty(logits.shape)
     if out.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
-        arguments = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out, *_scalars(rows)
+        arguments = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out, x.shape[1], _options(rows)
         launch(cross_entropy_backward_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
     return out
-
-
-def _place(codes: Tensor) -> tuple[Tensor | None, int]:
-    """Return (codes, their rows' stride), or (None, 0) if they are not to be written."""
-    return (codes, codes.stride(0)) if codes.numel() else (None, 0)
 
 
 def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
@@ -214,10 +206,10 @@ def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: 
         wide, high = codes.shape[1] if codes.numel() else columns, padded(count, PADDING)
         end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
         source = Source(logits, count, columns, *logits.stride())
-        out = Codes(*_place(codes), *_place(transposed))
+        out = codes_to(codes, transposed)
         even = count % TILE[0] == 0 == columns % TILE[1] and wide == columns
-        arguments = source, target.contiguous(), lse, out, first, end, scale_of_unit(format_of(codes.dtype).max)
-        _, *scalars = _scalars(rows)
+        unit = scale_of_unit(format_of(codes.dtype).max)
+        arguments = source, target.contiguous(), lse, out, first, end, unit, _options(rows)
         programs = triton.cdiv(count, TILE[0]) * triton.cdiv(columns, TILE[1])
         constants = softcap != 0, codes.dtype is torch.float8_e5m2, even, *TILE
-        launch(cross_entropy_codes_kernel, programs, (*arguments, *scalars, *constants), 8, fuses=True)
+        launch(cross_entropy_codes_kernel, programs, (*arguments, *constants), 8, fuses=True)
