@@ -604,10 +604,9 @@ def allocated(x: Tensor, results: Sequence[NewTensor]) -> tuple[Tensor, ...]:
     """Return these tensors on the device of x, unwritten but for those that begin as zeros."""
     tensors = []
     for shape, dtype, by_columns, zeroed in results:
-        if dtype is E2M1.dtype:
-            tensors.append(_empty_codes(x, shape, dtype))
-        elif zeroed:
-            tensors.append(x.new_zeros(shape, dtype=torch.uint8).view(dtype))
+        if zeroed or dtype is E2M1.dtype:  # torch.use_deterministic_algorithms can't fill those of E2M1
+            new = x.new_zeros if zeroed else x.new_empty
+            tensors.append(new(shape, dtype=torch.uint8).view(dtype))
         elif by_columns:
             tensors.append(x.new_empty(shape[::-1], dtype=dtype).t())
         else:
@@ -617,14 +616,7 @@ def allocated(x: Tensor, results: Sequence[NewTensor]) -> tuple[Tensor, ...]:
 
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the empty tensor that an op returns for codes that were not asked for."""
-    return _empty_codes(x, (0, 0), dtype)
-
-
-def _empty_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return codes of this shape on the device of x, unwritten."""
-    if dtype is E2M1.dtype:  # under torch.use_deterministic_algorithms torch fills new tensors, but none of this dtype
-        return x.new_empty(shape, dtype=torch.uint8).view(dtype)
-    return x.new_empty(shape, dtype=dtype)
+    return x.new_empty((0, 0), dtype=torch.uint8).view(dtype)  # as ``allocated`` makes those of E2M1
 
 
 def new_cast(
@@ -675,24 +667,19 @@ def _results_of(
     is_norm = len(read) == 1
     rows, cols = x_shape if is_norm else cast_shape(x_shape, *read)
     dtype, tile, *_ = first
-    shape, transposed_shape = (rows, cols), (cols, padded(rows, output.pad))
-    is_packed = dtype is E2M1.dtype
-    codes, no_codes = _codes((rows, padded(cols, output.pad)), dtype), NewTensor((0, 0), dtype)
-    if is_packed and tile[1] == 1:
-        codes = no_codes
+    shape, laid_shape = (rows, cols), (rows, padded(cols, output.pad))
+    columns = padded(rows, output.pad) if groups is None else padded_columns(rows, groups, output.pad)
+    is_packed, no_codes = dtype is E2M1.dtype, NewTensor((0, 0), dtype)
+    codes = no_codes if is_packed and tile[1] == 1 else _codes(laid_shape, dtype)
+    transposed = _codes((cols, columns), dtype) if output.transpose else no_codes
     if groups is not None:
-        transposed = (
-            NewTensor((cols, padded_columns(rows, groups, output.pad)), dtype) if output.transpose else no_codes
-        )
         grid = grouped_scale_shape(shape, groups, tile)
         scales = _scales(grid, tile, scale_inv_dtype(tile, first[2])), _scales(grid, tile)
         return codes if output.as_is else no_codes, transposed, *scales
     if second is not None:
-        second_shape = transposed_shape if output.transpose else (rows, padded(cols, output.pad))
-        second_codes = _codes(second_shape, second[0])
+        second_codes = _codes((cols, columns) if output.transpose else laid_shape, second[0])
         pairs = codes, second_codes, _written_scales(shape, first), _written_scales(shape, second, output.transpose)
     else:
-        transposed = _codes(transposed_shape, dtype) if output.transpose else no_codes
         amax = NewTensor((1, 1), torch.float32) if is_packed else _scales(scale_shape(shape, tile), tile)
         pairs = codes, transposed, _written_scales(shape, first), amax
     if is_norm:

@@ -195,16 +195,14 @@ def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
 
 
+_RETURN_NOTHING = "cast_statistics", "cross_entropy_codes", "delayed_update", "multi_tensor_cast", "note_faults"
 FAKES: dict[str, Callable[..., Any]] = unpacking(
     {
         "amax": lambda x, tile: new_scales(x, x.shape, (tile[0], tile[1])),
         "cast": new_cast,
         "cast_and_commit": _fake_cast_and_commit,
-        "cast_statistics": lambda *_: None,
         "cross_entropy": new_losses,
         "cross_entropy_backward": lambda rows, lse, grad: rows.logits.new_empty(rows.logits.shape),
-        "cross_entropy_codes": lambda *_: None,
-        "delayed_update": lambda *_: None,
         "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(
@@ -212,10 +210,9 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         ),
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
-        "multi_tensor_cast": lambda *_: None,
         "norm": new_norm,
-        "note_faults": lambda *_: None,
         "norm_backward": _fake_norm_backward,
+        **dict.fromkeys(_RETURN_NOTHING, lambda *_: None),
     }
 )
 

@@ -76,11 +76,8 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
         *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
     )
-    numbers, threads, amaxes = (
-        _numbers(step, divisor),
-        threads_for(rows * cols),
-        torch.zeros(3, dtype=torch.float32, device="cpu"),
-    )
+    numbers, threads = _numbers(step, divisor), threads_for(rows * cols)
+    amaxes = torch.zeros(3, dtype=torch.float32, device="cpu")
     compiled.octavo_adam(ctypes.byref(fields), ctypes.byref(numbers), c_int64(threads), c_void_p(amaxes.data_ptr()))
     for stored, largest in zip((*update.moments, update.master), amaxes, strict=True):
         if not (isinstance(stored, Fp8Weight) and stored.has_blocks):

@@ -58,9 +58,8 @@ class AdamStep:
 
     def __init__(self, group: AdamGroup, number: int) -> None:
         self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
-        self.coupled_decay, self.decoupled_decay = 0.0, group.weight_decay
-        if not group.decoupled:
-            self.coupled_decay, self.decoupled_decay = group.weight_decay, 0.0
+        self.coupled_decay = 0.0 if group.decoupled else group.weight_decay
+        self.decoupled_decay = group.weight_decay if group.decoupled else 0.0
         self.correction1 = 1 - power(group.beta1, number)
         self.correction2 = math.sqrt(1 - power(group.beta2, number))
         self.max_update = adam_max_update(number, group.beta1, group.beta2) if group.bounds_update else None
@@ -132,9 +131,8 @@ class SgdStep:
 
     def __init__(self, group: SgdGroup, number: int) -> None:
         self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
-        self.coupled_decay, self.decoupled_decay = group.weight_decay, 0.0
-        if group.averages:
-            self.coupled_decay, self.decoupled_decay = 0.0, group.weight_decay
+        self.coupled_decay = 0.0 if group.averages else group.weight_decay
+        self.decoupled_decay = group.weight_decay if group.averages else 0.0
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
         """Update the momentum by a gradient, in place: it begins as the gradient itself, an average as 0."""

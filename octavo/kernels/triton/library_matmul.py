@@ -57,6 +57,7 @@ _SCALINGS = {
     MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # largest error of a row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
+_PLAIN = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False  # the dtypes of operands and result, no bias
 _known: dict[tuple[Any, ...], bool] = {}
 
 
@@ -71,8 +72,7 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
 
 def reads_swizzled(device: torch.device) -> bool:
     """Whether a device's product of E8M0's blocks is torch's, which reads scales swizzled."""
-    kind = device, MX, MX, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False, False
-    return (MX, MX, False) in LIBRARY and _ask(_agrees, kind)
+    return (MX, MX, False) in LIBRARY and _ask(_agrees, (device, MX, MX, *_PLAIN, False))
 
 
 def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
@@ -130,17 +130,12 @@ def _agrees(
 
 def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generator: torch.Generator) -> OperandPair:
     """Return codes with random scales between 1 and 16, which are powers of two for 1 x 32."""
-    scale_inv = torch.exp2(4 * torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu"))
-    return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
+    log2 = 4 * torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return OperandPair(codes, torch.exp2(log2.round()).to(E8M0) if tile == MX else torch.exp2(log2), tile)
 
 
 def _on(device: torch.device, pair: OperandPair) -> OperandPair:
     return OperandPair(pair.codes.to(device), pair.scale_inv.to(device), pair.tile)
-
-
-def _powers(scale_inv: Tensor) -> Tensor:
-    """Return the nearest powers of two, in E8M0."""
-    return torch.exp2(scale_inv.log2().round()).to(E8M0)
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
@@ -148,8 +143,7 @@ def library_kinds(device: torch.device) -> dict[str, bool]:
     right_by_name = {}
     for a_tile, b_tile, fast_accum in sorted(LIBRARY):
         name = f"{granularity_of(a_tile)} . {granularity_of(b_tile)}{', fast accumulation' * fast_accum}"
-        dtypes = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16
-        right_by_name[name] = _agrees(device, a_tile, b_tile, *dtypes, False, fast_accum)
+        right_by_name[name] = _agrees(device, a_tile, b_tile, *_PLAIN, fast_accum)
     return right_by_name
 
 

@@ -388,10 +388,9 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     rows, cols = x.shape
-    dx, dgamma = x.new_empty((rows, cols)), gamma.new_empty(cols)
-    dbeta = gamma.new_empty(cols) if with_beta else None
+    dx, dgamma, dbeta = x.new_empty((rows, cols)), gamma.new_empty(cols), gamma.new_empty(cols if with_beta else 0)
     if rows * cols == 0:
-        return dx, dgamma.zero_(), gamma.new_empty(0) if dbeta is None else dbeta.zero_()
+        return dx, dgamma.zero_(), dbeta.zero_()
     gamma, mean, rstd = gamma.contiguous(), mean.contiguous(), rstd.contiguous()
     chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
     block_r, block_c, per_multiprocessor, num_warps = chosen
@@ -407,9 +406,9 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
     strips, tile = -(-cols // 32), (128, 32)
     even = programs % tile[0] == 0 and cols % tile[1] == 0
-    sum_arguments = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, *tile
+    sum_arguments = Source(parts, programs, cols, cols, 1), dgamma, dbeta if with_beta else None, strips, even, *tile
     launch(norm_backward_sum_kernel, strips * len(parts), sum_arguments, 8)
-    return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
+    return dx, dgamma, dbeta
 
 
 @functools.lru_cache(maxsize=4096)
