@@ -164,7 +164,7 @@ def cast_and_commit(
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``: a tensor's by a kernel for it, those of rows and blocks by the kernels that cast."""
-    inputs, scaling = CastInput(x, *x.shape), NO_CODES._replace(tile=(tile[0], tile[1]))
+    inputs, scaling = CastInput(x, *x.shape), Scaling(torch.float8_e4m3fn, (tile[0], tile[1]), False, 0)
     if not inputs.fits(scaling.tile):
         return reference_amax(x, tile)
     scale_inv = new_scales(x, x.shape, scaling.tile)
@@ -190,9 +190,6 @@ def cast_by_tile(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scalin
         cast_by_line(inputs, sums, *scalings)
 
 
-NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
-
-
 class _NormCasts(NamedTuple):
     """The casts of a norm, whose statistics the cast's launch computes, or a launch before it; it has no sums."""
 
@@ -208,16 +205,16 @@ class _NormCasts(NamedTuple):
         transposes = (second_out or out).codes.t is not None
         if is_small_block(scaling.tile) and max(rows for rows, _ in blocks) <= _MOST_ROWS:
             roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
-            self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), roundings, blocks)
+            self.launch(norm_blocks_kernel, transposes, (out, second_out), roundings, blocks)
         elif scaling.tile == (1, ALL) and second_scaling is None:
-            self.launch(norm_rows_kernel, "norm_cast", transposes, (out,), (rounding_of(scaling),))
+            self.launch(norm_rows_kernel, transposes, (out,), (rounding_of(scaling),))
         elif scaling.tile != (ALL, ALL):
             self.find_statistics(None)
             cast_by_tile(inputs, sums, *scalings)
         elif delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
             arguments = out, delayed_scale, workspace(inputs.x, 2)
             constants = scaling.role, rounding_of(scaling).e5m2
-            self.launch(norm_tensor_kernel, "norm_cast", transposes, arguments, constants)
+            self.launch(norm_tensor_kernel, transposes, arguments, constants)
         else:
             self.find_statistics(out.amax)
             cast_by_tensor(inputs, scaling, out, sums, amax_is_written=True)
@@ -227,22 +224,17 @@ class _NormCasts(NamedTuple):
         work = None if amax is None else workspace(self.inputs.x, 2)
         arguments = Outputs(codes_to(None), scale_inv=None, amax=amax, stride_r=0, stride_c=0), None, work
         role, e5m2 = 0, False  # of codes, of which there are none here
-        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (role, e5m2))
+        self.launch(norm_tensor_kernel, False, arguments, (role, e5m2))
 
     def launch(
-        self,
-        kernel: Any,
-        name: str,
-        transposes: bool,
-        arguments: Sequence[Any],
-        constants: Sequence[Any],
-        blocks: tuple[Tile, ...] = (),
+        self, kernel: Any, transposes: bool, out: Sequence[Any], constants: Sequence[Any], blocks: tuple[Tile, ...] = ()
     ) -> None:
-        """Launch a kernel of norm_kernels.py, by a configuration of this name, with these arguments and constants.
+        """Launch a kernel of norm_kernels.py with these arguments for what it writes, and constants.
 
         A tile is to hold whole blocks: (rows, columns) that share a scale, of one or two scalings.
         """
         x, rows, cols, norm, function, *_ = self.inputs
+        name = "norm_cast_blocks" if blocks else "norm_cast"
         name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"
         chosen = config(name, (rows * cols).bit_length())
         block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
@@ -250,7 +242,7 @@ class _NormCasts(NamedTuple):
         fold = 16 // x.element_size()
         _, programs, tiling = self.inputs.tiling(block_r, block_c, tiles, block_c >= cols, fold)
         first = self.inputs.source, norm, self.y, self.eps
-        launch(kernel, programs, (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
+        launch(kernel, programs, (*first, *out, function.zero_centered, *constants, tiling), num_warps)
 
 
 @functools.lru_cache(maxsize=4096)
