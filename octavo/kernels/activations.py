@@ -29,18 +29,10 @@ class Activation(NamedTuple):
     gated: bool
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation("relu", False),
-    "squared_relu": Activation("squared_relu", False),
-    "silu": Activation("silu", False),
-    "quick_gelu": Activation("quick_gelu", False),
-    "gelu": Activation("gelu", False),
-    "gelu_tanh": Activation("gelu_tanh", False),
-    "swiglu": Activation("silu", True),
-    "geglu": Activation("gelu", True),
-    "geglu_tanh": Activation("gelu_tanh", True),
-    "reglu": Activation("relu", True),
-}
+_PLAIN = ("relu", "squared_relu", "silu", "quick_gelu", "gelu", "gelu_tanh")  # named as their functions
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}  # {activation: its function}
+ACTIVATIONS = {name: Activation(name, False) for name in _PLAIN}
+ACTIVATIONS |= {name: Activation(function, True) for name, function in _GATED.items()}
 
 # functions by the names of their classes in torch and transformers (its activations.py); torch's GELU is two functions
 FUNCTIONS_OF_CLASSES = {

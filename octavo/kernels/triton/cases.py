@@ -44,7 +44,6 @@ UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5
 GATED = {"swiglu"}
-_COMMIT_NAMES = ("transpose", "pad", "column_sum", "activation", "preactivation", "h_scale_inv", "h_tile")
 NORMS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
@@ -55,11 +54,10 @@ Shape = tuple[int, ...]
 
 
 class CastOp(NamedTuple):
-    """A cast's op, its arguments from the scale up to the margin, and the names of those that follow by position."""
+    """A cast's op, and its arguments by position, from the scale on; all that follow go by name."""
 
     name: str
     scaling: Callable[[], tuple[Any, ...]]
-    by_position: tuple[str, ...] = ()
 
 
 def normal(shape: Shape, seed: int = 0) -> Tensor:
@@ -149,7 +147,7 @@ def _state_and_update() -> tuple[Any, ...]:
     return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
 
 
-_COMMIT = CastOp("cast_and_commit", _state_and_update, _COMMIT_NAMES)
+_COMMIT = CastOp("cast_and_commit", _state_and_update)
 
 
 def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
@@ -168,9 +166,7 @@ def _cast(
     """Return a cast of the first input; ``names``: of the arguments that the other inputs are."""
 
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
-        named_arguments = named | dict(zip(names, others, strict=False))
-        by_position = [named_arguments.pop(name) for name in op.by_position if name in named_arguments]
-        return x, *op.scaling(), *by_position, Named(named_arguments)
+        return x, *op.scaling(), Named(named | dict(zip(names, others, strict=False)))
 
     return Case(op.name, arguments, reads, inputs, exact)
 

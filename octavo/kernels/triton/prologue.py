@@ -65,10 +65,8 @@ class HeadGradients(NamedTuple):
     v: Any
     k_first: Any  # the first column of k's, and of v's
     v_first: Any
-    added_stride_k: (
-        Any  # the stride of k's rows less that of x's, of v's less that of k's; a row's elements lie in order
-    )
-    added_stride_v: Any
+    added_stride_k: Any  # the stride of k's rows less that of x's; a row's elements lie in order
+    added_stride_v: Any  # the stride of v's rows less that of k's
     cos: Any  # [1 or B, S, half + shift]
     sin: Any
     angles_stride_b: Any
