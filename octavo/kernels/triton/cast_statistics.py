@@ -17,7 +17,7 @@ from octavo.formats import E2M1
 from octavo.granularity import ALL
 from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
-from octavo.kernels.triton.groups import locate, on_device
+from octavo.kernels.triton.groups import GroupOfProgram, locate, on_device
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
 
@@ -49,7 +49,8 @@ def cast_statistics_kernel(
     """Add to sums and extremes what the reference counts."""
     strips = tl.cdiv(x.C, counting.block_c)
     first = (tl.program_id(0) // strips) * (counting.block_r * counting.tiles)
-    add_rows(x, q, scale_inv, 0, first, x.R, 0, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
+    place = GroupOfProgram(0, first, 0, x.R, x.R, 0, 0, 0, 0, 0)
+    add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
 
 
 @triton.jit
@@ -69,26 +70,12 @@ def group_statistics_kernel(
     if place.group < groups.count:
         sums_ptr += place.group * (COUNTED + BINS)
         extremes_ptr += place.group * 3
-        strip = tl.program_id(0) % strips
-        first, size, scale_row = place.first, place.size, place.scale_row
-        add_rows(x, q, scale_inv, place.start, first, size, scale_row, strip, sums_ptr, extremes_ptr, counting)
+        add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
 
 
 @triton.jit
-def add_rows(
-    x,
-    q,
-    scale_inv,
-    start,  # row of x where the rows begin
-    first,  # the program's first of these rows
-    size,  # how many rows there are
-    scale_row,  # where their scales begin
-    strip,  # number of the strip of columns
-    sums_ptr,
-    extremes_ptr,
-    counting: tl.constexpr,
-):
-    """Add a program's part of the rows of one matrix, or of one group."""
+def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl.constexpr):
+    """Add a program's part of a group's rows, in a strip of columns; place: GroupOfProgram."""
     BLOCK_R: tl.constexpr = counting.block_r
     BLOCK_C: tl.constexpr = counting.block_c
     cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -101,14 +88,14 @@ def add_rows(
     error = tl.full((), 0.0, tl.float64)
     counts = tl.zeros([2 * BINS], tl.int32)
     for i in range(counting.tiles):
-        local = first + i * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = (local < size)[:, None] & (cols < x.C)[None, :]
-        rows = tl.where(local < size, start + local, x.R)
+        local = place.first + i * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = (local < place.size)[:, None] & (cols < x.C)[None, :]
+        rows = tl.where(local < place.size, place.start + local, x.R)
         if counting.even:
             inside = (local >= 0)[:, None] & (cols >= 0)[None, :]
             rows = local
         value = load_tile(x, rows, cols, counting.even)
-        codes, scales = load_codes(q, scale_inv, rows, scale_row + local // scale_inv.R, cols, inside)
+        codes, scales = load_codes(q, scale_inv, rows, place.scale_row + local // scale_inv.R, cols, inside)
         read = decode(codes) * scales
         finite = tl.abs(value) < float("inf")
         numbers = tl.where(finite, tl.abs(value), 0.0)

@@ -28,7 +28,7 @@ COLUMNS = 8192  # at a time, 32 a thread
 TILE = (128, 64)  # a program's codes: 128 bytes of them lie beside each other transposed; it reads as many of bfloat16
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The options of a cross entropy; steepness: 2 log2(e) / softcap, 0 without a softcap."""
 
     ignore_index: Any
@@ -65,7 +65,7 @@ def cross_entropy_kernel(
     losses_ptr,
     lse_ptr,
     columns,
-    options,  # Options
+    loss_options,  # LossOptions
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -80,7 +80,7 @@ def cross_entropy_kernel(
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=float("-inf")).to(tl.float32)
         if CAPS:
-            z = tl.where(cols < columns, options.softcap * bend(z, options.steepness), float("-inf"))
+            z = tl.where(cols < columns, loss_options.softcap * bend(z, loss_options.steepness), float("-inf"))
         raised = tl.maximum(largest, tl.max(z, 0))
         exponentials *= exp2((largest - raised) * 1.4426950408889634)
         exponentials += tl.sum(exp2((z - raised) * 1.4426950408889634), 0)
@@ -90,26 +90,26 @@ def cross_entropy_kernel(
     is_column = (target >= 0) & (target < columns)
     likely = tl.load(x_ptr + target, mask=is_column, other=0.0).to(tl.float32)
     if CAPS:
-        likely = options.softcap * bend(likely, options.steepness)
+        likely = loss_options.softcap * bend(likely, loss_options.steepness)
     likely = tl.where(is_column, likely, float("nan"))
-    loss = lse - (1.0 - options.smoothing) * likely
-    loss = tl.where(options.smoothing == 0.0, loss, loss - options.share * total)
-    tl.store(losses_ptr + row, tl.where(target == options.ignore_index, 0.0, loss))
+    loss = lse - (1.0 - loss_options.smoothing) * likely
+    loss = tl.where(loss_options.smoothing == 0.0, loss, loss - loss_options.share * total)
+    tl.store(losses_ptr + row, tl.where(target == loss_options.ignore_index, 0.0, loss))
     tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
-def gradient_of(z, lse, grad, target, cols, columns, options, CAPS: tl.constexpr):
+def gradient_of(z, lse, grad, target, cols, columns, loss_options, CAPS: tl.constexpr):
     """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
     slope = 1.0
     if CAPS:
-        tanh = bend(z, options.steepness)
-        z = options.softcap * tanh
+        tanh = bend(z, loss_options.steepness)
+        z = loss_options.softcap * tanh
         slope = 1.0 - tanh * tanh
     grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
-    gradient = exp2((z - lse) * 1.4426950408889634) - options.share
-    gradient = tl.where(cols == target, gradient - (1.0 - options.smoothing), gradient) * grad * slope
-    return tl.where(target == options.ignore_index, 0.0, gradient)
+    gradient = exp2((z - lse) * 1.4426950408889634) - loss_options.share
+    gradient = tl.where(cols == target, gradient - (1.0 - loss_options.smoothing), gradient) * grad * slope
+    return tl.where(target == loss_options.ignore_index, 0.0, gradient)
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def cross_entropy_backward_kernel(
     grad_stride,
     out_ptr,  # [T, V], contiguous
     columns,
-    options,  # Options
+    loss_options,  # LossOptions
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -136,7 +136,7 @@ def cross_entropy_backward_kernel(
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        gradient = gradient_of(z, lse, grad, target, cols, columns, options, CAPS)
+        gradient = gradient_of(z, lse, grad, target, cols, columns, loss_options, CAPS)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
 
 
@@ -149,7 +149,7 @@ def cross_entropy_codes_kernel(
     first,  # column of the transposed codes
     columns_end,  # behind the last
     unit,  # the scale
-    options,  # Options
+    loss_options,  # LossOptions
     CAPS: tl.constexpr,
     E5M2: tl.constexpr,
     EVEN: tl.constexpr,
@@ -161,19 +161,19 @@ def cross_entropy_codes_kernel(
     rows = tl.program_id(0) // strips * BR + tl.arange(0, BR)
     cols = tl.program_id(0) % strips * BC + tl.arange(0, BC)
     z = load_tile(x, rows, cols, EVEN)
-    target = tl.load(target_ptr + rows, mask=rows < x.R, other=options.ignore_index)[:, None]
+    target = tl.load(target_ptr + rows, mask=rows < x.R, other=loss_options.ignore_index)[:, None]
     lse = tl.load(lse_ptr + rows, mask=rows < x.R, other=0.0)[:, None]
-    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, options, CAPS)
+    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, loss_options, CAPS)
     if not EVEN:
         gradient = tl.where((cols < x.C)[None, :], gradient, 0.0)
     codes = narrow(gradient, tl.float8e5 if E5M2 else tl.float8e4nv)
     store_codes(codes, out, rows, cols, x, EVEN, None, first + rows, columns_end)
 
 
-def _options(rows: LossRows) -> Options:
+def _options(rows: LossRows) -> LossOptions:
     smoothing, softcap = float(rows.label_smoothing), float(rows.softcap)
     steepness = 2.8853900817779268 / softcap if softcap else 0.0
-    return Options(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)
+    return LossOptions(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)
 
 
 def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:

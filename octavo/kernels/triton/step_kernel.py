@@ -10,6 +10,7 @@ for each, and a program runs that of its tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -338,38 +339,36 @@ def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, TENSOR: tl.const
     return place
 
 
+class TensorPointers(NamedTuple):
+    """The places of what a step reads of a tensor beside its row; made in the kernel, whose arguments say more."""
+
+    kept: Any
+    gradient: Any  # to its address, and COUNT further to its scale_inv's, of codes
+    group: Any
+    grad_scale: Any
+    resolution: Any
+    found: Any  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
+
+
 @triton.jit
-def update_tensor(
-    row,
-    kept_ptr,
-    gradient_ptr,  # to its address, and COUNT further to its scale_inv's, of codes
-    group_ptr,
-    grad_scale_ptr,
-    resolution_ptr,
-    found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
-    program,  # its number among the tensor's programs
-    tiles,
-    TENSOR: tl.constexpr,
-    COUNT: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Update a program's tiles of a tensor."""
+def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """Update a program's tiles of a tensor; program: its number among the tensor's."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
     if STEP.is_adam:
-        n = adam_numbers(group_ptr, row[LR], kept_corrections(kept_ptr, group_ptr, number))
+        n = adam_numbers(pointers.group, row[LR], kept_corrections(pointers.kept, pointers.group, number))
     else:
-        n = sgd_numbers(group_ptr, row[LR], number)
-    divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
-    scale_inv = tl.load(gradient_ptr + COUNT) if TENSOR.gradient_fmt is not None else None
-    gradient = GradientPlace(tl.load(gradient_ptr), scale_inv, divisor)
-    scales = scales_of(row, n, found_ptr, program if TENSOR.square else 0, TENSOR, STEP.decoupled, COUNT)
+        n = sgd_numbers(pointers.group, row[LR], number)
+    divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
+    scale_inv = tl.load(pointers.gradient + COUNT) if TENSOR.gradient_fmt is not None else None
+    gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
+    scales = scales_of(row, n, pointers.found, program if TENSOR.square else 0, TENSOR, STEP.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
     all_moved = 0.0
     all_grid = 0.0
-    MEASURE: tl.constexpr = resolution_ptr is not None
+    MEASURE: tl.constexpr = pointers.resolution is not None
     BLOCKS: tl.constexpr = STEP.blocks if TENSOR.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
     count = 128 // BLOCKS if TENSOR.square else tiles * (STEP.blocks // BLOCKS)
     for i in range(count):
@@ -382,23 +381,23 @@ def update_tensor(
         largest_w = tl.maximum(largest_w, found_w)
     LOOKED: tl.constexpr = "found" if STEP.find else "previous"
     if TENSOR.first.scale == LOOKED:
-        raise_amax(found_ptr, largest1)
+        raise_amax(pointers.found, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(found_ptr + 2 * COUNT, largest2)
+        raise_amax(pointers.found + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
             if row[MEASURED] != 0:
-                add_resolution(resolution_ptr, all_moved, all_grid)
+                add_resolution(pointers.resolution, all_moved, all_grid)
         if TENSOR.square:  # no other program reads the square's scale_inv and amax
             scale_inv_ptr = to_pointer(row[MASTER_SCALE_INV], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(found_ptr + 4 * COUNT, largest_w)
+            raise_amax(pointers.found + 4 * COUNT, largest_w)
         if program == 0:
-            leave_scales(found_ptr, scales, TENSOR, COUNT)
+            leave_scales(pointers.found, scales, TENSOR, COUNT)
             if STEP.is_adam:
-                keep_corrections(kept_ptr, group_ptr, number + 1)
+                keep_corrections(pointers.kept, pointers.group, number + 1)
 
 
 @triton.jit(do_not_specialize=["programs", "tiles"])
@@ -427,23 +426,11 @@ def optimizer_step_kernel(
     kind = row[CLASS]
     found_ptr = work_ptr + 1 + tensor
     gradient_ptr = gradients_ptr + tensor
+    pointers = TensorPointers(kept_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, found_ptr)
     for i in tl.static_range(len(STEP.tensors)):
         if kind == i:
             TENSOR: tl.constexpr = STEP.tensors[i]
-            update_tensor(
-                row,
-                kept_ptr,
-                gradient_ptr,
-                group_ptr,
-                grad_scale_ptr,
-                resolution_ptr,
-                found_ptr,
-                program,
-                tiles,
-                TENSOR,
-                COUNT,
-                STEP,
-            )
+            update_tensor(row, pointers, program, tiles, TENSOR, COUNT, STEP)
     if not STEP.find:
         if is_last_program(work_ptr, programs):
             finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)
