@@ -134,6 +134,13 @@ class Scaling(NamedTuple):
         """The delayed scale, or 0 where the scale will come from the tensor's own amax."""
         return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
 
+    def delayed_or(self, scale: Tensor) -> Tensor:
+        """Return the delayed scale; where there is none, or it is 0, ``scale``."""
+        if self.delayed_scale is None:
+            return scale
+        delayed = self.delayed_scale[self.role]
+        return torch.where(delayed == 0.0, scale, delayed)
+
 
 class Output(NamedTuple):
     """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.

@@ -28,6 +28,7 @@ CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALING = struct.Struct("18qd")  # cast.cpp's
 _PACKED = struct.Struct("17qd")  # nvfp4.cpp's
+_MATRIX = (c_void_p, c_int64, c_int, c_int64, c_int64, c_int64)  # of a matrix's arguments, see cast._matrix
 _SHARE = 1 << 16  # elements that are worth a thread
 
 
@@ -43,9 +44,8 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
     """Return cast.cpp's functions if x is on a CPU that has a compiler, and of a dtype that they take; else None."""
     functions = library("cast") if x.is_cpu and x.itemsize < 8 else None
     if functions is not None and functions.octavo_cast.argtypes is None:
-        matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
-        functions.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
-        functions.octavo_amax.argtypes = [c_char_p, *matrix]
+        functions.octavo_cast.argtypes = [c_char_p, *_MATRIX, c_int]
+        functions.octavo_amax.argtypes = [c_char_p, *_MATRIX]
         functions.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
         rows = [c_void_p, c_int64, c_int]
         functions.octavo_gated.argtypes = [c_void_p, c_void_p, c_void_p, c_int, *rows, *rows, c_void_p, *[c_int64] * 3]
@@ -57,8 +57,7 @@ def compiled_packed(x: Tensor) -> ctypes.CDLL | None:
     """Return nvfp4.cpp's functions where ``compiled`` returns cast.cpp's; else None."""
     functions = library("nvfp4") if x.is_cpu and x.itemsize < 8 else None
     if functions is not None and functions.octavo_cast_packed.argtypes is None:
-        matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
-        functions.octavo_cast_packed.argtypes = [c_char_p, *matrix]
+        functions.octavo_cast_packed.argtypes = [c_char_p, *_MATRIX]
         functions.octavo_decode_packed.argtypes = [c_char_p, c_void_p, c_int, c_int64]
     return functions
 

@@ -119,9 +119,8 @@ def _moment(moment: MomentTensors) -> ctypes.Structure:
 
 
 def _master(master: Master) -> ctypes.Structure:
-    has_blocks = isinstance(master, Fp8Weight) and master.has_blocks
     return _MasterFields(
         *(master.weight.data_ptr(), _pointer(master.low_bits), _pointer(master.scale_inv), _pointer(master.scale)),
-        *(_pointer(master.amax_written) if has_blocks else None, _MASTERS.index(master.kind), has_blocks),
+        *(_pointer(master.amax_written) if master.has_blocks else None, _MASTERS.index(master.kind), master.has_blocks),
         master.is_random,
     )

@@ -76,6 +76,7 @@ def write(
     for target in targets:
         scaling, codes, transposed, scale_inv, amax = target
         if scaling.dtype is E2M1.dtype:
+            amax.copy_(amax_of(values, (ALL, ALL)))
             write_packed(values, target)
             continue
         scale = _scale(scaling, amax.copy_(amax_of(values, scaling.tile)))
@@ -88,11 +89,8 @@ def write(
 
 def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
     """Return the delayed scale; else, or where that is 0 as there is no history yet, the scales of ``amax``."""
-    scale = scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin)
-    if scaling.delayed_scale is None:
-        return scale
-    delayed = scaling.delayed_scale[scaling.role]
-    return torch.where(delayed == 0.0, scale, delayed)
+    fmt = format_of(scaling.dtype)
+    return scaling.delayed_or(scale_from_amax(amax, fmt.max, scaling.power_of_two, scaling.margin))
 
 
 _ONE = Output()

@@ -29,11 +29,9 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def write_packed(values: Tensor, target: CastTarget) -> None:
-    """Write codes, scale_inv and amax of a matrix [R, C] by one scaling to E2M1; see ``kernels/reference/cast.py``."""
+    """Write codes and scale_inv of a matrix [R, C], whose amax is written, by one scaling to E2M1; see ``cast.py``."""
     scaling, codes, transposed, scale_inv, amax = target
-    tile = scaling.tile
-    amax.copy_(_finite_amax(values))
-    outer = outer_scale(scaling, amax)
+    tile, outer = scaling.tile, outer_scale(scaling, amax)
     place, laid = scaling.place, values.to(torch.float32)
     if by_columns := tile[1] == 1:
         laid, place, scale_inv, tile = laid.t(), place[::-1], scale_inv.t(), tile[::-1]
@@ -49,19 +47,9 @@ def write_packed(values: Tensor, target: CastTarget) -> None:
             out.view(torch.uint8).copy_(pack_pairs(F.pad(raw, (0, 2 * out.shape[1] - raw.shape[1]))))
 
 
-def _finite_amax(values: Tensor) -> Tensor:
-    """Return the amax [1, 1] of a matrix's finite elements, float32; 0 of none."""
-    if values.numel() == 0:
-        return values.new_zeros((1, 1), dtype=torch.float32)
-    return torch.where(values.isfinite(), values, 0).abs().amax().to(torch.float32).view(1, 1)
-
-
 def outer_scale(scaling: Scaling, amax: Tensor) -> Tensor:
     """Return the outer scale [1, 1], a power of two, by which a matrix with this amax is cast."""
-    scale = scale_from_amax(amax, E2M1.limit, True, scaling.margin)
-    if scaling.delayed_scale is not None:
-        delayed = scaling.delayed_scale[scaling.role]
-        scale = torch.where(delayed == 0.0, scale, delayed)
+    scale = scaling.delayed_or(scale_from_amax(amax, E2M1.limit, True, scaling.margin))
     return scale if scaling.rotation is None else scale * 0.25
 
 
@@ -103,11 +91,6 @@ def values_of_packed(qdata: Tensor) -> Tensor:
     return torch.where(codes >= 8, -magnitudes, magnitudes)
 
 
-def _row_signs(signs: int, device: torch.device) -> Tensor:
-    numbers = [-1.0 if signs >> row & 1 else 1.0 for row in range(NV_BLOCK)]
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
-
-
 def rotated(laid: Tensor, signs: int) -> Tensor:
     """Return [R, C'] of [R, C], float32: each 16 elements of a row times Hadamard's matrix / 4, rounded to bfloat16.
 
@@ -118,7 +101,8 @@ def rotated(laid: Tensor, signs: int) -> Tensor:
         return laid
     blocks = F.pad(laid, (0, -laid.shape[1] % NV_BLOCK)).unflatten(1, (-1, NV_BLOCK))
     # by sums of pairs, in this order, so that every implementation rounds alike
-    turned = blocks * _row_signs(signs, laid.device)
+    row_signs = [-1.0 if signs >> row & 1 else 1.0 for row in range(NV_BLOCK)]
+    turned = blocks * torch.tensor(row_signs, dtype=torch.float32, device=laid.device)
     for width in (1, 2, 4, 8):
         halves = turned.unflatten(2, (-1, 2, width))
         low, high = halves[:, :, :, 0], halves[:, :, :, 1]

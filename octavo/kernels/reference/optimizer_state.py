@@ -277,12 +277,14 @@ class MasterWeight(Scaled):
         kind: of MASTER_KINDS.
         low_bits: the remainder, if that kind has one.
         matrices: how many have scales of their own; a plain weight counts as one.
+        has_blocks: whether each block of 128 x 128 has a scale: of no plain weight.
     """
 
     weight: Tensor
     kind: str
     low_bits: Tensor | None = None
     matrices: ClassVar[int] = 1
+    has_blocks: ClassVar[bool] = False
 
     @property
     def is_random(self) -> bool:

@@ -496,10 +496,8 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
         store_scales(amax, scale, HALF, (place[0] * (BR // scaling.block[0]), place[1]), x, out, scaling, tiling)
     else:
         codes = encode(tile, tall, scaling.e5m2)
-    if tiling.halves:
-        store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
-    else:
-        store_codes(codes, out.codes, rows, cols, x, tiling.even)
+    HALF_OF_TWO: tl.constexpr = HALF if tiling.halves else None
+    store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF_OF_TWO)
 
 
 @triton.jit

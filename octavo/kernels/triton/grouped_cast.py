@@ -274,10 +274,8 @@ def store_group_blocks(
     else:
         codes = encode(tile, tall, scaling.e5m2)
     rows, columns, end = places_of_codes(x, place, local)
-    if tiling.halves:
-        store_codes(codes, out.codes, rows, cols, x, False, HALF, columns, end)
-    else:
-        store_codes(codes, out.codes, rows, cols, x, False, None, columns, end)
+    HALF_OF_TWO: tl.constexpr = HALF if tiling.halves else None
+    store_codes(codes, out.codes, rows, cols, x, False, HALF_OF_TWO, columns, end)
 
 
 @triton.jit

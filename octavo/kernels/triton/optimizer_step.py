@@ -14,25 +14,14 @@ from torch import Tensor
 
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
-from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
-from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
+from octavo.kernels.triton.step_kernel import Rule, StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import TensorCount
 
 _MOST_PLANS = 64
-
-
-class _RuleFlags(NamedTuple):
-    """StepClass's fields that groups decide."""
-
-    is_adam: bool
-    decoupled: bool
-    ascends: bool
-    bounds_update: bool = False
-    share_below_half: bool = False
 
 
 class _Launch(NamedTuple):
@@ -139,13 +128,13 @@ def _address(lr: float | Tensor) -> int:
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 
-def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
+def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> Rule:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return _RuleFlags(False, first.averages, ascends)
+        return Rule(False, first.averages, ascends)
     share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return _RuleFlags(True, first.decoupled, ascends, first.bounds_update, share_below_half)
+    return Rule(True, first.decoupled, ascends, first.bounds_update, share_below_half)
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
@@ -158,7 +147,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *options, group.max_update, 0.0]
 
 
-def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
+def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: Rule) -> _Launch:
     chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
@@ -183,14 +172,9 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _R
         programs += -(-tiles // chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), **rule._asdict(), blocks=chosen.block_r, find=find) for find in finds)
+    steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, find) for find in finds)
     bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
     return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())
-
-
-def _is_square(update: WeightUpdate) -> bool:
-    """Whether the weight's scales are those of blocks of 128 x 128."""
-    return isinstance(update.master, Fp8Weight) and update.master.has_blocks
 
 
 def _shape(update: WeightUpdate, gap: int) -> tuple[int, int]:
@@ -199,12 +183,12 @@ def _shape(update: WeightUpdate, gap: int) -> tuple[int, int]:
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
     has_blocks = any(m.fmt is not None and not MomentClass.of(m).has_one_scale for m in update.moments)
-    return (rows, cols) if _is_square(update) or has_blocks or has_rows or gap else (1, rows * cols)
+    return (rows, cols) if update.master.has_blocks or has_blocks or has_rows or gap else (1, rows * cols)
 
 
 def _class_of(update: WeightUpdate, rows: int, cols: int, start: int, gap: int) -> TensorClass:
     """Return an update's class; arguments as TableRow's."""
-    master, square = update.master, _is_square(update)
+    master, square = update.master, update.master.has_blocks
     tensors = [update.gradient, master.weight, master.low_bits, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)

@@ -56,27 +56,37 @@ from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
 
+class Rule(NamedTuple):
+    """The properties of a step's rule that its groups decide.
+
+    Attributes:
+        is_adam: else SGD.
+        decoupled, bounds_update: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
+        ascends: whether any group does, by ``maximize``.
+        share_below_half: whether 1 - beta1, a gradient's share in the first moment, is below a half in all groups: then
+            ``lerp`` needs one of its branches.
+    """
+
+    is_adam: bool
+    decoupled: bool
+    ascends: bool
+    bounds_update: bool = False
+    share_below_half: bool = False
+
+
 @dataclass(frozen=True)
 class StepClass:
     """The properties of a step that a launch is compiled for.
 
     Attributes:
         tensors: one for each way in which tensors differ.
-        is_adam: else SGD.
-        decoupled, bounds_update: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
-        share_below_half: whether 1 - beta1, a gradient's share in the first moment, is below a half in all groups: then
-            ``lerp`` needs one of its branches.
-        ascends: whether any group does, by ``maximize``.
+        rule: of all groups.
         blocks: a tile.
         find: only find the amaxes of moments whose scale is "found".
     """
 
     tensors: tuple[TensorClass, ...]
-    is_adam: bool
-    decoupled: bool
-    bounds_update: bool
-    share_below_half: bool
-    ascends: bool
+    rule: Rule
     blocks: int
     find: bool
 
@@ -281,26 +291,26 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
     FIRST_MOMENT: tl.constexpr = TENSOR.first
     SECOND_MOMENT: tl.constexpr = TENSOR.second
     w = read_master(row, place, scales.master_inv, MASTER, TENSOR.even)
-    g = gradient_tile(gradient, place, n, w, TENSOR, STEP.ascends, not STEP.decoupled)
+    g = gradient_tile(gradient, place, n, w, TENSOR, STEP.rule.ascends, not STEP.rule.decoupled)
     m = g
     v = g
     stored1 = 0
     stored2 = 0
     if FIRST_MOMENT.dtype is not None:
         m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, TENSOR.even)
-    if STEP.is_adam:
+    if STEP.rule.is_adam:
         v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, TENSOR.even)
-        m, v = adam_moments(m, v, g, n, STEP.share_below_half)
+        m, v = adam_moments(m, v, g, n, STEP.rule.share_below_half)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
-        m = sgd_moment(m, g, n, STEP.decoupled)
+        m = sgd_moment(m, g, n, STEP.rule.decoupled)
     before = w
     if not STEP.find:
-        if STEP.is_adam:
-            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.bounds_update)
+        if STEP.rule.is_adam:
+            w = adam_weight(w, m, root, n, STEP.rule.decoupled, STEP.rule.bounds_update)
         else:
-            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.decoupled)
-    if STEP.is_adam:
+            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.rule.decoupled)
+    if STEP.rule.is_adam:
         m, v = saturate(m, root if SECOND_MOMENT.root else v, FIRST_MOMENT, SECOND_MOMENT)
     moved = 0.0
     grid = 0.0
@@ -314,8 +324,8 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        bits1, bits2, bits_w = tile_bits(row, place, key, TENSOR, STEP.is_adam)
-        MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
+        bits1, bits2, bits_w = tile_bits(row, place, key, TENSOR, STEP.rule.is_adam)
+        MAY_BE_INF: tl.constexpr = not STEP.rule.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
             found1 = write_moment(
                 row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, TENSOR.even, MAY_BE_INF
@@ -355,14 +365,14 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     """Update a program's tiles of a tensor; program: its number among the tensor's."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
-    if STEP.is_adam:
+    if STEP.rule.is_adam:
         n = adam_numbers(pointers.group, row[LR], kept_corrections(pointers.kept, pointers.group, number))
     else:
         n = sgd_numbers(pointers.group, row[LR], number)
     divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
     scale_inv = tl.load(pointers.gradient + COUNT) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
-    scales = scales_of(row, n, pointers.found, program if TENSOR.square else 0, TENSOR, STEP.decoupled, COUNT)
+    scales = scales_of(row, n, pointers.found, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -396,7 +406,7 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
             raise_amax(pointers.found + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(pointers.found, scales, TENSOR, COUNT)
-            if STEP.is_adam:
+            if STEP.rule.is_adam:
                 keep_corrections(pointers.kept, pointers.group, number + 1)
 
 
