@@ -352,12 +352,12 @@ def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, TENSOR: tl.const
 class TensorPointers(NamedTuple):
     """The places of what a step reads of a tensor beside its row; made in the kernel, whose arguments say more."""
 
-    kept: Any
+    corrections: Any
     gradient: Any  # to its address, and COUNT further to its scale_inv's, of codes
     group: Any
     grad_scale: Any
     resolution: Any
-    found: Any  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
+    amaxes: Any  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
 
 
 @triton.jit
@@ -366,13 +366,13 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
     if STEP.rule.is_adam:
-        n = adam_numbers(pointers.group, row[LR], kept_corrections(pointers.kept, pointers.group, number))
+        n = adam_numbers(pointers.group, row[LR], kept_corrections(pointers.corrections, pointers.group, number))
     else:
         n = sgd_numbers(pointers.group, row[LR], number)
     divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
     scale_inv = tl.load(pointers.gradient + COUNT) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
-    scales = scales_of(row, n, pointers.found, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
+    scales = scales_of(row, n, pointers.amaxes, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -391,9 +391,9 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
         largest_w = tl.maximum(largest_w, found_w)
     LOOKED: tl.constexpr = "found" if STEP.find else "previous"
     if TENSOR.first.scale == LOOKED:
-        raise_amax(pointers.found, largest1)
+        raise_amax(pointers.amaxes, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(pointers.found + 2 * COUNT, largest2)
+        raise_amax(pointers.amaxes + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
             if row[MEASURED] != 0:
@@ -403,11 +403,11 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(pointers.found + 4 * COUNT, largest_w)
+            raise_amax(pointers.amaxes + 4 * COUNT, largest_w)
         if program == 0:
-            leave_scales(pointers.found, scales, TENSOR, COUNT)
+            leave_scales(pointers.amaxes, scales, TENSOR, COUNT)
             if STEP.rule.is_adam:
-                keep_corrections(pointers.kept, pointers.group, number + 1)
+                keep_corrections(pointers.corrections, pointers.group, number + 1)
 
 
 @triton.jit(do_not_specialize=["programs", "tiles"])
