@@ -66,10 +66,9 @@ def test_a_wrong_kernel_is_found(cases: ModuleType, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(cases.KERNELS, "amax", lambda x, tile: cases.DEFINITIONS["amax"](x, tile) + 1)
     assert cases.ALL_CASES["amax"].wrong((32, 48)) == "output 0: 1 of 1 differ"
 
-    def leaves_the_state(*arguments: object) -> object:
-        return cases.DEFINITIONS["cast_and_commit"](
-            *(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
-        )
+    def leaves_the_state(*arguments: object, **named: object) -> object:
+        copies = (a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+        return cases.DEFINITIONS["cast_and_commit"](*copies, **named)
 
     monkeypatch.setitem(cases.KERNELS, "cast_and_commit", leaves_the_state)
     assert cases.ALL_CASES["cast+transpose+sum+commit"].wrong((32, 48)) == "state differs"
