@@ -194,13 +194,11 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # the sums are then NaN, or inf
         else:
             both = following
-            # of the bits from 1's: of powers of two |log2| times 2^23
-            farthest = tl.maximum(farthest, tl.abs(both.to(tl.int32, bitcast=True) - (127 << 23)))
+            farthest = tl.maximum(farthest, distance_from_1(both))
             next_k = tl.minimum(start + BLOCK_K, product.K - 1)
             step = tl.where(i < BLOCK_M, scale_column(next_k, a, A_COLS), scale_column(next_k, b, B_COLS))
             following = load_scale_inv(scales + step)
-            a_scale, b_scale = halves(both)
-            a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+            a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
         part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         left += scaled(part, a_scale, b_scale) if EXTREME else part * scale
@@ -251,9 +249,22 @@ def scale_column(k, operand, COLS: tl.constexpr):
 
 
 @triton.jit
+def distance_from_1(scale):
+    """Return how far the bits of float32 numbers are from 1's; of powers of two, |log2| times 2^23."""
+    return tl.abs(scale.to(tl.int32, bitcast=True) - (127 << 23))
+
+
+@triton.jit
 def halves(both):
     """Return a vector's first half and its second."""
     return tl.split(tl.trans(tl.reshape(both, [2, both.shape[0] // 2])))
+
+
+@triton.jit
+def as_factors(both):
+    """Return the scales of a program's rows [M, 1] and of its columns [1, N], from a vector of both."""
+    a_scale, b_scale = halves(both)
+    return a_scale[:, None], b_scale[None, :]
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
-from octavo.kernels.triton.step_kernel import Rule, StepClass, optimizer_step_kernel
+from octavo.kernels.triton.step_kernel import StepRule, StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import TensorCount
 
 _MOST_PLANS = 64
@@ -128,13 +128,13 @@ def _address(lr: float | Tensor) -> int:
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 
-def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> Rule:
+def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> StepRule:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return Rule(False, first.averages, ascends)
+        return StepRule(False, first.averages, ascends)
     share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
-    return Rule(True, first.decoupled, ascends, first.bounds_update, share_below_half)
+    return StepRule(True, first.decoupled, ascends, first.bounds_update, share_below_half)
 
 
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
@@ -147,7 +147,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *options, group.max_update, 0.0]
 
 
-def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: Rule) -> _Launch:
+def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: StepRule) -> _Launch:
     chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones

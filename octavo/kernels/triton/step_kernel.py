@@ -56,7 +56,7 @@ from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
 
-class Rule(NamedTuple):
+class StepRule(NamedTuple):
     """The properties of a step's rule that its groups decide.
 
     Attributes:
@@ -86,7 +86,7 @@ class StepClass:
     """
 
     tensors: tuple[TensorClass, ...]
-    rule: Rule
+    rule: StepRule
     blocks: int
     find: bool
 
