@@ -31,10 +31,29 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.training import causes_parts as parts
 from benchmarks.training.causes import ALL, CHECKPOINT, DATA, DELAYED, SIZES, Fault, Training, at
-from benchmarks.training.causes_eleventh_draw import labels_of, of_backward, returned, with_backward
-from benchmarks.training.causes_fourteenth_draw import IS_SEEN, in_fp8, routed, with_halves
-from benchmarks.training.causes_parts import FAST, FORWARD, OUTPUTS, WRITTEN, attend, attending, of_forward, of_fp8
-from benchmarks.training.causes_tenth_draw import PLACES, ROWS, normed, of_gradients, of_kernel
+from benchmarks.training.causes_parts import (
+    FAST,
+    FORWARD,
+    IS_SEEN,
+    OUTPUTS,
+    PLACES,
+    ROWS,
+    WRITTEN,
+    attend,
+    attending,
+    in_fp8,
+    labels_of,
+    normed,
+    of_backward,
+    of_forward,
+    of_fp8,
+    of_gradients,
+    of_kernel,
+    returned,
+    routed,
+    with_backward,
+    with_halves,
+)
 from octavo import E4M3, recipes
 from octavo.nn.transformer import rotate
 from octavo.train.model import next_byte_loss

@@ -10,8 +10,8 @@ computed without it.
 Whether FP8 is the cause is measured without octavo.inspect, for each kind, model and seed, by `truth_by_gradients`: the
 training with the fault and its healthy twin (same recipe, batches and weights, no fault), both in FP8, and both with
 all products in high precision. Faults of gradients hardly change the loss of ten steps at the rate of 3e-3, so these
-have a rate of 1e-2 in all recorded steps (FAST), as has their twin. ``python -m benchmarks.training.causes_ninth_draw``
-measures a draw again, and fails where a kind's truth is another; it also prints how each healthy run's loss went.
+have a rate of 1e-2 in all recorded steps (FAST), as has their twin. The draws' files, run as modules, measure theirs
+again, and fail where a kind's truth is another; they also print how each healthy run's loss went.
 """
 
 from __future__ import annotations
@@ -28,7 +28,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
-from benchmarks.training.causes import ALL, DATA, MODELS, SIZES, STEPS, Do, Fault, Training, at, prepared, seeds
+from benchmarks.training.causes import (
+    ALL,
+    DATA,
+    MODELS,
+    SIZES,
+    STEPS,
+    Do,
+    Fault,
+    Training,
+    at,
+    batches,
+    prepared,
+    seeds,
+)
 from octavo import recipes
 
 WORSE, TURNED = 0.02, 0.1  # of a loss, and of gradients: what a fault changes at least
@@ -37,11 +50,14 @@ STEPPED, WRITTEN, ALWAYS = ("updates", "loss"), ("weights", *FORWARD), {"begins"
 GRADIENTS, CASTS = ("gradients", *STEPPED), ("Cast(", "recipes.", "None")
 OUT, LAST_OUT, MLPS = "attention.out", "blocks.1.attention.out", ("fc2", "down")
 PLAIN = (OUT, "head")  # layers that return one tensor
-FAST, BY_TENSOR = {"lr": 1e-2}, {"recipe": recipes.dynamic()}
+FAST, BY_TENSOR, ROWS = {"lr": 1e-2}, {"recipe": recipes.dynamic()}, {"recipe": recipes.rowwise()}
 LONG = {"recipe": recipes.delayed(history_length=1024)}
 MOMENTUM = {"optimizer_of": functools.partial(torch.optim.SGD, momentum=0.9), "lr": 0.03}
 
 attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+PLACES, FOUR_BITS = torch.arange(SIZES["context"]), {"recipe": recipes.nvfp4()}
+IS_SEEN = PLACES <= PLACES[:, None]
+CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of E2M1
 
 
 def of_fp8(causes: tuple[str, ...], first: tuple[str, ...], layer: Any = ALL, **does: Any) -> Fault:
@@ -52,6 +68,11 @@ def of_fp8(causes: tuple[str, ...], first: tuple[str, ...], layer: Any = ALL, **
 def of_step(causes: tuple[str, ...], remedies: tuple[str, ...], first: tuple[str, ...], **does: Any) -> Fault:
     """Return a fault of gradients or of the optimizer's step."""
     return Fault(causes, "", remedies, first=first, **does)
+
+
+of_gradients = functools.partial(Fault, ("gradients",), ALL, (), FAST, first=GRADIENTS)
+of_backward = functools.partial(of_fp8, ("gradients", "rounded", "stale"), ("gradients",), options=FAST)
+of_fast_step = functools.partial(of_step, options=FAST)
 
 
 def of_text(change: Callable[[Tensor], Tensor]) -> Fault:
@@ -193,6 +214,84 @@ def muon(groups: Any, lr: float) -> torch.optim.Optimizer:
     matrices = [param for param in params if all(param is not each for each in others)]
     both = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
     return octavo.optim.Muon(both, lr=lr, adamw={"lr": lr}, moments="fp32")
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def of_kernel(before: Callable[[Tensor], Tensor], after: Callable[..., Tensor] = lambda *its: its[-1]) -> Do:
+    """Return a change of inputs and results of PLAIN layers while they compute in FP8, from the fault's step on."""
+
+    def begin(run: Training) -> None:
+        def is_hit(layer: Any) -> bool:
+            return run.begun and not layer.recipe.is_high_precision
+
+        for layer in map(run.model.get_submodule, run.layers(*PLAIN)):
+            layer.register_forward_pre_hook(lambda layer, inputs: (before(inputs[0]),) if is_hit(layer) else None)
+            layer.register_forward_hook(lambda layer, x, y: after(layer, x[0], y) if is_hit(layer) else None)
+
+    return begin
+
+
+def labels_of(run: Training) -> Tensor:
+    return batches(run.seed).training(run.done)[1].long()
+
+
+def returned(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return a change of the gradient of a layer's result."""
+    return lambda _, __, y: [y.requires_grad and y.register_hook(change), y][-1]
+
+
+def with_backward(y: Tensor, same: Tensor) -> Tensor:
+    """Return y, with the gradient of ``same``."""
+    return same + (y - same).detach()
+
+
+def data_of(run: Training) -> list[Tensor]:
+    return [param.detach() for param in run.model.parameters()]
+
+
+class _InFP8:
+    """A training whose fault acts only while its layers compute in FP8, as one of a kernel."""
+
+    def __init__(self, run: Training) -> None:
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)
+
+    @property
+    def begun(self) -> bool:
+        return self.run.begun and not self.run.model.head.recipe.is_high_precision
+
+
+def in_fp8(begin: Do) -> Do:
+    """Return a change of trainings in FP8 alone, which is none where these run once more in high precision."""
+    return lambda run: None if run.model.head.recipe.is_high_precision else begin(_InFP8(run))
+
+
+def routed(change: Callable[..., tuple[Tensor, Tensor]]) -> Do:
+    """Return a change of the chosen experts [T, k] and their weights [T, k], from the fault's step on."""
+
+    def begin(run: Training) -> None:
+        for each in run.model.mixtures:
+            each.experts.register_forward_pre_hook(lambda _, x: (x[0], *change(run, *x[1:])) if run.begun else None)
+
+    return begin
+
+
+def with_halves(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Do:
+    """Return a change of what MLPs' activations return, by it and by their gate and other half, from the fault on."""
+    halves: list[Tensor] = []
+
+    def keep(_: Any, __: Tensor, y: Any) -> Any:
+        halves[:] = y if isinstance(y, tuple) else y.chunk(2, -1)
+        return y
+
+    before = around(lambda x: x, keep, "fc1", "gate_up")
+    after = around(lambda x: change(x, *halves), lambda *its: its[-1], *MLPS)
+    return lambda run: [before(run), after(run)]
 
 
 class Losses(list[float]):

@@ -28,12 +28,32 @@ from torch.nn import functional as F
 
 from benchmarks.training import causes_parts as parts
 from benchmarks.training.causes import ALL, CHECKPOINT, DATA, SIZES, Fault, Training, at, batches, trained
-from benchmarks.training.causes_eleventh_draw import labels_of, of_backward, returned, with_backward
-from benchmarks.training.causes_fourteenth_draw import CODES, FOUR_BITS, IS_SEEN, in_fp8, routed, with_halves
-from benchmarks.training.causes_ninth_draw import of_fast_step
-from benchmarks.training.causes_parts import FAST, FORWARD, OUTPUTS, WRITTEN, attend, attending, of_forward, of_fp8
-from benchmarks.training.causes_tenth_draw import PLACES, normed, of_gradients, of_kernel
-from benchmarks.training.causes_thirteenth_draw import data_of
+from benchmarks.training.causes_parts import (
+    CODES,
+    FAST,
+    FORWARD,
+    FOUR_BITS,
+    IS_SEEN,
+    OUTPUTS,
+    PLACES,
+    WRITTEN,
+    attend,
+    attending,
+    data_of,
+    in_fp8,
+    labels_of,
+    normed,
+    of_backward,
+    of_fast_step,
+    of_forward,
+    of_fp8,
+    of_gradients,
+    of_kernel,
+    returned,
+    routed,
+    with_backward,
+    with_halves,
+)
 from octavo.train.model import next_byte_loss
 
 ZIGZAG = PLACES.view(4, -1)[[0, 3, 1, 2]].flatten()  # positions as two ranks of a ring hold them
