@@ -50,7 +50,7 @@ class LayerFP8:
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
                                                           while its ``operands`` finds the weight unwritten
-    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes until ``codes_key`` changes
+    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes: see its Freshness
     observer       octavo.inspect                         until it is removed; it sees casts and products
     outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
                    from outside its block                 kept_operands are taken back
@@ -88,7 +88,7 @@ class LayerFP8:
         """Forget codes of the weight and the weight's history, as after a write that no counter shows."""
         self.kept_operands = None
         empty_state(self.state, WEIGHT)
-        self.gather.changes += 1
+        self.gather.was_written()
 
 
 class RecipeModule(WeightOwner):
@@ -291,7 +291,7 @@ class RecipeModule(WeightOwner):
         if fp8.state is not None:
             facts_of(fp8.state.scale).loads = {**loads, id(self): load}
         fp8.kept_operands = None
-        fp8.gather.changes += 1
+        fp8.gather.was_written()
 
     def state_was_loaded(self) -> None:
         """Note that the weight and its delayed state were loaded together."""

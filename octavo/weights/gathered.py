@@ -15,7 +15,8 @@ weights of a model that are sent in FP8, and casts their shards; how one shard i
 
 All shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight is
 missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send the
-same codes again. A gathered weight's codes and scales are always written together, also into what a forward saved.
+same codes again: see Freshness. A gathered weight's codes and scales are always written together, also into what a
+forward saved.
 
 Under Delayed a weight that anything but its optimizer wrote takes the scale of its own amax.
 """
@@ -36,6 +37,7 @@ from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.private import DisableTorchFunctionSubclass, local_tensor
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
 from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
@@ -185,13 +187,59 @@ class CastAfter(Way):
         return (padded_rows(shard, shape, mesh.size()).to(dtype),), MakeWeight(shape, recipe.weight_key, read)
 
 
+class Freshness:
+    """Whether a weight's codes are fresh: the next gather for a forward sends them as they are, without a cast.
+
+    A cast of the group makes the codes of all its weights fresh, for one gather each. Codes that are no longer fresh
+    stay, for backward, until the next cast. Of two micro-batches of a model with the weights A and B:
+
+        gather        is it fresh?      is cast       is sent             are fresh then
+        forward 1  A  no: nothing cast  A and B       A's codes           B's
+                   B  yes               nothing       B's codes           none
+        backward   B  is not asked      nothing       B's codes again     none
+                   A  is not asked      nothing       A's codes again     none
+        forward 2  A  no: it was sent   A and B anew  A's new codes       B's
+                   B  yes               nothing       B's new codes       none
+
+    A checkpoint's gathers, for a forward that it computes again in backward, are gathers for backward. If forward 1 had
+    not read B, B's codes would be fresh after it. They would not outlast any gather for backward, as an optimizer may
+    write after it; nor a write to B, a load, or another mode or recipe of its module.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._key: tuple[Any, ...] | None = None  # that of the last cast, if the codes were neither sent nor outdated
+
+    def is_fresh(self, module: WeightReader) -> bool:
+        """Whether the codes serve the forward for which the module's weight is gathered now."""
+        return self._key == self._key_now(module)
+
+    def was_cast(self, module: WeightReader) -> None:
+        """Note that the group's cast has begun, after which the codes are fresh."""
+        self._key = self._key_now(module)
+
+    def end(self) -> None:
+        """Note that a gather for a forward has sent the codes, or a write that no counter shows outdated them."""
+        self._key = None
+
+    def _key_now(self, module: WeightReader) -> tuple[Any, ...]:
+        """Return a key that differs from the last cast's if the codes are outdated.
+
+        It depends on no value of a weight, so all ranks decide alike.
+        """
+        gather = self._gather
+        with DisableTorchFunctionSubclass():  # ShardedWeight's would be called for a version
+            versions = gather.parameter._version, local_tensor(gather.parameter)._version
+        group: Any = gather.group
+        return group.backwards, module.training, gather.writes.step, *versions, id(module.fp8.recipe)
+
+
 class InFP8(Way):
     """The way of a weight whose shards are cast, with those of its group's other weights, and sent as codes.
 
     Attributes:
         codes: the last cast's.
         step: the last step of the weight's optimizer before that cast, under Delayed.
-        unsent_key: ``codes_key`` at the group's last cast until a gather for a forward has sent its codes; then None.
     """
 
     kind = IN_FP8
@@ -201,7 +249,7 @@ class InFP8(Way):
         self.gather, self.shard_cast = gather, shard_cast
         self.codes: ShardCodes | None = None
         self.step = -1
-        self.unsent_key: tuple[Any, ...] | None = None
+        self.freshness = Freshness(gather)
 
     @property
     def shard(self) -> Tensor:
@@ -217,9 +265,9 @@ class InFP8(Way):
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
-            if self.unsent_key != gather.codes_key(module):
+            if not self.freshness.is_fresh(module):
                 group.cast_shards(gather.parameter.device_mesh, mesh)
-            self.unsent_key = None
+            self.freshness.end()
         group.wait_for_casts()
         codes, recipe = self.codes.on(shard.device), module.fp8.recipe  # type: ignore[union-attr]
         read = functools.partial(self.shard_cast.read, codes=codes, pads=recipe.pads)
@@ -249,8 +297,6 @@ class Gather:
         settings_agree: whether ranks have compared the module's settings since these last changed; so does ``forget``,
             after a new recipe or parameter.
 
-    changes: how often what ``codes_key`` can't see of a shard without rows has changed: ``forget``, loads and
-        ``invalidate`` count it.
     _way: how the weight is gathered; chosen when ``way`` is asked, and again after ``forget``, ``join`` and ``share``.
     """
 
@@ -261,7 +307,6 @@ class Gather:
         self.shape, self.mesh_dim = torch.Size(), 0
         self.for_training = True
         self.sent_as: tuple[str, RoleCasts] | None = None
-        self.changes = 0
         self.forget()
 
     def adopt(self, parameter: Any, replaced: Any, module: WeightReader) -> None:
@@ -302,7 +347,11 @@ class Gather:
         self._way: Way | None = None
         self.delayed_scale: Tensor | None = None
         self.settings_agree = False
-        self.changes += 1
+
+    def was_written(self) -> None:
+        """Note a write that may move no counter: through ``.data``, or a load's to a shard without rows."""
+        if isinstance(self._way, InFP8):
+            self._way.freshness.end()
 
     def join(self, group: GatherGroup, module: WeightReader, name: str) -> None:
         """Find scales together with this group's weights from now on."""
@@ -359,15 +408,6 @@ class Gather:
             "tensor parallelism shards it too": alone and is_parallel,
         }
         return first_reason(reasons)
-
-    def codes_key(self, module: WeightReader) -> tuple[Any, ...]:
-        """Return a key of the weight's codes: they serve forwards while it stays the same.
-
-        It depends on no value of a weight, so all ranks decide alike.
-        """
-        versions = self.parameter._version, on_this_rank(self.parameter)._version
-        writes = self.writes.step, *versions, self.changes
-        return self.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
 
     def begin(self, module: WeightReader) -> None:
         """Note that a forward of the module is about to read the weight."""
@@ -453,8 +493,8 @@ class GatherGroup:
 
     Attributes:
         settings: of all layers at convert; ranks compare them when the first is sharded.
-        backwards: how often a weight was gathered for backward: an optimizer's step may follow, so that the next
-            forward casts anew.
+        backwards: how often a weight was gathered for backward, which ends the freshness of all codes: an optimizer's
+            step may follow.
     """
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
@@ -492,8 +532,9 @@ class GatherGroup:
         for module, gather in self.gathers_on(weight_mesh):
             if isinstance(way := gather.way(module), InFP8):
                 gather.begin(module)
-                way.unsent_key, shard = gather.codes_key(module), way.shard
+                way.freshness.was_cast(module)
                 as_is = module.fp8.recipe.weight_casts.as_is
+                shard = way.shard
                 key = (as_is, shard.dtype, shard.device) if way.shard_cast.in_one_launch else way  # way: alone
                 launches.setdefault(key, []).append(way)
         amaxes = _amaxes_over_ranks([way for ways in launches.values() for way in ways], mesh)
