@@ -7,6 +7,15 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
+Functions that return a part, or the whole, of a tensor that may be sharded; any other tensor comes back as it is:
+
+    function          of a DTensor of plain shards        of a DTensor of StoredWeights     of a StoredWeight alone
+    local_tensor      its shard, with FSDP2's hooks       its StoredWeight                  itself
+    on_this_rank      its shard, without hooks            its StoredWeight                  itself
+    local_stored      None, as of any plain tensor        its StoredWeight                  itself
+    without_hooks     a DTensor of shards without hooks   itself                            itself
+    whole             the whole tensor; collective        refused: whole_pair (files.py)    itself
+
 What octavo reads of FSDP2 beyond its documented extension hooks is in octavo/private.py.
 """
 
@@ -117,11 +126,10 @@ def gather_as_it_is(
     shard: Tensor, mesh: DeviceMesh, outer_size: torch.Size, mp_policy: MixedPrecisionPolicy
 ) -> FirstHookResult:
     """Gather a shard as FSDP2 does without hooks; returns what the first hook returns."""
-    dtype = mp_policy.param_dtype or shard.dtype
-    sent = padded_rows(shard, outer_size, mesh.size()).to(dtype)
+    sent = padded_rows(shard, outer_size, mesh.size()).to(mp_policy.param_dtype or shard.dtype)
 
     # where FSDP2 refills a weight, it refills the gathered storage itself
-    return (sent,), lambda outputs, _, out: (gathered_whole(outputs[0], outer_size), ()) if out is None else None
+    return (sent,), lambda outputs, _, out: (without_padding(outputs[0], outer_size), ()) if out is None else None
 
 
 class GatheredWeight(ForProducts):
@@ -190,7 +198,8 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
 
     ``mesh_dim``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
-    if mesh_dim < 0 or getattr(param.placements[mesh_dim], "dim", None) is None:
+    placements = getattr(param, "placements", ())
+    if not 0 <= mesh_dim < len(placements) or getattr(placements[mesh_dim], "dim", None) is None:
         return False
     local = local_tensor(param)
     if type(local) is Tensor:
@@ -353,6 +362,6 @@ def padded_rows(shard: Tensor, shape: torch.Size, ranks: int) -> Tensor:
     return padded
 
 
-def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
+def without_padding(received: Tensor, shape: torch.Size) -> Tensor:
     """Return all ranks' shards as one tensor, without their padding, whichever dimension is sharded."""
     return received.view(-1)[: math.prod(shape)].view(shape)

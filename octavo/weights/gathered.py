@@ -48,16 +48,16 @@ from octavo.weights.fsdp2 import (
     UnshardedWeight,
     attach,
     gather_as_it_is,
-    gathered_whole,
     groups_of,
     on_this_rank,
     padded_rows,
+    without_padding,
 )
 from octavo.weights.operands import forget_if_written, weight_of
 from octavo.weights.reader import WeightReader
 from octavo.weights.shard_cast import ShardCast, ShardCodes, WeightScales, is_cast_in_one_launch, is_square
 from octavo.weights.storable import first_reason
-from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
+from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -140,8 +140,9 @@ class AsStored(Way):
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
         gather, module, shard, mesh, shape, _ = unshard
         assert isinstance(shard, StoredWeight)
-        if gather.parameter is not None:
-            shard = with_agreed_scale(shard, gather.parameter)
+        if shard.facts.scale_is_local:
+            agree_on_scale(gather.parameter)
+            shard = local_tensor(gather.parameter).moved(lambda tensor: tensor.to(shard.device))
         recipe, code_dtype = module.fp8.recipe, shard.qdata.dtype
         codes = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size())
         scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
@@ -177,7 +178,7 @@ class CastAfter(Way):
         dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
 
         def read(received: Sequence[Tensor]) -> Operands:
-            weight, state = gathered_whole(received[0], shape), module.fp8.state
+            weight, state = without_padding(received[0], shape), module.fp8.state
             if state is not None:
                 scale = torch.zeros_like(state.scale) if gather.delayed_scale is None else gather.delayed_scale
                 state = state._replace(scale=scale, before=torch.zeros_like(state.before)).on(weight.device)
@@ -229,9 +230,8 @@ class Freshness:
         """
         gather = self._gather
         with DisableTorchFunctionSubclass():  # ShardedWeight's would be called for a version
-            versions = gather.parameter._version, local_tensor(gather.parameter)._version
-        group: Any = gather.group
-        return group.backwards, module.training, gather.writes.step, *versions, id(module.fp8.recipe)
+            writes = gather.writes.step, gather.parameter._version, local_tensor(gather.parameter)._version
+        return gather.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
 
 
 class InFP8(Way):
@@ -271,7 +271,8 @@ class InFP8(Way):
         group.wait_for_casts()
         codes, recipe = self.codes.on(shard.device), module.fp8.recipe  # type: ignore[union-attr]
         read = functools.partial(self.shard_cast.read, codes=codes, pads=recipe.pads)
-        return codes.sent, MakeWeight(shape, recipe.weight_key, read, codes.unsent, module.stores_transposed)
+        local_tensors = [tensor for tensor in (*codes.shared_scales, codes.amax) if tensor is not None]
+        return codes.sent, MakeWeight(shape, recipe.weight_key, read, local_tensors, module.stores_transposed)
 
 
 class Gather:
@@ -283,7 +284,8 @@ class Gather:
         is_shared: whether a module of another kind has the same weight.
 
     Written by ``adopt``, when fully_shard or a move gives the module a DTensor, until another takes its place:
-        parameter: that DTensor; None before fully_shard.
+        parameter: that DTensor. None before fully_shard, and for experts that expert_parallel has spread over ranks: of
+            these FSDP2 gathers with hooks only those in FP8, "as stored".
         writes: to it.
         shape: of the tensor that FSDP2 shards: tensor parallelism has left this rank a part.
         mesh_dim: the mesh dimension that FSDP2 shards over; those of tensor parallelism follow.
@@ -310,30 +312,17 @@ class Gather:
         self.forget()
 
     def adopt(self, parameter: Any, replaced: Any, module: WeightReader) -> None:
-        """Gather the module's ``parameter`` from now on, if FSDP2 has just sharded it.
+        """Gather the module's ``parameter`` from now on, if FSDP2 has just sharded it; collective then.
 
         ``replaced``: what the module had in its place: the whole weight, this rank's of tensor parallelism, or another
         shard; ``parameter`` itself, if that was moved to another device.
         """
-        if (mesh := getattr(parameter, "device_mesh", None)) is None:
-            return
-        mesh_dim, shape = self.mesh_dim, self.shape
-        if replaced is not parameter:
-            inner_mesh = getattr(replaced, "device_mesh", None)
-            if inner_mesh is not None and parameter.ndim == 3:
-                return  # expert_parallel has spread its experts over ranks
-            # FSDP2's dimension is before those of the mesh that tensor parallelism has sharded it over already
-            mesh_dim, shape = mesh.ndim - 1 - getattr(inner_mesh, "ndim", 0), on_this_rank(replaced).shape
+        mesh_dim = self.mesh_dim if replaced is parameter else _mesh_dim_of(parameter, replaced)
         if not attach(parameter, mesh_dim, module.part_name) or self.parameter is parameter:
             return
-        self.mesh_dim, self.shape = mesh_dim, shape
-        # torch 2.13 refuses this only when it first runs; with 2.11 the two shards drift apart silently
-        is_plain = on_this_rank(replaced) is replaced
-        if is_plain and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
-            raise ValueError(
-                "fully_shard was applied to two modules that share a weight, each of which would train its own; "
-                "apply it to a module that holds both"
-            )
+        _refuse_second_shard(parameter, replaced)
+        if replaced is not parameter:
+            self.mesh_dim, self.shape = mesh_dim, on_this_rank(replaced).shape
         OPTIMIZER_STEPS.watch()
         self.parameter, self.writes = parameter, OPTIMIZER_STEPS.writes_to(parameter)
         if self.group is not None:
@@ -371,7 +360,7 @@ class Gather:
         return self._way
 
     def _choose_way(self, module: WeightReader) -> Way:
-        if local_stored(self.parameter) is not None:
+        if self.parameter is None or local_stored(self.parameter) is not None:
             return AsStored()
         casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
         ranks, is_parallel = mesh.size(self.mesh_dim), self.mesh_dim + 1 < mesh.ndim
@@ -435,7 +424,7 @@ class Gather:
             weight_mesh = mesh if self.parameter is None else self.parameter.device_mesh
             others = [] if self.group is None else [other for other, _ in self.group.gathers_on(weight_mesh)]
             check_layers_agree(others or [module], weight_mesh)
-        way = AsStored() if isinstance(shard, StoredWeight) else self.way(module)
+        way = self.way(module)
         sent_as = way.kind, module.fp8.recipe.weight_casts
         if self.sent_as not in (None, sent_as):
             raise RuntimeError(
@@ -447,6 +436,25 @@ class Gather:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.is_shared, self.name)
+
+
+def _mesh_dim_of(parameter: Any, replaced: Any) -> int:
+    """Return the mesh dimension over which FSDP2 shards a parameter that replaces another; negative: no Gather's."""
+    ndim, inner_ndim = (getattr(getattr(one, "device_mesh", None), "ndim", 0) for one in (parameter, replaced))
+    # FSDP2's dimension is before those of tensor parallelism; experts that are spread over ranks are gathered as stored
+    return -1 if inner_ndim and parameter.ndim == 3 else ndim - 1 - inner_ndim
+
+
+def _refuse_second_shard(parameter: Any, replaced: Any) -> None:
+    """Raise ValueError if another DTensor than ``parameter`` has replaced this plain parameter, which notes the first.
+
+    Torch 2.13 refuses this only when it first runs; with 2.11 the two shards drift apart silently.
+    """
+    if on_this_rank(replaced) is replaced and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
+        raise ValueError(
+            "fully_shard was applied to two modules that share a weight, each of which would train its own; "
+            "apply it to a module that holds both"
+        )
 
 
 def _whole_storage(codes: Tensor) -> Tensor:
@@ -533,8 +541,7 @@ class GatherGroup:
             if isinstance(way := gather.way(module), InFP8):
                 gather.begin(module)
                 way.freshness.was_cast(module)
-                as_is = module.fp8.recipe.weight_casts.as_is
-                shard = way.shard
+                shard, as_is = on_this_rank(gather.parameter), module.fp8.recipe.weight_casts.as_is
                 key = (as_is, shard.dtype, shard.device) if way.shard_cast.in_one_launch else way  # way: alone
                 launches.setdefault(key, []).append(way)
         amaxes = _amaxes_over_ranks([way for ways in launches.values() for way in ways], mesh)
@@ -569,8 +576,7 @@ def _amaxes_over_ranks(ways: Sequence[InFP8], mesh: DeviceMesh) -> dict[InFP8, T
 def _cast_in_one_launch(ways: Sequence[InFP8], amaxes: dict[InFP8, Tensor]) -> None:
     """Cast shards of one dtype by one cast; ``amaxes``: those of each weight's matrices, where it is per tensor."""
     cast = ways[0].shard_cast.layouts[0].cast
-    is_per_tensor = cast.tile == (ALL, ALL)
-    scales = _scales_of(ways, [amaxes[way] for way in ways], cast) if is_per_tensor else [None] * len(ways)
+    scales = _scales_of(ways, [amaxes[way] for way in ways], cast) if cast.tile == (ALL, ALL) else [None] * len(ways)
     matrices: list[MatrixToCast] = []
     for way, scales_of_weight in zip(ways, scales, strict=True):
         way.codes, matrices_of_shard = way.shard_cast.prepare(way.shard, way.codes, scales_of_weight)

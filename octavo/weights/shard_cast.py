@@ -58,11 +58,6 @@ class ShardCodes(NamedTuple):
     shared_scales: tuple[Tensor, ...]
     amax: Tensor | None = None
 
-    @property
-    def unsent(self) -> tuple[Tensor, ...]:
-        """All tensors that are not sent."""
-        return self.shared_scales if self.amax is None else (*self.shared_scales, self.amax)
-
     def on(self, device: torch.device) -> ShardCodes:
         """Return these tensors on a device, without a wait for their copies."""
         if self.sent[0].device == device:

@@ -14,11 +14,11 @@ from octavo.weights.fsdp2 import (
     ShardedWeight,
     attach,
     forget_failed_pass,
-    gathered_whole,
     maximum_over_shards,
     mp_policies,
     padded_rows,
     rows_on_each_rank,
+    without_padding,
 )
 
 
@@ -137,6 +137,6 @@ def test_what_ranks_send_is_the_whole():
             padded_rows(part, whole.shape, 4)
             for part in [*whole.split(rows_on_each_rank(rows, 4)), *[whole[:0]] * 4][:4]
         ]
-        assert torch.equal(gathered_whole(torch.cat(sent), whole.shape), whole)
+        assert torch.equal(without_padding(torch.cat(sent), whole.shape), whole)
     columns = torch.randn(5, 6)
     assert padded_rows(columns[:, :3], columns.shape, 2).shape == (5, 3)  # another dimension is sharded

@@ -159,6 +159,43 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
         octavo.nn.KeptWeights(linear)
 
 
+def test_codes_are_fresh_for_one_gather_of_a_forward(mesh, monkeypatch):
+    """The table of Freshness: casts and gathers of two micro-batches, with the weights that are fresh after each."""
+    model = to_fp8(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), recipes.dynamic())
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    names, notes = dict(zip(model, "AB", strict=True)), []
+
+    def fresh():
+        return [name for layer, name in names.items() if layer.fp8.gather.way(layer).freshness.is_fresh(layer)]
+
+    def noting(kind, method):
+        original = getattr(kind, method)
+
+        def noted(self, unshard, *rest):
+            result = original(self, unshard, *rest)
+            notes.append((names[unshard.module] if kind is gather.InFP8 else "cast", *fresh()))
+            return result
+
+        monkeypatch.setattr(kind, method, noted)
+
+    noting(gather.InFP8, "send")
+    noting(gather.GatherGroup, "cast_shards")
+    x = torch.randn(16, 512)
+    for micro_batch in range(2):
+        model(x).sum().backward()
+        assert notes == [("cast", "A", "B"), ("A", "B"), ("B",), ("B",), ("A",)], micro_batch
+        notes.clear()
+    model[0](x)
+    assert fresh() == ["B"]
+    model.eval()
+    assert fresh() == []
+    model.train()
+    assert fresh() == ["B"]
+    octavo.nn.invalidate(model[1])
+    assert fresh() == []
+
+
 def test_a_move_leaves_a_sharded_weight_to_be_gathered(mesh):
     linear = layer(recipes.dynamic(), mesh)
     for move in (nn.Module.bfloat16, lambda linear: linear.to("meta"), lambda linear: linear.to_empty(device="cpu")):
