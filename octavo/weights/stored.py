@@ -195,19 +195,24 @@ class StoredWeight(ShardHooks, Pair):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it needs a gradient, as for any tensor; a frozen parameter gives up what only training reads."""
+        """Whether it needs a gradient, as for any tensor; setting it writes ``facts`` besides.
+
+        set to True                        it is trained; nothing is dropped
+        set to False, of a parameter       it is frozen; ``low_bits``, which only training reads, are dropped, unless an
+                                           optimizer waits for them
+        set to False, of another tensor    its facts are no longer its aliases', but new ones of a frozen weight: torch
+                                           makes a frozen parameter of it, perhaps beside one that is trained
+        """
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, trains: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, trains)  # type: ignore[attr-defined]
-        if trains:
-            self.facts.is_frozen = False
-        elif isinstance(self, torch.nn.Parameter):
-            self.facts.is_frozen = True
-            self.low_bits = self.low_bits if self.facts.awaited else None
-        else:  # a frozen parameter is made of it, perhaps beside one that is trained
-            self.facts = TrainingFacts(is_frozen=True)
+        if not trains and not isinstance(self, torch.nn.Parameter):
+            self.facts = TrainingFacts()
+        self.facts.is_frozen = not trains
+        if not trains and not self.facts.awaited:
+            self.low_bits = None
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
         """Set ``requires_grad``, see there, and return the weight."""
@@ -351,25 +356,28 @@ class StoredWeight(ShardHooks, Pair):
         """
         if self.is_meta:
             return self
-        is_shard_of_one_scale, is_stored = self.is_shard and self.has_one_scale, isinstance(other, StoredWeight)
-        if is_stored and other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv):
-            # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
-            has_scale_of_whole = other.is_shard and not other.facts.scale_is_local
-            self.facts.scale_is_local = is_shard_of_one_scale and not has_scale_of_whole
-            if other.shape != self.shape or not self.equals(other):
-                self._write_pair(other)
-            return self
-        self.facts.scale_is_local = is_shard_of_one_scale
-        if self.is_shard and other.dtype == torch.uint8:
+        is_stored = isinstance(other, StoredWeight)
+        takes_scales = is_stored and other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
+        # ranks of one scale get the same answer, since they hold the same scales; a rank that cast alone says so
+        has_scale_of_whole = takes_scales and other.is_shard and not other.facts.scale_is_local
+        self.facts.scale_is_local = self.is_shard and self.has_one_scale and not has_scale_of_whole
+        if takes_scales:
+            if not self.equals(other):
+                self._write_stored(other)
+        elif self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
-            return self
-        values = (other.before_cast() if is_stored else other).to(self.device).expand(self.shape)
-        if not torch.equal(self.before_cast(), values.to(self.dtype)):
-            self._write_pair(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
+        else:
+            self._write_values(other.before_cast() if is_stored else other)
         return self
 
-    def _write_pair(self, other: StoredWeight) -> None:
-        """Copy codes, scales and low bits."""
+    def _write_values(self, values: Tensor) -> None:
+        """Cast values and write the result, unless the weight has these values already."""
+        values = values.to(self.device).expand(self.shape)
+        if not torch.equal(self.before_cast(), values.to(self.dtype)):
+            self._write_stored(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
+
+    def _write_stored(self, other: StoredWeight) -> None:
+        """Copy a stored weight's codes, scales and low bits; another shape is broadcast or refused, as by any copy_."""
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
         if self.low_bits is not None and other.low_bits is not None:
@@ -455,14 +463,6 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
             keep_low_bits = shard.low_bits is not None or param.requires_grad
             shard.write(StoredWeight.cast(value, PerTensor(), keep_low_bits, param, amax))
     shard.facts.scale_is_local = False
-
-
-def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
-    """Return a shard of a DTensor, or a copy of it on another device, as ``agree_on_scale`` leaves it."""
-    if (stored := local_stored(param)) is None or not shard.facts.scale_is_local:
-        return shard
-    agree_on_scale(param)
-    return stored.moved(lambda tensor: tensor.to(shard.device))
 
 
 def stored_as(weight: Tensor | None) -> Granularity | None:
