@@ -125,19 +125,19 @@ def fp8_operands(
     ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
     the weight; ``state``: what ``fresh_state`` returned; ``rows``: how the rows that it is multiplied by lie.
     """
-    # stored or gathered
-    local: Any = parameter if rows.parts is None else weight_NK
+    # stored or gathered: the codes are those of the parameter, or of this rank's part of it: under tensor parallelism
+    # ``weight_NK``, among ranks that hold different experts the shard itself, as ``weight_NK`` is a view of it
+    holder = parameter if rows.parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
-        local = stored  # this rank's experts, as they are stored
-    if isinstance(local, HOLDING_CODES):
+        holder = stored
+    if isinstance(holder, HOLDING_CODES):
         _refuse_tracing()
-        kind: Any = type(local)  # whose method it is: torch.compile would make an op of a call of the tensor's own
-        return kind.operands(local, module, transposed)
+        # by the class: torch.compile would make an op of a call of the tensor's own method
+        return type(holder).operands(holder, module, transposed)  # type: ignore[arg-type]
     # the history is that of the module's parameter in training: not of a merged, averaged or swapped weight, and not
     # of one that is computed; but FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
-    if not training or not is_parameter:
-        state = None
+    state = state if training and is_parameter else None
     # kept
     if training and rows.parts is None and module.fp8.kept_operands is not None:
         if (kept_operands := module.fp8.kept_operands.operands(parameter, state)) is not None:
