@@ -22,8 +22,8 @@ measured without octavo.inspect (causes_parts.py). A draw is held out once, and 
 but with the sixteenth, after which none changed. Held out, "FP8 or not", verdicts and first departures were right in so
 many runs of each, and so many of 12 healthy ones were above a note: ninth 91, 84 and 74 %, 0; tenth 96, 83 and 88 %, 1;
 eleventh 97, 96 and 76 %, 1; twelfth 99, 90 and 83 %, 1; fourteenth 99, 98 and 66 %, 2; and, since backward of the first
-batch runs again, fifteenth 93, 93 and 78 %, 0; sixteenth 98, 97 and 93 %, 0. The thirteenth is 24 healthy runs, of which
-1 was. The second to the fourteenth draw and variations of their kinds are history: results/causes_earlier.csv has their
+batch runs again, fifteenth 93, 93 and 78 %, 0; sixteenth 98, 97 and 93 %, 0. Of the thirteenth's 24 healthy runs one
+was. The second to the fourteenth draw and variations of their kinds are history: results/causes_earlier.csv has their
 rows, and the commits that these name have their scripts.
 """
 
