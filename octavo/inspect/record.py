@@ -27,15 +27,15 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weights import MOVED
+from octavo.inspect.weights import MOVED, SQUARES
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -117,24 +117,6 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [x for x in lines if isinstance(x, dict) and type(x.get("step")) is int and x["step"] in steps]
 
 
-# Measures of weights: the name of a sum of MOVED, the name of its divisor, and whether the quotient's root is taken.
-OF_WEIGHTS = {
-    "update": ("update", "elements", True),  # root mean square of what a step changes
-    "resolution": ("update", "grid", True),  # the update over the distance between numbers of the weight's dtype
-    "between": ("between", "elements", True),  # change between the last recorded step and this one
-    "changed": ("changed", "elements", False),  # share of the weight's numbers that the step changes
-    "first_flushed": ("first_flushed", "moments", False),  # share of first moments that are 0 while the second is not
-    "second_flushed": ("second_flushed", "moments", False),  # the same of second moments
-    "master_update": ("master_update", "masters", True),  # as above, of a master besides the weight
-    "master_resolution": ("master_update", "grid", True),
-    "master_changed": ("master_changed", "masters", False),
-    "size": ("weight", "elements", True),  # the weight after the step
-    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it; inf where sampled ones are inf or NaN
-    "outside": ("outside", "seen", True),  # change in the step before the optimizer's update: by something else
-    "second_moment": ("second", "seconds", False),  # mean of an optimizer's second moment, if it is a plain tensor
-}
-
-
 class RecordError(OctavoError, ValueError):
     """A folder without a record, or with one that this release can't read."""
 
@@ -186,9 +168,9 @@ class Record:
         rows: casts of layers' roles; where a recipe changed, the new casts are further rows.
         steps: the recorded steps.
         measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
-        exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
+        exponents: [steps, rows, 64]: how many numbers have each binary exponent, from Counted.lowest on.
         layers: the layers whose weights were recorded.
-        weights: OF_WEIGHTS' and twin_measures' by name, each [steps, layers], float64; nan where no twin ran.
+        weights: weight_measures' and twin_measures' by name, each [steps, layers], float64; nan where no twin ran.
         scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
         experts: None if no layer has experts.
@@ -198,7 +180,6 @@ class Record:
         of_modules: output_changes' by name, each [steps, modules], float64; nan where no twin ran, and at first.
         parameters: names of those whose gradients of the first recorded batch were compared.
         of_parameters: "change", of these gradients, over their sizes: [steps, parameters], nan as in ``of_modules``.
-        lowest: the first exponent, -48.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -227,7 +208,6 @@ class Record:
     of_modules: dict[str, Any] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
     of_parameters: dict[str, Any] = field(default_factory=dict)
-    lowest: ClassVar[int] = Counted.lowest
 
     @property
     def of_worst(self) -> Record:
@@ -371,15 +351,35 @@ class _RecordedCounts:
         """Return the record of these steps."""
         counts, worst, experts = self.of_rows, self.of_worst, None
         if self.tokens:
-            measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
-            experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
-        measures, weights = measures_of(self.rows, counts["sums"], counts["extremes"]), weight_measures(self.moved)
-        others = weight_measures(np.stack([*self.others.values()], 1)) if self.others else {}
-        outputs = output_changes(np.stack([*self.outputs.values()], 1)) if self.outputs else {}
-        gradients = {"change": relative_change(np.stack([*self.gradients.values()], 1))} if self.gradients else {}
-        of_rows = measures, counts["exponents"], self.layers, weights | twin_measures(self.twins), scalars, events
-        of_batch = [*self.outputs], outputs, [*self.gradients], gradients
-        return Record(self.rows, steps, *of_rows, experts, [*self.others], others, *of_batch)
+            experts = OfExperts(
+                measures=measures_of(self.rows, worst["sums"], worst["extremes"]),
+                exponents=worst["exponents"],
+                worst=self.worst,
+                beyond=self.beyond,
+                tokens=self.tokens,
+            )
+        return Record(
+            rows=self.rows,
+            steps=steps,
+            measures=measures_of(self.rows, counts["sums"], counts["extremes"]),
+            exponents=counts["exponents"],
+            layers=self.layers,
+            weights=weight_measures(self.moved) | twin_measures(self.twins),
+            scalars=scalars,
+            events=events,
+            experts=experts,
+            others=[*self.others],
+            of_others=_of_all(weight_measures, self.others),
+            modules=[*self.outputs],
+            of_modules=_of_all(output_changes, self.outputs),
+            parameters=[*self.gradients],
+            of_parameters=_of_all(lambda sums: {"change": relative_change(sums)}, self.gradients),
+        )
+
+
+def _of_all(measures: Callable[[Any], dict[str, Any]], sums_by_name: dict[str, Any]) -> dict[str, Any]:
+    """Return measures [steps, names] by name, from each name's sums [steps, sums]; none where there is no name."""
+    return measures(np.stack([*sums_by_name.values()], 1)) if sums_by_name else {}
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
@@ -442,13 +442,13 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 
 def weight_measures(moved: Any) -> dict[str, Any]:
-    """Return OF_WEIGHTS' measures by name, from counts [..., layers, 18]."""
+    """Return MOVED's measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
     sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for name, (dividend, divisor, is_root) in OF_WEIGHTS.items():
-            least = np.minimum(sums[divisor], sums["masters"]) if dividend.startswith("master") else sums[divisor]
-            ratio = np.where(least > 0, sums[dividend] / sums[divisor], np.nan)
-            measures[name] = np.sqrt(ratio) if is_root else ratio
+        for column, name, divisor in ((c, name, by) for c, divisors in MOVED.items() for name, by in divisors.items()):
+            least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
+            ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
+            measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
     is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 

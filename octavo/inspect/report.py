@@ -1,7 +1,7 @@
 """Reports of ``octavo inspect`` on a record: findings as text; findings and plots as JSON and as a page of HTML.
 
-The page is report.html with the JSON and Vega-Lite put into it: it loads nothing from a network. All three can compare
-two runs.
+The page is report.html with report.css, report.js, the JSON and Vega-Lite put into it: it loads nothing from a network.
+All three can compare two runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 from octavo.errors import require
 from octavo.formats import E4M3, E5M2, Format
-from octavo.inspect.findings import LIMITS
+from octavo.inspect.findings import FORMAT_SQNR, LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
-from octavo.inspect.twin import LOSS
-from octavo.inspect.verdicts import verdict
+from octavo.inspect.twin import DIFFERING_COSINE, LOSS
+from octavo.inspect.verdicts import BEYOND, IN_TURN, verdict
 from octavo.inspect.weights import GROUP
+from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
@@ -129,11 +130,14 @@ def to_json(
         "verdict": verdict(record, findings),
         "findings": [_finding(finding) for finding in findings],
         "limits": LIMITS,
+        "twin_limits": {"cosine": DIFFERING_COSINE, "beyond": BEYOND, "in_turn": IN_TURN},
+        "format_sqnr": FORMAT_SQNR,
         "against": None if against is None else _against(findings, against),
         "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
         "twins": _twins(record, starts),
         "twin_apart": _twin_apart(record),
+        "lowest": Counted.lowest,  # the exponent of a histogram's first bin
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": _curves(record),
@@ -175,8 +179,11 @@ def to_html(
     require("inspect", "vl_convert")
     import vl_convert
 
-    page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
+    folder, kinds = resources.files("octavo.inspect"), ("html", "css", "js")
+    page, style, script = (folder.joinpath(f"report.{kind}").read_text(encoding="utf-8") for kind in kinds)
     content = {
+        "STYLE": style,
+        "SCRIPT": script,
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
         "DATA": to_json(record, findings, what_if, against).replace("<", "\\u003c"),
         "LIBRARY": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),

@@ -1,10 +1,10 @@
 """The twin of a recorded step: its batches once more in high precision, with the same weights and random numbers.
 
 A step's forwards of the model are noted with their arguments, random states and autocast, and the gradients that their
-outputs get. Before the optimizer's update they run again with every layer in high precision, and backward begins with
-the same gradients of the outputs. So weights' gradients can be compared however the loss is computed. Of a model that
-returns its loss the twin has the loss itself; of others it has it to first order, by the change of the outputs times
-their gradients.
+outputs get (notes.py). Before the optimizer's update they run again with every layer in high precision, and backward
+begins with the same gradients of the outputs. So weights' gradients can be compared however the loss is computed
+(products.py). Of a model that returns its loss the twin has the loss itself; of others it has it to first order, by the
+change of the outputs times their gradients.
 
 That gives a step's gradients only if all that reaches the weights goes through the model's outputs, and nothing changes
 a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives far other gradients
@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,15 @@ from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
-from octavo.inspect.forwards import Forward, device_of, map_tensors, without_trace
+from octavo.inspect.forwards import Forward, device_of, without_trace
 from octavo.inspect.module_outputs import OutputChanges
+from octavo.inspect.notes import Call, Notes, gets_gradient
+from octavo.inspect.products import Pair, Products, RankSums, cosines_of
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.inspect.slope import aimed_change, changes_along, dot
+from octavo.inspect.weights import torch_optimizer
 from octavo.nn.convert import using
-from octavo.private import hooks_after_gradients
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
@@ -90,10 +92,9 @@ class Comparison(NamedTuple):
     """The comparison of a step's gradients and loss with its twin's, on the device; losses are times the loss scale.
 
     Attributes:
-        products: [layers, 3] float64: of a layer's weight gradients g and the twin's t, <g, t>, <g, g> and <t, t>;
-            summed over ranks; 0 where a gradient of an earlier step was left, as g is then not this step's alone. Where
-            the step ran once more in FP8 g is that run's.
-        others: the same of all other weights together, [3], where no layer's has a gradient, as of adapters; else None.
+        products: [layers, 3] float64: Products.layers of the step's gradients, or of the step's run once more in FP8
+            where there is one, and the twin's.
+        others: Products.others of these, [3], where no layer's weight has a gradient, as of adapters; else None.
         loss_change: the twin's loss less the step's, float64, or less that of the step's run once more in FP8; nan
             where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
@@ -123,8 +124,8 @@ class Comparison(NamedTuple):
         """Return the record's scalars by name; ``loss``, ``loss_scale``: of the step."""
         scalars = {CONTROL: self.control, LEFT: self.left, SLOPE: self.slope}
         if self.others is not None:
-            gt, gg, tt = self.others
-            scalars[OTHERS] = torch.where(gg == 0, 0.0, gt / (gg * tt).sqrt())
+            product, of_step, of_twin = self.others
+            scalars[OTHERS] = torch.where(of_step == 0, 0.0, product / (of_step * of_twin).sqrt())
         return scalars if loss is None else scalars | {LOSS: self._loss_beside(loss, loss_scale)}
 
     def _loss_beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
@@ -136,48 +137,6 @@ class Comparison(NamedTuple):
         scale = (math.nan if self.is_float16 else 1.0) if loss_scale is None else loss_scale
         exact = torch.where((loss * ratio).isfinite(), loss * ratio, self.loss / scale)
         return torch.where(self.loss.isnan(), loss + self.loss_change / scale, exact)
-
-
-class _NotedOutput:
-    """A tensor that a forward returned: the gradient that it gets, and their product."""
-
-    def __init__(self, begins: Callable[[], None]) -> None:
-        self.begins = begins  # to be called before backward changes a gradient
-        self.grad: Tensor | None = None
-        self.product: Tensor | float = 0.0
-
-
-class _NotesGradient(torch.autograd.Function):
-    """Return a tensor as it is, and note the gradient that it gets: of outside alone, as outputs may need each other.
-
-    Not by a hook of a view: that one is left out where the view is written in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, output: _NotedOutput) -> Tensor:
-        ctx.output = output
-        ctx.save_for_backward(y.detach())  # freed with the graph
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        output, noted = ctx.output, grad.detach()
-        output.begins()
-        try:
-            (y,) = ctx.saved_tensors
-            output.product = output.product + dot(whole(y), whole(noted))
-        except RuntimeError:  # it was overwritten meanwhile, perhaps by its gradient
-            output.product = math.nan
-        output.grad = noted if output.grad is None else output.grad + noted  # more than one backward of a graph
-        return grad, None
-
-
-class _Call(NamedTuple):
-    """A forward of the model, and its outputs that need a gradient."""
-
-    forward: Forward
-    versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
-    outputs: list[_NotedOutput]
 
 
 class _CallAgain(NamedTuple):
@@ -198,27 +157,57 @@ class _CallAgain(NamedTuple):
         return torch.stack([self.change, self.loss if is_loss else self.loss + math.nan])
 
 
-_StepAndTwin = tuple[Tensor | None, Tensor | None]  # a weight's gradient of the step, and of the twin
-
-
 class _RunAgain(NamedTuple):
     """The calls of a step run once more: both gradients of each layer's weight, the loss and its change.
 
     ``slope``: what changes_along returned; ``outputs``: what FirstBatch.run returned.
     """
 
-    pairs: list[_StepAndTwin]
+    pairs: list[Pair]
     loss_change: Tensor
     loss: Tensor
     slope: Tensor
     outputs: OutputChanges | None
 
 
-class Twin:
-    """Notes a recorded step's forwards, and runs them again before the optimizer's update.
+class _Control:
+    """The step's run once more in FP8: whether a step needs one, and where its gradients are not the step's.
 
-    Of a step ``begin`` is called first. Then hooks of the model note its forwards, its first backward the gradients
-    that are left, and a hook of the optimizer compares. ``take`` returns that at the step's end.
+    Attributes:
+        is_needed: whether a recorded step runs once more in FP8, and that run's gradients are compared with the twin's.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed = True
+        self._first: Tensor | None = None  # Products.cosines with the run in FP8, of the first recorded step
+
+    def arrived(self, layers: Tensor, moved: Tensor) -> None:
+        """Need a control where a layer's gradient is unlike its twin's, or the loss not that of a run in FP8.
+
+        ``layers``, ``moved``: Comparison's ``products`` and ``moved``, on the CPU.
+        """
+        self.is_needed |= bool((cosines_of(layers) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
+
+    def compare(self, products: Products) -> Tensor:
+        """Return Comparison.control, from the products of the step's gradients and those of its run in FP8."""
+        cosines = products.cosines()
+        if self._first is None:
+            self._first, self.is_needed = cosines, False
+            return cosines[-1]
+        return cosines.masked_fill(self._first < REPRODUCED_COSINE, 1.0).min()
+
+    @property
+    def is_unlike(self) -> Tensor:
+        """Where the first run in FP8 had other gradients than the step, of Products.cosines: nothing is known there."""
+        assert self._first is not None
+        return self._first < CONTROL_COSINE
+
+
+class Twin:
+    """Runs the forwards of a recorded step again before the optimizer's update, and compares.
+
+    Of a step ``begin`` is called first. Then its Notes have its forwards, its first backward notes the gradients that
+    are left, and a hook of the optimizer compares. ``take`` returns that at the step's end.
 
     Args:
         model: whose forwards are noted; they run again without DistributedDataParallel and torch.compile around it.
@@ -228,45 +217,33 @@ class Twin:
 
     Attributes:
         reason: why there is no twin; empty if there is one.
-        runs_in_fp8: whether a recorded step runs once more in FP8 too, and that run's gradients are compared.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path, resumes: bool) -> None:
-        self.reason, self.runs_in_fp8 = "", False
         self._comparison: Comparison | None = None
-        self._model, self._wrapped, self._ranks = PlainModel(model).module, model, ranks
+        self._model, self._ranks = PlainModel(model).module, ranks
+        self._notes = Notes(model, self._model, self._note_left, self._or_reason)
+        self._sums, self._control = RankSums(self._model, ranks), _Control()
         self._layers: Sequence[RecordedLayer] = ()
-        self._calls: list[_Call] = []
-        self._left: Tensor | None = None  # [layers], squares of the norms of gradients from before the first backward
-        self._running: list[_Call | None] = []  # the call of each forward that runs, as one may call another
-        self._hooks: list[Any] = []
-        self._hooks_of_optimizer: list[Any] = []
-        # cosines of the first recorded step's gradients with those of its run in FP8: layers', others', and of all
-        self._control: Tensor | None = None
+        self._left: Tensor | None = None  # squares of norms of gradients from before the first backward, [layers + 1]
         self._first: FirstBatch | None = None
         self._folder, self._resumes = folder, resumes
-        self._are_replicated: list[bool] | None = None  # whether all ranks have a layer's gradient, found once
-        self._optimizer = hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
-        if not isinstance(hooked, torch.optim.Optimizer):
-            self.reason = NO_OPTIMIZER
-        else:
-            self._hooks_of_optimizer = [hooked.register_step_pre_hook(lambda *_: self._before_update())]
+        self._optimizer = torch_optimizer(optimizer)
+        self.reason, self._hooks = NO_OPTIMIZER, list[Any]()
+        if self._optimizer is not None:
+            self.reason = ""
+            self._hooks = [self._optimizer.register_step_pre_hook(lambda *_: self._before_update())]
 
     def begin(self, layers: Sequence[RecordedLayer]) -> None:
         """Note the forwards of a recorded step, from now on."""
         self.end()
         if not self.reason:
             self._layers = layers
-            before = self._wrapped.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            after = self._wrapped.register_forward_hook(self._after_forward, always_call=True)
-            self._hooks = [before, after]
+            self._notes.begin()
 
     def arrived(self, products: Tensor, moved: Tensor) -> None:
-        """Run later steps in FP8 too where a layer's gradient is unlike its twin's, or the loss not its run's in FP8.
-
-        ``products``, ``moved``: Comparison's, on the CPU.
-        """
-        self.runs_in_fp8 |= bool((_cosines(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
+        """Decide by a Comparison's products and ``moved``, on the CPU, whether later steps run in FP8 again too."""
+        self._control.arrived(products, moved)
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -276,39 +253,14 @@ class Twin:
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._calls, self._running, self._layers, self._left = [], [], [], (), None
+        self._notes.end()
+        self._layers, self._left = (), None
 
     def close(self) -> None:
         """Leave model and optimizer alone."""
         self.end()
-        for hook in self._hooks_of_optimizer:
+        for hook in self._hooks:
             hook.remove()
-
-    def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return
-        call, model = None, self._model
-        if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:
-            with self._or_reason():
-                call = _Call(Forward.of(model, args, kwargs), _versions(model), [])
-        self._running.append(call)
-
-    def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._running or (call := self._running.pop()) is None:
-            return None
-        self._calls.append(call)
-
-        def noted(y: Tensor) -> Tensor:
-            if not _is_noted(y):
-                return y
-            call.outputs.append(output := _NotedOutput(self._note_left))
-            return cast(Tensor, _NotesGradient.apply(y, output))
-
-        with self._or_reason():
-            return map_tensors(noted, result)
-        return None
 
     @contextlib.contextmanager
     def _or_reason(self) -> Iterator[None]:
@@ -323,16 +275,16 @@ class Twin:
     def _note_left(self) -> None:
         """Note the gradients that are there before the step's first backward."""
         if self._left is None:
-            self._left = self._squares([module.weight_parameter.grad for module, _ in self._layers])
+            others = None  # are not noted
+            self._left = self._sums.squares([*(module.weight_parameter.grad for module, _ in self._layers), others])
 
     def _before_update(self) -> None:
         """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
-        if torch.compiler.is_compiling() or not self._hooks:
+        if torch.compiler.is_compiling() or not self._notes.are_taken:
             return
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        calls = [call for call in self._calls if any(output.grad is not None for output in call.outputs)]
-        left, layers = self._left, self._layers
+        calls, left, layers = self._notes.calls, self._left, self._layers
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
             if calls:
                 self.reason = self.reason or IN_BACKWARD
@@ -343,7 +295,7 @@ class Twin:
             self._comparison = self._compared(calls, layers, trained, left)
 
     def _compared(
-        self, calls: list[_Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
+        self, calls: list[Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
     ) -> Comparison | None:
         """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
         weights: list[Tensor] = [module.weight_parameter for module, _ in layers]
@@ -351,28 +303,26 @@ class Twin:
         weights += trained if has_others else []
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
-        products, loss_change = self._products(twin.pairs, len(layers)), twin.loss_change
-        squares_left = torch.zeros_like(products[:-1, 1]) if left is None else self._ranks.sum(left)
+        products, loss_change = self._sums.products(twin.pairs, len(layers)), twin.loss_change
+        squares_left = torch.zeros_like(products.norm_squares) if left is None else self._ranks.sum(left)
         share_left = self._share_left(squares_left, products, layers)
         lowest, moved = None, torch.zeros_like(loss_change)
-        if self._ranks.any(self._control is None or self.runs_in_fp8):
+        if self._ranks.any(self._control.is_needed):
             with _not_counted(layers):
                 control = self._run(calls, weights, own_recipes(self._model))
             if control is None:
                 return None
-            lowest = self._lowest_cosine(self._products(control.pairs, len(layers)))
-            products = self._products(_run_pairs(control, twin), len(layers), are_runs=True)
+            lowest = self._control.compare(self._sums.products(control.pairs, len(layers)))
+            products = self._sums.products(_run_pairs(control, twin), len(layers), is_first_run_again=True)
             moved = (control.loss_change / loss_change).abs()
             loss_change = loss_change - control.loss_change
-        assert self._control is not None
-        is_unlike = self._control < CONTROL_COSINE  # where the runs do not give the step's gradients nothing is known
-        products[:-1].masked_fill_(squares_left.unsqueeze(1) != 0, 0.0)
-        products.masked_fill_((is_unlike[:-1] | is_unlike[-1]).unsqueeze(1), math.nan)
+        products, is_unlike = products.masked(squares_left != 0, 0.0), self._control.is_unlike
+        products = products.masked(is_unlike[:-1] | is_unlike[-1], math.nan)
         loss_change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (loss_change, twin.loss))
         change_along, predicted = self._ranks.sum(twin.slope)
         return Comparison(
-            products=products[:-1],
-            others=products[-1] if has_others else None,
+            products=products.layers,
+            others=products.others[0] if has_others else None,
             loss_change=loss_change,
             loss=loss,
             is_float16=any(call.forward.is_float16 for call in calls),
@@ -383,30 +333,21 @@ class Twin:
             outputs=twin.outputs,
         )
 
-    def _reason_against(self, calls: Sequence[_Call], trained: Sequence[Tensor]) -> str:
+    def _reason_against(self, calls: Sequence[Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""
         if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
             return IN_BACKWARD
         if not calls:
             return self.reason or NO_OUTPUT
-        versions = _versions(self._model)
-        is_written = any(versions.get(parameter, count) != count for parameter, count in calls[0].versions.items())
-        return WRITTEN_WEIGHTS if is_written else self.reason
+        return WRITTEN_WEIGHTS if calls[0].is_before_writes(self._model) else self.reason
 
-    def _lowest_cosine(self, products: Tensor) -> Tensor:
-        """Return Comparison.control, from the products of gradients with those of the step's run once more in FP8."""
-        cosines = _cosines(torch.cat([products, products.sum(0, keepdim=True)]))
-        if self._control is None:
-            self._control = cosines
-            return cosines[-1]
-        return cosines.masked_fill(self._control < REPRODUCED_COSINE, 1.0).min()
-
-    def _share_left(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
+    def _share_left(self, squares: Tensor, products: Products, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
+        assert self._optimizer is not None
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         places = [place for place, (module, _) in enumerate(layers) if id(module.weight_parameter) in trained]
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
-        return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
+        return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products.norm_squares.sum()).sqrt())
 
     def _has_reason(self) -> bool:
         """Return whether a rank has a reason for no twin; then all have one."""
@@ -414,7 +355,7 @@ class Twin:
             self.reason = self.reason or OTHER_RANK
         return bool(self.reason)
 
-    def _run(self, calls: list[_Call], weights: list[Tensor], recipe: Any, is_twin: bool = False) -> _RunAgain | None:
+    def _run(self, calls: list[Call], weights: list[Tensor], recipe: Any, is_twin: bool = False) -> _RunAgain | None:
         """Run forwards and their backwards again under a recipe; return None where that failed on a rank.
 
         Before the twin's the first recorded batch runs: their backwards reshard what FSDP2 gathers for it.
@@ -439,11 +380,11 @@ class Twin:
             self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
         return self._first.run(forward.modes)
 
-    def _call_again(self, call: _Call) -> _CallAgain:
+    def _call_again(self, call: Call) -> _CallAgain:
         """Run a forward and its backward again."""
         with torch.enable_grad():
             outputs = call.forward.again(self._model)
-        places = [place for place, y in enumerate(outputs) if _is_noted(y)]
+        places = [place for place, y in enumerate(outputs) if gets_gradient(y)]
         noted = dict(zip(places, call.outputs, strict=True))
         grads = {place: output.grad for place, output in noted.items() if output.grad is not None}
         torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
@@ -451,7 +392,7 @@ class Twin:
         change = loss - sum(noted[place].product for place in grads)
         return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, change)
 
-    def _slope(self, call: _Call, again: _CallAgain) -> Tensor:
+    def _slope(self, call: Call, again: _CallAgain) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
         dtypes = {parameter.dtype for parameter in self._model.parameters()}
         is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
@@ -460,41 +401,6 @@ class Twin:
         return changes_along(
             self._model, self._ranks, aim, lambda: _loss(call.forward.again(self._model), again.grads) - again.loss
         )
-
-    def _products(self, pairs: Sequence[_StepAndTwin], layers: int, are_runs: bool = False) -> Tensor:
-        """Return <g, t>, <g, g> and <t, t>, summed over ranks: of layers' gradients, and of all others together.
-
-        float64 [layers + 1, 3]; ``are_runs``: g is of a run again too.
-        """
-        replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
-        products = self._ranks.sum(torch.stack([self._products_of(*each, are_runs) for each in replicated_pairs]))
-        return torch.cat([products[:layers], products[layers:].sum(0, keepdim=True)])
-
-    def _replicated(self, pairs: Sequence[_StepAndTwin]) -> list[bool]:
-        """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
-        if self._ranks.size == 1:
-            return [False] * len(pairs)
-        if self._are_replicated is None or len(self._are_replicated) != len(pairs):
-            squares = self._squares([grad for grad, _ in pairs])
-            largest, least = self._ranks.largest(squares), -self._ranks.largest(-squares)
-            self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
-        return self._are_replicated
-
-    def _squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""
-        zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
-        local = [None if grad is None else on_this_rank(grad) for grad in gradients]
-        return torch.stack([zero if grad is None else dot(grad, grad) for grad in local])
-
-    def _products_of(self, pair: _StepAndTwin, is_replicated: bool, are_runs: bool) -> Tensor:
-        """Return <g, t>, <g, g> and <t, t> of a weight's gradients, float64 [3]."""
-        grad, twin = pair
-        if grad is None or twin is None:
-            return torch.zeros(3, dtype=torch.float64, device=device_of(self._model))
-        g, t = on_this_rank(grad).float(), on_this_rank(twin).float()
-        t = self._ranks.mean(t) if is_replicated else t
-        g = self._ranks.mean(g) if is_replicated and are_runs else g
-        return torch.stack([dot(g, t), dot(g, g), dot(t, t)])
 
 
 def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:
@@ -514,21 +420,7 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
             observe(module, counts=counts)
 
 
-def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[_StepAndTwin]:
+def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[Pair]:
     """Return the gradients of both runs, of each weight that has one of the step."""
     each = zip(control.pairs, twin.pairs, strict=True)
     return [(None if of_step is None else again, exact) for (of_step, again), (_, exact) in each]
-
-
-def _cosines(products: Tensor) -> Tensor:
-    """Return cosines by <g, t>, <g, g> and <t, t> [pairs, 3]; 0 where one is 0; 1 of two zeros, inf or NaN."""
-    gt, gg, tt = products.unbind(1)
-    return (gt / (gg * tt).sqrt()).nan_to_num(1.0).masked_fill((gg == 0) != (tt == 0), 0.0)
-
-
-def _is_noted(y: Tensor) -> bool:
-    return y.requires_grad and not y.is_leaf
-
-
-def _versions(model: nn.Module) -> dict[nn.Parameter, int]:
-    return {parameter: parameter._version for parameter in model.parameters()}

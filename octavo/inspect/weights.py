@@ -22,17 +22,29 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
-# the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
-# each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
-# sum of squares of changes between the last recorded step's update and this step's begin. Then how many elements
-# were sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step; and the sums
-# of squares of the weight, the gradient, and changes in this step before the optimizer's; and that of the moment.
-MOVED = (
-    *("elements", "moments", "masters"),
-    *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
-    *("gradients", "seconds", "seen", "weight", "gradient", "outside", "second"),
-)
+# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. Where a column has
+# measures, these are by name the column that divides it; of a sum of squares the root of the quotient.
+MOVED: dict[str, dict[str, str]] = {
+    "elements": {},  # how many are sampled of the weight
+    "moments": {},  # of each moment in codes
+    "masters": {},  # of a master besides the weight, if it was there before the step
+    "update": {"update": "elements", "resolution": "grid"},  # square of what the optimizer's step changes
+    "grid": {},  # square of the distance between numbers of the weight's dtype
+    "changed": {"changed": "elements"},  # how many the step changes
+    "first_flushed": {"first_flushed": "moments"},  # how many first moments are 0 while the second is not
+    "second_flushed": {"second_flushed": "moments"},  # the same of second moments
+    "master_update": {"master_update": "masters", "master_resolution": "grid"},  # as above, of the master
+    "master_changed": {"master_changed": "masters"},
+    "between": {"between": "elements"},  # square of the change between the last recorded step's update and this step
+    "gradients": {},  # how many are sampled of the gradient
+    "seconds": {},  # of a second moment that is a plain tensor
+    "seen": {},  # of the weight just before the optimizer's step
+    "weight": {"size": "elements"},  # square of the weight after the step
+    "gradient": {"gradient": "gradients"},  # square of what the optimizer gets; its measure is inf if one is inf or NaN
+    "outside": {"outside": "seen"},  # square of the change in the step before the optimizer's: by something else
+    "second": {"second_moment": "seconds"},  # a second moment that is a plain tensor
+}
+SQUARES = "update", "grid", "master_update", "between", "weight", "gradient", "outside"  # columns that are such sums
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
@@ -112,15 +124,22 @@ class _Sample(NamedTuple):
         return cls(weight, elements, master, low_bits, state, codes if len(codes) == 2 else (), second)
 
 
-Samples = tuple[list[MasterForm | None], Tensor]
+class _Values(NamedTuple):
+    """Sampled elements of all weights at a time: float32 [weights, SAMPLED] each, padded with zeros."""
+
+    weights: Tensor
+    spacing: Tensor  # the distance between the weight's number and the next one of its dtype
+    masters: Tensor  # the weights, where the optimizer keeps nothing besides them
+    forms: list[MasterForm | None]  # of the masters
+
+
 Weights = Sequence[RecipeModule | nn.Parameter]  # layers, and parameters of other modules
 
 
-@torch.no_grad()
-def sample(weights: Weights, optimizer: torch.optim.Optimizer | None) -> Samples:
-    """Return sampled elements of each weight and of its master before a step, to compare with those after it."""
-    samples, values = _read(weights, optimizer)
-    return [sample.master for sample in samples], values
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the torch.optim.Optimizer, of accelerate's the one that it wraps, whose step runs hooks; else None."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
 class Updates:
@@ -133,10 +152,9 @@ class Updates:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._handles = optimizer, list[Any]()
         self._weights: Weights = ()
-        self._last: Samples | None = None  # samples after the last recorded step's update
+        self._last: Tensor | None = None  # sampled weights after the last recorded step's update
         self._moved: Tensor | None = None
-        hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
-        if isinstance(hooked, torch.optim.Optimizer):
+        if (hooked := torch_optimizer(optimizer)) is not None:
             self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_update()))
             self._handles.append(hooked.register_step_post_hook(lambda *_: self._after_update()))
         self.is_hooked = bool(self._handles)
@@ -145,16 +163,19 @@ class Updates:
         for handle in self._handles:
             handle.remove()
 
+    @torch.no_grad()
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
         self._weights, self._last = weights, self._last if is_as_before else None
-        self._before = self._begun = sample(weights, self.optimizer)
+        _, self._begun = _read(weights, self.optimizer)
+        self._before = self._begun
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
     @torch.no_grad()
     def _before_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
-            self._before, self._gradients = sample(self._weights, self.optimizer), self._read_gradients()
+            _, self._before = _read(self._weights, self.optimizer)
+            self._gradients = self._read_gradients()
 
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
@@ -163,7 +184,7 @@ class Updates:
             None if p is None or not p.is_leaf or p.grad is None else on_this_rank(p.grad).detach() for p in params
         ]
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in all_gradients]
-        empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before[1][0, 0, :0])
+        empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before.weights[0, :0])
         gradients = [empty if grad is None else strided(grad) for grad in plain]
         return [len(grad) for grad in gradients], padded(gradients)
 
@@ -180,27 +201,26 @@ class Updates:
     @torch.no_grad()
     def _since(self) -> Tensor:
         new, after = _read(self._weights, self.optimizer)
-        begun, before, sizes = self._begun[1][0], self._before[1], list[tuple[int, ...]]()
-        is_watched = self._gradients is not None
+        before, begun, is_watched = self._before, self._begun.weights, self._gradients is not None
         numbers, gradients = self._gradients or self._read_gradients()
-        between = begun - (begun if self._last is None else self._last[1][0])
-        change = after - before  # of the weight, of the distance to the next number, and of the master
-        changed, _, master_changed = (change != 0).sum(-1, dtype=torch.float64)
-        names = "update", "grid", "master_update", "between", "weight", "gradient", "outside"
-        terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
-        sums = dict(zip(names, torch.stack(terms).double().square().sum(-1), strict=True))
-        for then, now, number in zip(self._before[0], new, numbers, strict=True):
+        update, master_update = after.weights - before.weights, after.masters - before.masters
+        between = begun - (begun if self._last is None else self._last)
+        terms = update, after.spacing, master_update, between, after.weights, gradients, before.weights - begun
+        sums = dict(zip(SQUARES, torch.stack(terms).double().square().sum(-1), strict=True))
+        changed, master_changed = (torch.stack([update, master_update]) != 0).sum(-1, dtype=torch.float64)
+        sizes = list[tuple[int, ...]]()
+        for then, now, number in zip(before.forms, new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
-        counts = _on_device(tuple(sizes), after.device).unbind(1)
+        counts = _on_device(tuple(sizes), update.device).unbind(1)
         sums |= zip(("elements", "moments", "masters", "gradients", "seconds", "seen"), counts, strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
             sums["gradients"] = sums["gradients"] * (changed > 0)
         sums |= {"changed": changed, "master_changed": master_changed}
         sums["first_flushed"], sums["second_flushed"] = _flushed(new)
         sums["second"] = padded([sample.second for sample in new]).double().sum(-1)
-        self._last = [each.master for each in new], after
+        self._last = after.weights
         return torch.stack([sums[name] for name in MOVED], 1)
 
 
@@ -282,11 +302,8 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return indices.to(device)
 
 
-def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
-    """Return samples, and their values [3, weights, SAMPLED]: weights', distances to the next number, masters'.
-
-    Values are padded with zeros, so that a few launches read them, however many layers there are.
-    """
+def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], _Values]:
+    """Return samples and their values, which a few launches read, however many layers there are."""
     samples = [_Sample.of(weight, optimizer) for weight in weights]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
@@ -296,7 +313,8 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
         alike = [samples[place] for place in places]
         read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
         rows |= zip(places, read.unbind(1), strict=True)
-    return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
+    values = torch.stack([rows[place] for place in range(len(samples))], 1)
+    return samples, _Values(*values, forms=[sample.master for sample in samples])
 
 
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
@@ -304,7 +322,7 @@ def _low_bits(samples: Sequence[_Sample]) -> Tensor:
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, distances and masters [samples, SAMPLED], float32, of plain weights."""
+    """Return the tensors of _Values, [samples, SAMPLED], of plain weights."""
     elements, (first, *_) = padded([sample.elements for sample in samples]), samples
     values = elements.float()
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)

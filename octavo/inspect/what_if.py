@@ -321,7 +321,7 @@ def compare(
         raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
-    twin, layers = _twin(model, select)
+    twin, layers = _copy_in_high_precision(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
             module.recipe = recipe.of(*module.names(layer))
@@ -345,7 +345,7 @@ def check(
     return compare(model, loss, batches, {"map": recipe}, select=select, runs=0).whole["map"]
 
 
-def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
+def _copy_in_high_precision(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
     """Return a copy in training mode that shares parameters, and the layers to compare by name, in high precision."""
     tensor_attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     try:

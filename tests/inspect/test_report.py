@@ -19,9 +19,13 @@ from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose, report, verdict
+from octavo.inspect.findings import FORMAT_SQNR
 from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, Against, changes, table, to_html, to_json
+from octavo.inspect.twin import DIFFERING_COSINE
+from octavo.inspect.verdicts import BEYOND, IN_TURN
 from octavo.inspect.what_if import Effect, WhatIf
+from octavo.kernels.arguments import Counted
 
 np = pytest.importorskip("numpy")
 
@@ -64,7 +68,7 @@ found.filtered = cells("layer"); found.after = heights();
 found.legend = all("#loss .role-legend-label text", text => text.textContent);
 found.bars = document.querySelectorAll("#what-if .mark-rect.role-mark path").length;
 const said = figure => [figure.firstChild.role, figure.firstChild.ariaLabel, figure.lastChild.textContent];
-found.labels = all("figure", said);
+found.labels = all("figure", said); found.texts = all("section > p", text => text.textContent);
 found.links = all("nav a", link => document.querySelector(link.getAttribute("href")) !== null);
 filter.value = ""; filter.oninput({ target: filter });
 frameElement.width = 390; await wait();
@@ -218,8 +222,19 @@ def test_the_numbers_of_twins_are_in_the_json() -> None:
     assert without["twin_apart"] is None and not any(map(any, (row["cosine"] for row in without["twins"])))
 
 
+def test_the_limits_of_captions_are_in_the_json() -> None:
+    """The script states no limit of its own: it reads each from the JSON, which has those of the verdict."""
+    content = json.loads(to_json(healthy(), []))
+    assert content["twin_limits"] == {"cosine": DIFFERING_COSINE, "beyond": BEYOND, "in_turn": IN_TURN}
+    assert content["format_sqnr"] == FORMAT_SQNR and content["lowest"] == Counted.lowest
+    script = Path(report.__file__).with_suffix(".js").read_text()
+    assert "Below ${cosine} in ${beyond} of ${in_turn} records" in script
+    numbers = DIFFERING_COSINE, *FORMAT_SQNR.values(), Counted.lowest
+    assert not [number for number in numbers if re.search(rf"(?<![\d.]){number:g}(?!\d)", script)]
+
+
 def test_a_printed_page_is_light_and_has_the_names_of_columns() -> None:
-    style = Path(report.__file__).with_suffix(".html").read_text().partition("</style>")[0]
+    style = Path(report.__file__).with_suffix(".css").read_text()
     screen, _, printed = style.partition("@media print")
     hidden = [selector.strip() for selectors in re.findall(r"([^{}]+)\{ display: none", printed)
               for selector in selectors.split(",")]  # fmt: skip
@@ -275,6 +290,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         "lr: 0.001 in all steps. In high precision the loss of a recorded step is at most 0.99" in seen["labels"][0][2]
     )
     assert seen["labels"][1][2] == "Worst: 0.7 cosine in model.layers.1.mlp gradient, step 150."
+    limit = f"Below {DIFFERING_COSINE} in {BEYOND} of {IN_TURN} records in turn"
+    assert limit in seen["texts"][1] and f"E4M3 keeps about {FORMAT_SQNR['E4M3']}," in " ".join(seen["texts"])
     assert len(seen["links"]) == 15 and all(seen["links"])
     assert max(seen["cut"] + seen["narrow"]) <= 0 and seen["wider"] <= 0 and seen["wider_narrow"] <= 0
     assert max(seen["cards"]) < 390 and all(right < 390 and height for right, height in seen["remedies"])

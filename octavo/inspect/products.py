@@ -1,0 +1,99 @@
+"""Products of weights' gradients with those of another run of the same step, summed over ranks, and their cosines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.distributed.ranks import Ranks
+from octavo.inspect.forwards import device_of
+from octavo.inspect.slope import dot
+from octavo.weights.fsdp2 import on_this_rank
+
+Pair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of two runs of a step
+
+
+class Products(NamedTuple):
+    """The products of weights' gradients of two runs, a and b: <a, b>, <a, a> and <b, b> are the columns, float64.
+
+    Three are 0 where nothing is compared: a run has no gradient of a weight, or one that is not of this step alone.
+    They are nan where nothing is known, as the step's run once more in FP8 does not have the step's gradients.
+
+    Attributes:
+        layers: of each layer's weight, [layers, 3].
+        others: of all other weights together, [1, 3]; 0 where these are not compared.
+    """
+
+    layers: Tensor
+    others: Tensor
+
+    @property
+    def norm_squares(self) -> Tensor:
+        """The squared norms of the first run's gradients, of layers and of others, [layers + 1]."""
+        return torch.cat(self)[:, 1]
+
+    def cosines(self) -> Tensor:
+        """Return ``cosines_of`` layers, of others, and of all gradients together, [layers + 2]."""
+        rows = torch.cat(self)
+        return cosines_of(torch.cat([rows, rows.sum(0, keepdim=True)]))
+
+    def masked(self, mask: Tensor, value: float) -> Products:
+        """Return the products with a value where a mask is set, of layers and of others, [layers + 1]."""
+        rows = torch.cat(self).masked_fill(mask.unsqueeze(1), value)
+        return Products(rows[:-1], rows[-1:])
+
+
+def cosines_of(products: Tensor) -> Tensor:
+    """Return cosines from rows of products, [rows], so that all below a limit are errors.
+
+    One is 0 where one run's gradient is 0 and the other's is not. It is 1, an error of neither run, where both are 0 or
+    one is inf or NaN.
+    """
+    ab, aa, bb = products.unbind(1)
+    return (ab / (aa * bb).sqrt()).nan_to_num(1.0).masked_fill((aa == 0) != (bb == 0), 0.0)
+
+
+class RankSums:
+    """Multiplies gradients of a model's weights on each rank, and sums the products over ranks."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._are_replicated: list[bool] | None = None  # whether all ranks have a weight's gradient, found once
+
+    def products(self, pairs: Sequence[Pair], layers: int, is_first_run_again: bool = False) -> Products:
+        """Return products of pairs of gradients, of which the first ``layers`` are layers'.
+
+        ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
+        """
+        replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
+        products = self._ranks.sum(torch.stack([self._product(*each, is_first_run_again) for each in replicated_pairs]))
+        return Products(products[:layers], products[layers:].sum(0, keepdim=True))
+
+    def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
+        local = [None if grad is None else on_this_rank(grad) for grad in gradients]
+        return torch.stack([zero if grad is None else dot(grad, grad) for grad in local])
+
+    def _replicated(self, pairs: Sequence[Pair]) -> list[bool]:
+        """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
+        if self._ranks.size == 1:
+            return [False] * len(pairs)
+        if self._are_replicated is None or len(self._are_replicated) != len(pairs):
+            squares = self.squares([grad for grad, _ in pairs])
+            largest, least = self._ranks.largest(squares), -self._ranks.largest(-squares)
+            self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
+        return self._are_replicated
+
+    def _product(self, pair: Pair, is_replicated: bool, is_first_run_again: bool) -> Tensor:
+        """Return the products of a weight's gradients, float64 [3]."""
+        first, second = pair
+        if first is None or second is None:
+            return torch.zeros(3, dtype=torch.float64, device=device_of(self._model))
+        a, b = on_this_rank(first).float(), on_this_rank(second).float()
+        b = self._ranks.mean(b) if is_replicated else b
+        a = self._ranks.mean(a) if is_replicated and is_first_run_again else a
+        return torch.stack([dot(a, b), dot(a, a), dot(b, b)])
