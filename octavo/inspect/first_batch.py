@@ -44,12 +44,13 @@ class FirstBatch:
         ranks: that train together.
         folder: the record's; None: nothing is written.
         resumes: whether to read what the run before wrote.
+
+    Attributes:
+        outputs: compares those of the model's modules with the run before.
     """
 
-    def __init__(
-        self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path | None, resumes: bool = False
-    ) -> None:
-        self._model, self._ranks, self._outputs = model, ranks, ModuleOutputs(model)
+    def __init__(self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path | None, resumes: bool) -> None:
+        self._model, self._ranks, self.outputs = model, ranks, ModuleOutputs(model)
         path = None if folder is None else folder / f"batch-{ranks.rank}.npz"
         earlier = _read(path, model, ranks) if path is not None and resumes else None
         if ranks.any(earlier is None):
@@ -62,11 +63,7 @@ class FirstBatch:
             assert earlier is not None and folder is not None
             self._forwards = [earlier]
             if ranks.rank == 0:
-                self._outputs.go_on(folder / OUTPUTS, device_of(model))
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Return whether a model's modules are those that are compared."""
-        return self._outputs.is_of(model)
+                self.outputs.go_on(folder / OUTPUTS, device_of(model))
 
     def run(self, modes: Sequence[bool]) -> OutputChanges | None:
         """Run the first batch; return how far tensors moved; None where that failed on a rank.
@@ -79,7 +76,7 @@ class FirstBatch:
             return None
         has_failed, forward = False, self._forwards[0]._replace(modes=modes)
         try:
-            with self._outputs.sampled():
+            with self.outputs.sampled():
                 with torch.enable_grad():
                     all_outputs = forward.again(self._model)
                 outputs = [y for y in all_outputs if y.requires_grad and not y.is_leaf]
@@ -94,7 +91,7 @@ class FirstBatch:
             del self._forwards[0]
             return None
         del self._forwards[1:]
-        moved = self._outputs.moved(device_of(self._model))
+        moved = self.outputs.moved(device_of(self._model))
         return moved._replace(sums=self._ranks.sum(moved.sums))
 
 

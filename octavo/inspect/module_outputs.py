@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,17 +63,8 @@ class ModuleOutputs:
     @contextlib.contextmanager
     def sampled(self) -> Iterator[None]:
         """Sample what each module gets and returns in a block, of its first call, and the gradients at its end."""
-
-        def hook_of(name: str) -> Any:
-            def sample(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                for role, values in (("input", (*args, *kwargs.values())), ("output", output)):
-                    if (name, role) not in self._samples and (first := _first_of(values)) is not None:
-                        self._samples[name, role] = _sampled(first)
-
-            return sample
-
-        self._samples = {}
-        hooks = [m.register_forward_hook(hook_of(name), with_kwargs=True) for name, m in self._modules.items()]
+        self._samples, register = {}, nn.Module.register_forward_hook
+        hooks = [register(m, partial(self._sample, name), with_kwargs=True) for name, m in self._modules.items()]
         try:
             yield
         finally:
@@ -81,6 +73,11 @@ class ModuleOutputs:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 self._samples[name, "gradient"] = _sampled(parameter.grad.detach())
+
+    def _sample(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for role, values in (("input", (*args, *kwargs.values())), ("output", output)):
+            if (name, role) not in self._samples and (first := _first_of(values)) is not None:
+                self._samples[name, role] = _sampled(first)
 
     def moved(self, device: torch.device) -> OutputChanges:
         """Return by how much tensors changed since the block before, for the next one."""

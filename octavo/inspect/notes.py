@@ -10,10 +10,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.distributed.checkpoint import PlainModel
 from octavo.inspect.forwards import Forward, map_tensors
 from octavo.inspect.slope import dot
 from octavo.private import hooks_after_gradients
 from octavo.weights.fsdp2 import whole
+
+_Context = Callable[[], AbstractContextManager[None]]
 
 
 class NotedOutput:
@@ -67,33 +70,20 @@ class Notes:
 
     Args:
         wrapped: the module that a training calls, perhaps with DistributedDataParallel or torch.compile around it.
-        model: that module without these.
         before_gradient: is called before backward gives an output its gradient.
         or_reason: a context that notes an error as the reason for no twin.
+
+    Attributes:
+        model: the module without what is around it.
+        calls: those that were noted, also without a backward.
     """
 
-    def __init__(
-        self,
-        wrapped: nn.Module,
-        model: nn.Module,
-        before_gradient: Callable[[], None],
-        or_reason: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._wrapped, self._model = wrapped, model
+    def __init__(self, wrapped: nn.Module, before_gradient: Callable[[], None], or_reason: _Context) -> None:
+        self.model, self._wrapped = PlainModel(wrapped).module, wrapped
         self._before_gradient, self._or_reason = before_gradient, or_reason
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []
         self._running: list[Call | None] = []  # the call of each forward that runs, as one may call another
         self._hooks: list[Any] = []
-
-    @property
-    def are_taken(self) -> bool:
-        """Whether hooks note forwards now."""
-        return bool(self._hooks)
-
-    @property
-    def calls(self) -> list[Call]:
-        """The calls whose outputs got a gradient."""
-        return [call for call in self._calls if any(output.grad is not None for output in call.outputs)]
 
     def begin(self) -> None:
         before = self._wrapped.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -103,12 +93,12 @@ class Notes:
         """Note no more forwards, and forget those that were noted."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._calls, self._running = [], [], []
+        self._hooks, self.calls, self._running = [], [], []
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return
-        call, model = None, self._model
+        call, model = None, self.model
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:
             with self._or_reason():
                 call = Call(Forward.of(model, args, kwargs), _versions(model), [])
@@ -117,7 +107,7 @@ class Notes:
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
         if torch.compiler.is_compiling() or not self._running or (call := self._running.pop()) is None:
             return None
-        self._calls.append(call)
+        self.calls.append(call)
 
         def noted(y: Tensor) -> Tensor:
             if not gets_gradient(y):

@@ -69,7 +69,9 @@ class RankSums:
         ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
         """
         replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
-        products = self._ranks.sum(torch.stack([self._product(*each, is_first_run_again) for each in replicated_pairs]))
+        products = self._ranks.sum(
+            torch.stack([self._product(*pair, each, is_first_run_again) for pair, each in replicated_pairs])
+        )
         return Products(products[:layers], products[layers:].sum(0, keepdim=True))
 
     def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -88,12 +90,11 @@ class RankSums:
             self._are_replicated = [bool(each) for each in ((largest == least) & (largest > 0)).tolist()]
         return self._are_replicated
 
-    def _product(self, pair: Pair, is_replicated: bool, is_first_run_again: bool) -> Tensor:
+    def _product(self, a: Tensor | None, b: Tensor | None, is_replicated: bool, is_first_run_again: bool) -> Tensor:
         """Return the products of a weight's gradients, float64 [3]."""
-        first, second = pair
-        if first is None or second is None:
+        if a is None or b is None:
             return torch.zeros(3, dtype=torch.float64, device=device_of(self._model))
-        a, b = on_this_rank(first).float(), on_this_rank(second).float()
+        a, b = on_this_rank(a).float(), on_this_rank(b).float()
         b = self._ranks.mean(b) if is_replicated else b
         a = self._ranks.mean(a) if is_replicated and is_first_run_again else a
         return torch.stack([dot(a, b), dot(a, a), dot(b, b)])

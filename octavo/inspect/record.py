@@ -307,6 +307,9 @@ def _record_in(folder: Path) -> Record:
     return counts.record(list(files), *_steps(folder))
 
 
+_NAMES = {"others": "others_moved", "modules": "outputs", "parameters": "gradients"}  # arrays of names: of their sums
+
+
 class _RecordedCounts:
     """The counts of all recorded steps in arrays [steps, ...], into which files are read; zeros where nothing was."""
 
@@ -323,9 +326,7 @@ class _RecordedCounts:
         self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
         self.worst, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
         self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
-        self.others: dict[str, Any] = {}
-        self.outputs: dict[str, Any] = {}
-        self.gradients: dict[str, Any] = {}
+        self.by_name = {names: dict[str, Any]() for names in _NAMES}
 
     def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
         """Read the arrays of a recorded step that counts these rows."""
@@ -342,22 +343,16 @@ class _RecordedCounts:
         self.moved[at, columns] = arrays["moved"]
         if "twin" in arrays:
             self.twins[at, columns] = arrays["twin"]
-        compared = [(self.outputs, "modules", "outputs"), (self.gradients, "parameters", "gradients")]
-        for by_name, names, sums in [(self.others, "others", "others_moved"), *compared]:
+        for names, sums in _NAMES.items():
             for name, values in zip(arrays[names], arrays[sums], strict=True) if sums in arrays else ():
-                by_name.setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
+                self.by_name[names].setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
 
     def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
         """Return the record of these steps."""
         counts, worst, experts = self.of_rows, self.of_worst, None
         if self.tokens:
-            experts = OfExperts(
-                measures=measures_of(self.rows, worst["sums"], worst["extremes"]),
-                exponents=worst["exponents"],
-                worst=self.worst,
-                beyond=self.beyond,
-                tokens=self.tokens,
-            )
+            measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
+            experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
         return Record(
             rows=self.rows,
             steps=steps,
@@ -368,18 +363,15 @@ class _RecordedCounts:
             scalars=scalars,
             events=events,
             experts=experts,
-            others=[*self.others],
-            of_others=_of_all(weight_measures, self.others),
-            modules=[*self.outputs],
-            of_modules=_of_all(output_changes, self.outputs),
-            parameters=[*self.gradients],
-            of_parameters=_of_all(lambda sums: {"change": relative_change(sums)}, self.gradients),
+            of_others=self._measured("others", weight_measures),
+            of_modules=self._measured("modules", output_changes),
+            of_parameters=self._measured("parameters", lambda sums: {"change": relative_change(sums)}),
+            **{names: [*sums] for names, sums in self.by_name.items()},
         )
 
-
-def _of_all(measures: Callable[[Any], dict[str, Any]], sums_by_name: dict[str, Any]) -> dict[str, Any]:
-    """Return measures [steps, names] by name, from each name's sums [steps, sums]; none where there is no name."""
-    return measures(np.stack([*sums_by_name.values()], 1)) if sums_by_name else {}
+    def _measured(self, names: str, measures: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Return measures by name, [steps, names], of what counts files name; none where they name nothing."""
+        return measures(np.stack([*sums.values()], 1)) if (sums := self.by_name[names]) else {}
 
 
 def output_changes(sums: Any) -> dict[str, Any]:

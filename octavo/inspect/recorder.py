@@ -338,7 +338,7 @@ class Recorder:
         if "twin" in counts:
             arrays["twin"] = counts["twin"]
             if self._twin is not None:
-                self._twin.arrived(tensors["twin"], tensors["moved_loss"])
+                self._twin.control.arrived(tensors["twin"], tensors["moved_loss"])
         if reading.outputs is not None:
             arrays |= reading.outputs.arrays(counts["outputs"])
             samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], **reading.outputs.names()}

@@ -252,9 +252,9 @@ function heat(id, title, text, rows, field, unit, scale, { legend = {}, isFacete
 const decades = (field, scheme) => ({ of: `log(max(datum.${field}, 0.001)) / LN2`, clamp: true, ...scheme });
 
 function plotTwin() {
-  const { cosine, beyond, in_turn } = data.twin_limits;
+  const [cosine, beyond, inTurn] = data.limits.twin;
   const text = "Cosine of each weight's gradient with that of the same batches in high precision; the lowest of each"
-    + ` column. Below ${cosine} in ${beyond} of ${in_turn} records in turn, FP8 changes that gradient.`;
+    + ` column. Below ${cosine} in ${beyond} of ${inTurn} records in turn, FP8 changes that gradient.`;
   const scale = { scheme: "viridis", reverse: !layout.dark, domain: [0.5, 1], clamp: true };
   return heat("twin", "Gradients, against those in high precision", text, data.twins, "cosine", "cosine", scale,
     { isFaceted: false });
@@ -270,8 +270,8 @@ const plotClipped = () => heat("clipped", "Clipped",
   data.casts, "clipped", "% of the numbers", layout.share, { legend: shares });
 
 const plotSqnr = () => heat("sqnr", "SQNR",
-  `Signal over rounding noise, in decibels: E4M3 keeps about ${data.format_sqnr.E4M3},`
-  + ` E5M2 about ${data.format_sqnr.E5M2}.`,
+  `Signal over rounding noise, in decibels: E4M3 keeps about ${data.limits.sqnr.E4M3},`
+  + ` E5M2 about ${data.limits.sqnr.E5M2}.`,
   data.casts, "sqnr", "dB", { scheme: "viridis", reverse: layout.dark, domain: [10, 35], clamp: true });
 
 function plotStaleness() {

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
@@ -142,19 +141,14 @@ class Comparison(NamedTuple):
 class _CallAgain(NamedTuple):
     """A call that ran again: its outputs that get a gradient, and these gradients, by place.
 
-    ``loss``: the sum of their products, float64, which is the loss where the outputs are; ``change``: of the loss.
+    ``loss``: the sum of their products, float64, which is the loss where the outputs are; ``sums``: the change of the
+    loss, and the loss, nan where the outputs are none, [2].
     """
 
     outputs: dict[int, Tensor]
     grads: dict[int, Tensor]
     loss: Tensor
-    change: Tensor
-
-    @property
-    def sums(self) -> Tensor:
-        """The change of the loss, and the loss, nan where the outputs are none: float64 [2]."""
-        is_loss = all(y.numel() == 1 for y in self.outputs.values())
-        return torch.stack([self.change, self.loss if is_loss else self.loss + math.nan])
+    sums: Tensor
 
 
 class _RunAgain(NamedTuple):
@@ -171,18 +165,19 @@ class _RunAgain(NamedTuple):
 
 
 class _Control:
-    """The step's run once more in FP8: whether a step needs one, and where its gradients are not the step's.
+    """The runs of steps once more in FP8, of which the first tells whether these have the steps' gradients.
 
     Attributes:
         is_needed: whether a recorded step runs once more in FP8, and that run's gradients are compared with the twin's.
+        first: Products.cosines of the first recorded step's gradients and those of its run in FP8.
     """
 
     def __init__(self) -> None:
         self.is_needed = True
-        self._first: Tensor | None = None  # Products.cosines with the run in FP8, of the first recorded step
+        self.first: Tensor | None = None
 
     def arrived(self, layers: Tensor, moved: Tensor) -> None:
-        """Need a control where a layer's gradient is unlike its twin's, or the loss not that of a run in FP8.
+        """Let later steps run in FP8 too if a layer's gradient is unlike its twin's, or the loss not its run's in FP8.
 
         ``layers``, ``moved``: Comparison's ``products`` and ``moved``, on the CPU.
         """
@@ -191,16 +186,10 @@ class _Control:
     def compare(self, products: Products) -> Tensor:
         """Return Comparison.control, from the products of the step's gradients and those of its run in FP8."""
         cosines = products.cosines()
-        if self._first is None:
-            self._first, self.is_needed = cosines, False
+        if self.first is None:
+            self.first, self.is_needed = cosines, False
             return cosines[-1]
-        return cosines.masked_fill(self._first < REPRODUCED_COSINE, 1.0).min()
-
-    @property
-    def is_unlike(self) -> Tensor:
-        """Where the first run in FP8 had other gradients than the step, of Products.cosines: nothing is known there."""
-        assert self._first is not None
-        return self._first < CONTROL_COSINE
+        return cosines.masked_fill(self.first < REPRODUCED_COSINE, 1.0).min()
 
 
 class Twin:
@@ -217,13 +206,14 @@ class Twin:
 
     Attributes:
         reason: why there is no twin; empty if there is one.
+        control: what decides whether steps run in FP8 too; it gets the numbers of a Comparison when they arrive.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path, resumes: bool) -> None:
         self._comparison: Comparison | None = None
-        self._model, self._ranks = PlainModel(model).module, ranks
-        self._notes = Notes(model, self._model, self._note_left, self._or_reason)
-        self._sums, self._control = RankSums(self._model, ranks), _Control()
+        self._notes, self._ranks = Notes(model, self._note_left, self._or_reason), ranks
+        self._model = self._notes.model
+        self._sums, self.control = RankSums(self._model, ranks), _Control()
         self._layers: Sequence[RecordedLayer] = ()
         self._left: Tensor | None = None  # squares of norms of gradients from before the first backward, [layers + 1]
         self._first: FirstBatch | None = None
@@ -240,10 +230,6 @@ class Twin:
         if not self.reason:
             self._layers = layers
             self._notes.begin()
-
-    def arrived(self, products: Tensor, moved: Tensor) -> None:
-        """Decide by a Comparison's products and ``moved``, on the CPU, whether later steps run in FP8 again too."""
-        self._control.arrived(products, moved)
 
     def take(self) -> Comparison | None:
         """End a step; return what its twin found, or None where none ran."""
@@ -280,11 +266,12 @@ class Twin:
 
     def _before_update(self) -> None:
         """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
-        if torch.compiler.is_compiling() or not self._notes.are_taken:
+        if torch.compiler.is_compiling() or not self._layers:
             return
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        calls, left, layers = self._notes.calls, self._left, self._layers
+        calls = [call for call in self._notes.calls if any(output.grad is not None for output in call.outputs)]
+        left, layers = self._left, self._layers
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
             if calls:
                 self.reason = self.reason or IN_BACKWARD
@@ -307,16 +294,17 @@ class Twin:
         squares_left = torch.zeros_like(products.norm_squares) if left is None else self._ranks.sum(left)
         share_left = self._share_left(squares_left, products, layers)
         lowest, moved = None, torch.zeros_like(loss_change)
-        if self._ranks.any(self._control.is_needed):
+        if self._ranks.any(self.control.is_needed):
             with _not_counted(layers):
                 control = self._run(calls, weights, own_recipes(self._model))
             if control is None:
                 return None
-            lowest = self._control.compare(self._sums.products(control.pairs, len(layers)))
+            lowest = self.control.compare(self._sums.products(control.pairs, len(layers)))
             products = self._sums.products(_run_pairs(control, twin), len(layers), is_first_run_again=True)
             moved = (control.loss_change / loss_change).abs()
             loss_change = loss_change - control.loss_change
-        products, is_unlike = products.masked(squares_left != 0, 0.0), self._control.is_unlike
+        assert self.control.first is not None
+        products, is_unlike = products.masked(squares_left != 0, 0.0), self.control.first < CONTROL_COSINE
         products = products.masked(is_unlike[:-1] | is_unlike[-1], math.nan)
         loss_change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (loss_change, twin.loss))
         change_along, predicted = self._ranks.sum(twin.slope)
@@ -376,7 +364,7 @@ class Twin:
 
     def _run_first_batch(self, forward: Forward) -> OutputChanges | None:
         """Run the first recorded batch in a forward's modes; return how far outputs moved since the last run."""
-        if self._first is None or not self._first.is_of(self._model):
+        if self._first is None or not self._first.outputs.is_of(self._model):
             self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
         return self._first.run(forward.modes)
 
@@ -390,7 +378,9 @@ class Twin:
         torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
         loss = _loss(outputs, grads)
         change = loss - sum(noted[place].product for place in grads)
-        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, change)
+        is_loss = all(outputs[place].numel() == 1 for place in grads)
+        sums = torch.stack([change, loss if is_loss else loss + math.nan])
+        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, sums)
 
     def _slope(self, call: Call, again: _CallAgain) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
@@ -408,16 +398,13 @@ def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor
     return torch.stack([dot(whole(outputs[place].detach()), whole(grad)) for place, grad in grads.items()]).sum()
 
 
-@contextlib.contextmanager
-def _not_counted(layers: Sequence[RecordedLayer]) -> Iterator[None]:
-    """Run a block whose casts are not recorded."""
-    for module, _ in layers:
+def _not_counted(layers: Sequence[RecordedLayer]) -> contextlib.ExitStack:
+    """Return a context in which casts are not recorded."""
+    stack = contextlib.ExitStack()
+    for module, counts in layers:
         observe(module, counts=None)
-    try:
-        yield
-    finally:
-        for module, counts in layers:
-            observe(module, counts=counts)
+        stack.callback(observe, module, counts=counts)
+    return stack
 
 
 def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[Pair]:

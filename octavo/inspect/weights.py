@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. Where a column has
-# measures, these are by name the column that divides it; of a sum of squares the root of the quotient.
+# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. Where a column
+# has measures, these are by name, each with the column that divides it; of a sum of squares it is the quotient's root.
 MOVED: dict[str, dict[str, str]] = {
     "elements": {},  # how many are sampled of the weight
     "moments": {},  # of each moment in codes
@@ -61,13 +61,11 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         local = on_this_rank(weight).detach()
         if local.numel() == 0:
             continue
-        stored = local if isinstance(local, StoredWeight) else None
-        pair, scale = None, module.delayed_scale if module.recipe.delayed else None
-        if stored is not None:
-            codes, scale_inv = stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2)
-            pair = stored.granularity.tile, (codes, scale_inv)
+        matrices, pair, scale = local, None, module.delayed_scale if module.recipe.delayed else None
+        if isinstance(local, StoredWeight):
+            codes, scale_inv = local.qdata.flatten(0, -2), local.scale_inv.flatten(0, -2)
+            matrices, pair = local.dequantize(), (local.granularity.tile, (codes, scale_inv))
         experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
-        matrices = local if stored is None else stored.dequantize()
         layer.count_weight(matrices, pair, module.stores_transposed, scale, shared.get(place), experts)
 
 
@@ -99,7 +97,6 @@ class _Sample(NamedTuple):
     elements: Tensor  # for a weight in FP8 its codes, uint8
     master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
     low_bits: Tensor | None  # the sampled elements of its low bits, or of the master itself
-    state: Mapping[str, Tensor]
     moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
     second: Tensor  # the sampled elements of a second moment that is a plain tensor; else empty
 
@@ -109,7 +106,7 @@ class _Sample(NamedTuple):
         param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
             nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
-            return cls(nothing, nothing, None, None, {}, (), nothing)
+            return cls(nothing, nothing, None, None, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
         weight, low_bits, master = on_this_rank(param).detach(), state.get("master_rest"), None
@@ -121,16 +118,16 @@ class _Sample(NamedTuple):
         codes = [strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         elements = strided(weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight)
         second = strided(state[SECOND]) if SECOND in state else elements[:0]
-        return cls(weight, elements, master, low_bits, state, codes if len(codes) == 2 else (), second)
+        return cls(weight, elements, master, low_bits, codes if len(codes) == 2 else (), second)
 
 
 class _Values(NamedTuple):
     """Sampled elements of all weights at a time: float32 [weights, SAMPLED] each, padded with zeros."""
 
+    forms: list[MasterForm | None]  # of the masters
     weights: Tensor
     spacing: Tensor  # the distance between the weight's number and the next one of its dtype
     masters: Tensor  # the weights, where the optimizer keeps nothing besides them
-    forms: list[MasterForm | None]  # of the masters
 
 
 Weights = Sequence[RecipeModule | nn.Parameter]  # layers, and parameters of other modules
@@ -180,10 +177,9 @@ class Updates:
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
-        all_gradients = [
-            None if p is None or not p.is_leaf or p.grad is None else on_this_rank(p.grad).detach() for p in params
-        ]
-        plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in all_gradients]
+        leaf_gradients = [p.grad if p is not None and p.is_leaf else None for p in params]
+        local = [None if grad is None else on_this_rank(grad).detach() for grad in leaf_gradients]
+        plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
         empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before.weights[0, :0])
         gradients = [empty if grad is None else strided(grad) for grad in plain]
         return [len(grad) for grad in gradients], padded(gradients)
@@ -314,7 +310,7 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
         read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
         rows |= zip(places, read.unbind(1), strict=True)
     values = torch.stack([rows[place] for place in range(len(samples))], 1)
-    return samples, _Values(*values, forms=[sample.master for sample in samples])
+    return samples, _Values([sample.master for sample in samples], *values)
 
 
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
@@ -328,8 +324,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
     if first.master is not None:
-        state = {**first.state, "master_rest": _low_bits(samples)}
-        masters = first.master.for_kernel(elements, state).read_all(elements)
+        masters = first.master.for_kernel(elements, {"master_rest": _low_bits(samples)}).read_all(elements)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
 

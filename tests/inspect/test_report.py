@@ -225,10 +225,10 @@ def test_the_numbers_of_twins_are_in_the_json() -> None:
 def test_the_limits_of_captions_are_in_the_json() -> None:
     """The script states no limit of its own: it reads each from the JSON, which has those of the verdict."""
     content = json.loads(to_json(healthy(), []))
-    assert content["twin_limits"] == {"cosine": DIFFERING_COSINE, "beyond": BEYOND, "in_turn": IN_TURN}
-    assert content["format_sqnr"] == FORMAT_SQNR and content["lowest"] == Counted.lowest
+    assert content["limits"]["twin"] == [DIFFERING_COSINE, BEYOND, IN_TURN]
+    assert content["limits"]["sqnr"] == FORMAT_SQNR and content["lowest"] == Counted.lowest
     script = Path(report.__file__).with_suffix(".js").read_text()
-    assert "Below ${cosine} in ${beyond} of ${in_turn} records" in script
+    assert "Below ${cosine} in ${beyond} of ${inTurn} records" in script
     numbers = DIFFERING_COSINE, *FORMAT_SQNR.values(), Counted.lowest
     assert not [number for number in numbers if re.search(rf"(?<![\d.]){number:g}(?!\d)", script)]
 
