@@ -293,7 +293,7 @@ function plotResolution() {
 
 // --- the loss and other numbers by step
 
-const pointsOf = name => [data.scalars[name], against?.scalars[name] ?? []]
+const pointsOf = name => [data.scalars[name] ?? [], against?.scalars[name] ?? []]
   .flatMap((points, i) => points.map(point => ({ ...point, run: runs[i] })));
 
 // `notFinite`: the first step that was not finite, which a curve of the largest of each few steps may not show

@@ -210,7 +210,7 @@ def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict
     """Return the worst measures by step of a role's casts; ``amax``: the binary logarithm of the last one."""
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
-        name: [_rounded(times * value) for value in _worst(record.measures[name][:, places], starts, is_worse)]
+        name: _rounded(times * value for value in _worst(record.measures[name][:, places], starts, is_worse))
         for name, (times, is_worse) in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
@@ -220,15 +220,15 @@ def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict
     return {"layer": layer, "role": role, **worst, "is_delayed": is_delayed, "amax": amax}
 
 
-def _rounded(value: float) -> float:
+def _rounded(values: Iterable[float]) -> list[float]:
     """Round to three digits, at most three of them after the point: as much as a colour can show."""
-    return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
+    return [round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value for value in values]
 
 
 def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        ratios = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
+        ratios = _rounded(_worst(record.weights[name][:, place], starts, min))
         if role == "weight" or any(map(math.isfinite, ratios)):
             yield {"layer": record.layers[place], "role": role, "resolution": ratios}
 
@@ -236,10 +236,8 @@ def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict
 def _twins(record: Record, starts: Sequence[int]) -> list[dict[str, Any]]:
     """Return the cosine of each layer's gradient with its twin's, by step."""
     cosines = record.weights["twin_cosine"].T if "twin_cosine" in record.weights else ()
-    return [
-        {"layer": layer, "role": "gradient", "cosine": [_rounded(value) for value in _worst(of_layer, starts, min)]}
-        for layer, of_layer in zip(record.layers, cosines, strict=False)
-    ]
+    pairs = zip(record.layers, cosines, strict=False)
+    return [{"layer": layer, "role": "gradient", "cosine": _rounded(_worst(x, starts, min))} for layer, x in pairs]
 
 
 def _twin_apart(record: Record) -> dict[str, float] | None:

@@ -300,6 +300,21 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["fetched"] == []
 
 
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_of_experts_without_twins_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    record = with_experts()
+    assert "twin_loss" not in record.scalars
+    against = Against("another run", with_experts(), [])
+    seen = looked_at(to_html(record, diagnose(record), "run", (), against), tmp_path)
+    of_both = "loss against-flushed against-clipped against-sqnr".split()
+    assert seen["sections"] == [*of_both, *"flushed clipped sqnr assumed loads exponents amax resolution".split()]
+    captions = {section: text for section, (*_, text) in zip(seen["sections"], seen["labels"], strict=True)}
+    assert captions["loads"].startswith("Balanced worst: model.layers.1.mlp.experts, whose fullest expert got 2 times")
+    assert len(seen["colours"]) == 5 and min(seen["marks"]) > 1 and all(captions.values())
+
+
 def looked_at(page: str, folder: Path) -> dict[str, Any]:
     """Return what a script in the page sees, with the network off."""
     path = folder / "page.html"
