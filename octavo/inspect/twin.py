@@ -138,19 +138,6 @@ class Comparison(NamedTuple):
         return torch.where(self.loss.isnan(), loss + self.loss_change / scale, exact)
 
 
-class _CallAgain(NamedTuple):
-    """A call that ran again: its outputs that get a gradient, and these gradients, by place.
-
-    ``loss``: the sum of their products, float64, which is the loss where the outputs are; ``sums``: the change of the
-    loss, and the loss, nan where the outputs are none, [2].
-    """
-
-    outputs: dict[int, Tensor]
-    grads: dict[int, Tensor]
-    loss: Tensor
-    sums: Tensor
-
-
 class _RunAgain(NamedTuple):
     """The calls of a step run once more: both gradients of each layer's weight, the loss and its change.
 
@@ -352,12 +339,9 @@ class Twin:
         with self._or_reason():
             with without_trace(self._model) as gradients, using(self._model, recipe):
                 outputs = self._run_first_batch(calls[0].forward) if is_twin else None
-                first = self._call_again(calls[0])
-                slope = self._slope(calls[0], first) if is_twin else first.loss.new_zeros(2)
-                sums = first.sums
-                del first  # its outputs are not held while other calls run
+                sums, slope = self._call_again(calls[0], is_twin)
                 for call in calls[1:]:
-                    sums = sums + self._call_again(call).sums
+                    sums = sums + self._call_again(call)[0]
                 pairs = [(gradients.get(weight), weight.grad) for weight in weights]
             run = _RunAgain(pairs, sums[0], sums[1], slope, outputs)
         return None if self._has_reason() else run
@@ -368,29 +352,36 @@ class Twin:
             self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
         return self._first.run(forward.modes)
 
-    def _call_again(self, call: Call) -> _CallAgain:
-        """Run a forward and its backward again."""
+    def _call_again(self, call: Call, has_slope: bool = False) -> tuple[Tensor, Tensor]:
+        """Run a forward and its backward again; return two tensors, float64 [2].
+
+        The first is the change of the loss, and the loss, nan where the outputs are none. The other one is what
+        changes_along returns, of a step's first call (``has_slope``), as weights have its gradients alone; else 0.
+        """
         with torch.enable_grad():
-            outputs = call.forward.again(self._model)
-        places = [place for place, y in enumerate(outputs) if gets_gradient(y)]
+            all_outputs = call.forward.again(self._model)
+        places = [place for place, y in enumerate(all_outputs) if gets_gradient(y)]
         noted = dict(zip(places, call.outputs, strict=True))
         grads = {place: output.grad for place, output in noted.items() if output.grad is not None}
-        torch.autograd.backward([outputs[place] for place in grads], [*grads.values()])
+        torch.autograd.backward([all_outputs[place] for place in grads], [*grads.values()])
+        outputs = {place: all_outputs[place].detach() for place in grads}
+        del all_outputs  # with their graph
         loss = _loss(outputs, grads)
         change = loss - sum(noted[place].product for place in grads)
-        is_loss = all(outputs[place].numel() == 1 for place in grads)
-        sums = torch.stack([change, loss if is_loss else loss + math.nan])
-        return _CallAgain({place: outputs[place].detach() for place in grads}, grads, loss, sums)
+        sums = torch.stack([change, loss if all(y.numel() == 1 for y in outputs.values()) else loss + math.nan])
+        return sums, self._slope(call, outputs, grads, loss) if has_slope else torch.zeros_like(sums)
 
-    def _slope(self, call: Call, again: _CallAgain) -> Tensor:
+    def _slope(self, call: Call, outputs: dict[int, Tensor], grads: dict[int, Tensor], loss: Tensor) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
         dtypes = {parameter.dtype for parameter in self._model.parameters()}
         is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
-        pairs = [(whole(y), whole(again.grads[place])) for place, y in again.outputs.items()]
+        pairs = [(whole(y), whole(grads[place])) for place, y in outputs.items()]
         aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
-        return changes_along(
-            self._model, self._ranks, aim, lambda: _loss(call.forward.again(self._model), again.grads) - again.loss
-        )
+
+        def change() -> Tensor:
+            return _loss(call.forward.again(self._model), grads) - loss
+
+        return changes_along(self._model, self._ranks, aim, change)
 
 
 def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:

@@ -203,7 +203,8 @@ class Updates:
         between = begun - (begun if self._last is None else self._last)
         terms = update, after.spacing, master_update, between, after.weights, gradients, before.weights - begun
         sums = dict(zip(SQUARES, torch.stack(terms).double().square().sum(-1), strict=True))
-        changed, master_changed = (torch.stack([update, master_update]) != 0).sum(-1, dtype=torch.float64)
+        is_changed = torch.stack([update, master_update]) != 0
+        sums["changed"], sums["master_changed"] = is_changed.sum(-1, dtype=torch.float64)
         sizes = list[tuple[int, ...]]()
         for then, now, number in zip(before.forms, new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
@@ -212,8 +213,7 @@ class Updates:
         counts = _on_device(tuple(sizes), update.device).unbind(1)
         sums |= zip(("elements", "moments", "masters", "gradients", "seconds", "seen"), counts, strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
-            sums["gradients"] = sums["gradients"] * (changed > 0)
-        sums |= {"changed": changed, "master_changed": master_changed}
+            sums["gradients"] = sums["gradients"] * (sums["changed"] > 0)
         sums["first_flushed"], sums["second_flushed"] = _flushed(new)
         sums["second"] = padded([sample.second for sample in new]).double().sum(-1)
         self._last = after.weights
