@@ -37,8 +37,7 @@ class Products(NamedTuple):
 
     def cosines(self) -> Tensor:
         """Return ``cosines_of`` layers, of others, and of all gradients together, [layers + 2]."""
-        rows = torch.cat(self)
-        return cosines_of(torch.cat([rows, rows.sum(0, keepdim=True)]))
+        return cosines_of(torch.cat([*self, torch.cat(self).sum(0, keepdim=True)]))
 
     def masked(self, mask: Tensor, value: float) -> Products:
         """Return the products with a value where a mask is set, of layers and of others, [layers + 1]."""

@@ -7,7 +7,7 @@ A killed run leaves a readable record, too. Rank 0's Recorder writes it by a Rec
     recipes.json        the model's recipes by layer, as octavo.recipes.load reads them: written with rows
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; where a twin ran, twin [weights, 3] (twin.py), and outputs
+                        others, parameters by name; where a twin ran, twin [weights, 3] (products.py), and outputs
                         [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts also the
                         arrays of recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
@@ -448,24 +448,23 @@ def weight_measures(moved: Any) -> dict[str, Any]:
 def twin_measures(products: Any) -> dict[str, Any]:
     """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
 
-    ``products`` are twin.py's, <g, t>, <g, g> and <t, t>: [..., layers, 3]. One factor for all layers is left out of
+    ``products``: Products.layers of steps and their twins, [..., layers, 3]. One factor for all layers is left out of
     the error, as clipping and a loss scale are of the step's gradients alone.
     """
-    gt, gg, tt = np.moveaxis(products, -1, 0)
+    product, of_step, of_twin = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        factor = gt.sum(-1, keepdims=True) / tt.sum(-1, keepdims=True)
-        squared_error = np.maximum(gg - 2 * factor * gt + factor**2 * tt, 0)
+        cosine = np.where(of_step == 0, 0.0, product / np.sqrt(of_step * of_twin))  # 0 where FP8 leaves no gradient
+        factor = product.sum(-1, keepdims=True) / of_twin.sum(-1, keepdims=True)
+        squared_error = np.maximum(of_step - 2 * factor * product + factor**2 * of_twin, 0)
         return {
-            # 0 where FP8 leaves no gradient
-            "twin_cosine": np.where(tt > 0, np.where(gg == 0, 0.0, gt / np.sqrt(gg * tt)), np.nan),
-            "twin_error": np.where(tt > 0, np.sqrt(squared_error / tt) / np.abs(factor), np.nan),
-            "twin_norm": np.where(tt > 0, np.sqrt(tt), np.nan),
+            "twin_cosine": np.where(of_twin > 0, cosine, np.nan),
+            "twin_error": np.where(of_twin > 0, np.sqrt(squared_error / of_twin) / np.abs(factor), np.nan),
+            "twin_norm": np.where(of_twin > 0, np.sqrt(of_twin), np.nan),
         }
 
 
 def _steps(folder: Path) -> tuple[Scalars, list[tuple[int, str, str]]]:
-    scalars: Scalars = {}
-    events = []
+    scalars, events = Scalars(), list[tuple[int, str, str]]()
     for line in read_lines(folder):
         step = line.pop("step")
         if "event" in line:

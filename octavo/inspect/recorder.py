@@ -307,8 +307,7 @@ class Recorder:
 
     def _scalars_by_step(self, reading: _Reading, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
         """Return a reading's scalars by step and name, and the lines of events that they tell of."""
-        numbers: ByStep = {}
-        events = []
+        numbers, events = ByStep(), list[dict[str, Any]]()
         arrived = iter(values.tolist())
         for step, name, scalar in reading.scalars:
             value = next(arrived) if isinstance(scalar, Tensor) else scalar

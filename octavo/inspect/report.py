@@ -83,8 +83,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         return "no step is recorded yet"
     steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
     number = f"{len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}"
-    lines = [f"{len(record.layers)} layers, {steps}, {number}"]
-    lines += [f"{verdict(record, findings)}."]
+    lines = [f"{len(record.layers)} layers, {steps}, {number}", f"{verdict(record, findings)}."]
     lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
     for place, finding in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]

@@ -248,8 +248,8 @@ class Twin:
     def _note_left(self) -> None:
         """Note the gradients that are there before the step's first backward."""
         if self._left is None:
-            others = None  # are not noted
-            self._left = self._sums.squares([*(module.weight_parameter.grad for module, _ in self._layers), others])
+            of_layers = (module.weight_parameter.grad for module, _ in self._layers)
+            self._left = self._sums.squares([*of_layers, None])  # those of other weights are not noted
 
     def _before_update(self) -> None:
         """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""

@@ -25,9 +25,8 @@ from octavo.weights.stored import StoredWeight
 # The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. Where a column
 # has measures, these are by name, each with the column that divides it; of a sum of squares it is the quotient's root.
 MOVED: dict[str, dict[str, str]] = {
-    "elements": {},  # how many are sampled of the weight
-    "moments": {},  # of each moment in codes
-    "masters": {},  # of a master besides the weight, if it was there before the step
+    # how many are sampled of the weight, of each moment in codes, and of a master that was there before the step
+    **{counted: {} for counted in ("elements", "moments", "masters")},
     "update": {"update": "elements", "resolution": "grid"},  # square of what the optimizer's step changes
     "grid": {},  # square of the distance between numbers of the weight's dtype
     "changed": {"changed": "elements"},  # how many the step changes
@@ -36,9 +35,8 @@ MOVED: dict[str, dict[str, str]] = {
     "master_update": {"master_update": "masters", "master_resolution": "grid"},  # as above, of the master
     "master_changed": {"master_changed": "masters"},
     "between": {"between": "elements"},  # square of the change between the last recorded step's update and this step
-    "gradients": {},  # how many are sampled of the gradient
-    "seconds": {},  # of a second moment that is a plain tensor
-    "seen": {},  # of the weight just before the optimizer's step
+    # how many are sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step
+    **{counted: {} for counted in ("gradients", "seconds", "seen")},
     "weight": {"size": "elements"},  # square of the weight after the step
     "gradient": {"gradient": "gradients"},  # square of what the optimizer gets; its measure is inf if one is inf or NaN
     "outside": {"outside": "seen"},  # square of the change in the step before the optimizer's: by something else
@@ -114,8 +112,8 @@ class _Sample(NamedTuple):
             master = MasterForm.of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
             low_bits = strided(low_bits.view(master.low_bits_dtype))
-        moments = [name for name in state if name.endswith("_codes")]
-        codes = [strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
+        names = sorted((name for name in state if name.endswith("_codes")), key=len)
+        codes = [strided(state[name].view(torch.uint8)) for name in names]
         elements = strided(weight.qdata.view(torch.uint8) if isinstance(weight, StoredWeight) else weight)
         second = strided(state[SECOND]) if SECOND in state else elements[:0]
         return cls(weight, elements, master, low_bits, codes if len(codes) == 2 else (), second)
@@ -164,8 +162,7 @@ class Updates:
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
         self._weights, self._last = weights, self._last if is_as_before else None
-        _, self._begun = _read(weights, self.optimizer)
-        self._before = self._begun
+        _, self._begun = _, self._before = _read(weights, self.optimizer)
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
     @torch.no_grad()
