@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
     def is_before_writes(self, model: nn.Module) -> bool:
         """Return whether the model's parameters were written since the call."""
-        return any(self.versions.get(p, version) != version for p, version in _versions(model).items())
+        return any(self.versions.get(p, p._version) != p._version for p in model.parameters())
 
 
 class Notes:
@@ -101,7 +101,7 @@ class Notes:
         call, model = None, self.model
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:
             with self._or_reason():
-                call = Call(Forward.of(model, args, kwargs), _versions(model), [])
+                call = Call(Forward.of(model, args, kwargs), {p: p._version for p in model.parameters()}, [])
         self._running.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
@@ -123,7 +123,3 @@ class Notes:
 def gets_gradient(y: Tensor) -> bool:
     """Return whether backward gives an output of a model a gradient that is noted."""
     return y.requires_grad and not y.is_leaf
-
-
-def _versions(model: nn.Module) -> dict[nn.Parameter, int]:
-    return {parameter: parameter._version for parameter in model.parameters()}

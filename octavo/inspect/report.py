@@ -213,10 +213,9 @@ def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict
         for name, (times, is_worse) in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
-    last = amax[amax > 0][-1:].tolist()
+    last = np.log2(amax[amax > 0][-1:]).tolist()
     is_delayed = any(record.rows[place].cast.is_delayed for place in places)
-    amax = float(np.log2(*last)) if last else None
-    return {"layer": layer, "role": role, **worst, "is_delayed": is_delayed, "amax": amax}
+    return {"layer": layer, "role": role, **worst, "is_delayed": is_delayed, "amax": last[0] if last else None}
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
