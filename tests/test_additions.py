@@ -14,8 +14,8 @@ ROW = re.compile(r"^\| (an? [a-z ]+?)(?: \(.*?\))? \| (.*) \| (.*) \|$", re.MULT
 # Of each addition the lines that are put before a text of a file ("<"), within its line ("<<"), or at its end.
 ADDED = {
     "an activation": r"""
-@ octavo/kernels/activations.py <    "relu": Act
-    "square": Activation("square", False),
+@ octavo/kernels/activations.py <<"relu", "squared_relu"
+"square",
 @ octavo/kernels/reference/activation.py <    "relu": Formulas(
     "square": Formulas(lambda h: h * h, lambda h: (h * h, 2 * h), torch.square, lambda dy, h: dy * h * 2),
 @ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = tl

@@ -65,7 +65,7 @@ class Call(NamedTuple):
         return any(self.versions.get(p, p._version) != p._version for p in model.parameters())
 
 
-class Notes:
+class StepNotes:
     """Notes the calls of a model between ``begin`` and ``end``, by hooks.
 
     Args:

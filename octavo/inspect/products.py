@@ -13,7 +13,7 @@ from octavo.inspect.forwards import device_of
 from octavo.inspect.slope import dot
 from octavo.weights.fsdp2 import on_this_rank
 
-Pair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of two runs of a step
+GradientPair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of two runs of a step
 
 
 class Products(NamedTuple):
@@ -62,7 +62,7 @@ class RankSums:
         self._model, self._ranks = model, ranks
         self._are_replicated: list[bool] | None = None  # whether all ranks have a weight's gradient, found once
 
-    def products(self, pairs: Sequence[Pair], layers: int, is_first_run_again: bool = False) -> Products:
+    def products(self, pairs: Sequence[GradientPair], layers: int, is_first_run_again: bool = False) -> Products:
         """Return products of pairs of gradients, of which the first ``layers`` are layers'.
 
         ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
@@ -79,7 +79,7 @@ class RankSums:
         local = [None if grad is None else on_this_rank(grad) for grad in gradients]
         return torch.stack([zero if grad is None else dot(grad, grad) for grad in local])
 
-    def _replicated(self, pairs: Sequence[Pair]) -> list[bool]:
+    def _replicated(self, pairs: Sequence[GradientPair]) -> list[bool]:
         """Return whether all ranks have the same gradient of a weight, as under DDP, found once: it is a mean then."""
         if self._ranks.size == 1:
             return [False] * len(pairs)

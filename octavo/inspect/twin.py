@@ -39,8 +39,8 @@ from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
 from octavo.inspect.forwards import Forward, device_of, without_trace
 from octavo.inspect.module_outputs import OutputChanges
-from octavo.inspect.notes import Call, Notes, gets_gradient
-from octavo.inspect.products import Pair, Products, RankSums, cosines_of
+from octavo.inspect.notes import Call, StepNotes, gets_gradient
+from octavo.inspect.products import GradientPair, Products, RankSums, cosines_of
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.inspect.slope import aimed_change, changes_along, dot
@@ -144,7 +144,7 @@ class _RunAgain(NamedTuple):
     ``slope``: what changes_along returned; ``outputs``: what FirstBatch.run returned.
     """
 
-    pairs: list[Pair]
+    pairs: list[GradientPair]
     loss_change: Tensor
     loss: Tensor
     slope: Tensor
@@ -182,7 +182,7 @@ class _Control:
 class Twin:
     """Runs the forwards of a recorded step again before the optimizer's update, and compares.
 
-    Of a step ``begin`` is called first. Then its Notes have its forwards, its first backward notes the gradients that
+    Of a step ``begin`` is called first. Then its notes have its forwards, its first backward notes the gradients that
     are left, and a hook of the optimizer compares. ``take`` returns that at the step's end.
 
     Args:
@@ -198,7 +198,7 @@ class Twin:
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path, resumes: bool) -> None:
         self._comparison: Comparison | None = None
-        self._notes, self._ranks = Notes(model, self._note_left, self._or_reason), ranks
+        self._notes, self._ranks = StepNotes(model, self._note_left, self._or_reason), ranks
         self._model = self._notes.model
         self._sums, self.control = RankSums(self._model, ranks), _Control()
         self._layers: Sequence[RecordedLayer] = ()
@@ -398,7 +398,7 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> contextlib.ExitStack:
     return stack
 
 
-def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[Pair]:
+def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[GradientPair]:
     """Return the gradients of both runs, of each weight that has one of the step."""
     each = zip(control.pairs, twin.pairs, strict=True)
     return [(None if of_step is None else again, exact) for (of_step, again), (_, exact) in each]

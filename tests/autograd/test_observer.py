@@ -40,7 +40,7 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
         for name, value in expected.items():
             assert record.measures[name][0, place] == pytest.approx(value, rel=1e-6), name
         exponents = np.floor(np.log2(numbers.abs().numpy())).astype(int)
-        counted = np.bincount(np.clip(exponents - record.lowest, 0, 63).ravel(), minlength=64)
+        counted = np.bincount(np.clip(exponents - Counted.lowest, 0, 63).ravel(), minlength=64)
         assert (record.exponents[0, place] == counted).all()
     assert record.measures["flushed"][0, 0] > 0.1
 

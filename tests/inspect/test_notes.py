@@ -1,4 +1,4 @@
-"""Notes have a step's forwards and the gradients of their outputs, and leave the training as it is."""
+"""The notes of a step have its forwards and the gradients of their outputs, and leave the training as it is."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("numpy")
 
-from octavo.inspect.notes import Notes
+from octavo.inspect.notes import StepNotes
 
 
 class TwoOutputs(nn.Module):
@@ -24,8 +24,8 @@ class TwoOutputs(nn.Module):
         return {"y": y, "twice": 2 * y, "x": x}
 
 
-def noted(model: nn.Module, before_gradient: Callable[[], None] = lambda: None) -> Notes:
-    return Notes(model, before_gradient, contextlib.nullcontext)
+def noted(model: nn.Module, before_gradient: Callable[[], None] = lambda: None) -> StepNotes:
+    return StepNotes(model, before_gradient, contextlib.nullcontext)
 
 
 def test_an_output_has_the_gradient_that_it_gets_from_outside() -> None:
