@@ -1,4 +1,7 @@
-"""The tests that read numbers of each step: learning rates and options, losses, and what a twin says of a step."""
+"""The tests that read numbers of each step: learning rates and options, losses, and what a twin says of a step.
+
+In quotes stands, beside a condition, a kind of `python -m benchmarks causes` that is said otherwise without it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,19 @@ def find_rates(run: Training, rate_rises: Rule, rate_falls: Rule, rate_is_0: Rul
     def first(name: str) -> Hit | None:
         (steps, values), group = run.filled(name), name.partition(GROUP)[2]
         for at, value in enumerate(values):
-            previous, since = values[max(0, at - 1)], values[at : at + FEW + 1]
-            lasts, begins, times = len(since) > FEW, at, CERTAIN
+            previous, since, begins, times = values[max(0, at - 1)], values[at : at + FEW + 1], at, CERTAIN
+            lasts = len(since) > FEW  # else it is a schedule's last step: "a schedule to 0"
+            # else the rate of a warm-up, or of a restart, that rises from there again
+            stays_low = lasts and 0 < max(since) < STEADY * min(since)
             if value < 0:
                 rule = rate_below_0
-            elif lasts and not any(since):  # a choice, where a schedule gets there by steps as before, near the end
-                is_end = at > 1 and previous < 2 * (values[at - 2] - previous) and len(values) - at < len(values) / 3
-                rule = rate_is_0._replace(level="note") if is_end else rate_is_0
-            elif lasts and 0 < max(since) < min(previous / rate_falls.limit, STEADY * min(since)):
+            elif lasts and not any(since):  # "learning rate x 0"
+                # the end of a schedule is a choice: "Muon whose rate ends at 0". One that is set to 0 gets there by no
+                # steps as before, and one of too few steps long before the end
+                falls_as_before = at > 1 and previous < 2 * (values[at - 2] - previous)
+                is_near_end = len(values) - at < len(values) / 3
+                rule = rate_is_0._replace(level="note") if falls_as_before and is_near_end else rate_is_0
+            elif stays_low and max(since) < previous / rate_falls.limit:
                 rule = rate_falls
             elif begins := _begin_of_rise(values, at, rate_rises.limit):
                 rule, times = rate_rises, max(values[begins:]) / max(values[:begins]) / rate_rises.limit
@@ -53,8 +61,9 @@ def _begin_of_rise(values: list[float], at: int, limit: float) -> int:
     It begins at once, unless the rate of the step before is of a warm-up; or after the last step that did not raise it.
     """
     was_steady = at > 1 and values[at - 1] <= WARMING * values[at - 2]
-    if was_steady and values[at] > limit * max(values[:at]) > 0:
+    if was_steady and values[at] > limit * max(values[:at]) > 0:  # "learning rate x 10"; "one cycle" is not steady
         return at
+    # "a rate that compounds": no step is a leap. The first warm-up has no step before it that did not raise it
     last_fall = next((place for place in range(at - 1, 0, -1) if values[place] <= values[place - 1]), 0)
     return last_fall + 1 if last_fall and values[at] > limit * max(values[: last_fall + 1]) > 0 else 0
 
@@ -63,25 +72,32 @@ USUAL_DECAY = 0.1  # the remedy for a weight decay that takes too much
 
 
 def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterator[Hit]:
-    """Yield other options of the optimizer's groups that leap, and a weight decay that takes too much in a step."""
+    """Yield the first leap of another option of the optimizer's groups, and weight decays that take too much in a step.
+
+    The first leap only, of groups' options in the record's order: those after it, and how much their decay takes, are
+    not looked at.
+    """
     for name in run.record.scalars:
         option, _, group = name.partition(GROUP)
         if not group or option in RATES:
             continue
         steps, values = run.filled(name)
+        # of a running mean counts what it takes of the new value: betas of 0.9 and 0.99 are far apart
         numbers = [1 - value if option.split()[0] in ("betas", "momentum", "alpha") else value for value in values]
         texts, is_decay = {"group": group, "option": option}, option == "weight_decay"
         for at in range(1, len(numbers)):
             low, high = sorted(numbers[at - 1 : at + 1])
+            # a switch from or to 0 has no factor: "dampening of 1"
             times = high / low / option_leaps.limit if low > 0 else CERTAIN * (high > low)
-            if numbers[at - 1] == numbers[max(0, at - 2)] and times > 1:
+            was_constant = numbers[at - 1] == numbers[max(0, at - 2)]  # else a schedule changes it
+            if was_constant and times > 1:
                 rule = option_leaps._replace(kind=decay_takes.kind) if is_decay else option_leaps
                 yield Hit(rule, steps[at], times, {**texts, "was": values[at - 1], "now": values[at]})
                 return
-        # if weight decay is not decoupled, Adam's second moments divide it too
+        is_unusual = is_decay and max(values) > USUAL_DECAY  # else the rate is too high, or as in "Adadelta" usual
         betas, decoupled = (run.scalar(f"{each}{GROUP}{group}")[1] for each in ("betas 0", "decoupled_weight_decay"))
-        is_unusual = is_decay and max(values) > USUAL_DECAY  # else the rate is too high
-        if is_unusual and f"lr{GROUP}{group}" in run.record.scalars and not (betas and decoupled[:1] != [1]):
+        is_divided = betas and decoupled[:1] != [1]  # Adam's second moments divide a decay that is added to gradients
+        if is_unusual and not is_divided and f"lr{GROUP}{group}" in run.record.scalars:
             taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}")[1], strict=True))
             if taken > decay_takes.limit:
                 yield Hit(decay_takes, steps[0], taken / decay_takes.limit, {**texts, "share": percent(taken)})

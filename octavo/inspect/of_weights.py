@@ -1,4 +1,7 @@
-"""The tests that read weights, the gradients that the optimizer gets, its moments, and its updates."""
+"""The tests that read weights, the gradients that the optimizer gets, its moments, and its updates.
+
+In quotes stands, beside a condition, a kind of `python -m benchmarks causes` that is said otherwise without it.
+"""
 
 from __future__ import annotations
 
@@ -140,22 +143,23 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
     gradients, count, scales = run.weights["gradient"], len(run.layers), run.record.last("loss_scale")
     rates_of_groups = [run.filled(name)[1] for name in run.record.scalars if is_rate(name)]
-    is_stopped = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
+    rate_stops_them = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
     names_frozen = (text.split(", ") for _, kind, text in run.record.events if kind == FROZEN)
     frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}
     for at, places in _stopped_weights(run).items():
         layers, others = [place for place in places if place < count] or places, len(places) - 1
         if len(places) == len(run.names):
             rule, where = nothing_trains, ("", "")
-        elif not np.isfinite(gradients[at:]).any():
+        elif not np.isfinite(gradients[at:]).any():  # none was there to be read, as in "updates in backward"
             continue
         elif (gradients[at:, places] > 0).any():
             rule, where = not_in_optimizer, (run.names[layers[0]], "weight")
         else:  # they are cut off behind the last of these layers
             rule, where = without_gradient, (run.names[layers[-1]], "weight")
-        if is_stopped and rule is not without_gradient:
+        # where the rate fell to 0, find_rates says so
+        if rate_stops_them and rule is not without_gradient:
             continue
-        # as the base of an adapter, or by requires_grad_(False) in the training
+        # as the base of an adapter, or by requires_grad_(False) in the training: "frozen part by part"
         is_choice = at == 0 or frozen_by_choice >= {run.names[place] for place in places}
         if is_choice and rule is without_gradient:
             rule = rule._replace(level="note")
@@ -167,18 +171,22 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
 def _stopped_weights(run: Training) -> dict[int, list[int]]:
     """Return the places of weights that should change and don't, by the record from which on they don't."""
     gradients, count = run.weights["gradient"], len(run.layers)
-    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)
+    still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)  # rounding may lose a master's updates
     still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
     changed = np.where(still, np.nan, run.weights["changed"])
-    rounding_stops_them = np.nanmedian(changed) < 1 - UNMOVED
+    rounding_stops_them = np.nanmedian(changed) < 1 - UNMOVED  # find_unmoved says it of "updates rounded off"
     trains = min(run.rate[1][-FEW:], default=0) > 0 and not rounding_stops_them
     lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
     places_by_record: dict[int, list[int]] = {}
+    # in a record or two an expert may get no tokens
     for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
         at = int(lasts[:, place].argmax())
-        has_gradients = np.isfinite(np.log(gradients[at:, place])).all() or still[at:].all()
-        others_change = (changed[at:] > 0.5).mean() > 0.25
-        if (others_change or (has_gradients and trains)) and (at or place < count):
+        # else it may be frozen by choice, as in "all blocks frozen"
+        has_gradients = ((gradients[at:, place] > 0) & (gradients[at:, place] < np.inf)).all()
+        others_change = (changed[at:] > 0.5).mean() > 0.25  # neither a rate of 0 nor a skipped step stops this one
+        # or all stop, as each step is skipped whose gradients are inf: "loss scale too high"
+        should_change = others_change or (trains and (has_gradients or still[at:].all()))
+        if should_change and (at or place < count):  # an embedding or a norm that never trains is a choice
             places_by_record.setdefault(at, []).append(place)
     return places_by_record
 

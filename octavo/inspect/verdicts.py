@@ -80,31 +80,72 @@ def checked(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     precision does not have is left out as an effect of FP8: a rise of the loss, another size of gradients that differ
     from then on, and what layers do after FP8 became the cause of a loss.
     """
-    twins = _ComparedSteps(record)
+    judge = _Judge(record)
     return [
-        replace(finding, level="note") if finding.products and twins.clears(finding) else finding
+        replace(finding, level="note") if finding.products and judge.clears(finding) else finding
         for finding in findings
-        if not (finding.kind in EFFECTS and twins.has_alone(finding))
+        if not (finding.kind in EFFECTS and judge.is_of_fp8_alone(finding))
     ]
 
 
 def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
     """Return a sentence on whether FP8 is the cause of what a run does, from the twins of its recorded steps."""
-    twins = _ComparedSteps(record)
+    twins = (judge := _Judge(record)).twins
     if not twins.steps:
         reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
         return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
     lost = next((at for at, loss in enumerate(twins.losses) if not math.isfinite(loss)), None)
     if lost is not None and math.isfinite(twins.twin_losses[lost]):
-        return f"{CAUSE}: at step {twins.steps[lost]} the loss is {twins.both_losses(lost)}"
-    if (first := twins.difference(worst)) is None:
+        return f"{CAUSE}: at step {twins.steps[lost]} the loss is {_both_losses(twins, lost)}"
+    if (first := judge.difference(worst)) is None:
         cause = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
-        return f"{cause}: in high precision the same batch has nearly the same {twins.both_in_words(worst)}"
-    since = f"{twins.part_of_fp8(worst, first)}: from step {twins.steps[first.at]}"
+        return f"{cause}: in high precision the same batch has nearly the same {_both_in_words(twins, worst)}"
+    since = f"{judge.part_of_fp8(worst, first)}: from step {twins.steps[first.at]}"
     if first.layer is None:
-        return f"{since} the loss is {twins.both_losses(first.at)}"
+        return f"{since} the loss is {_both_losses(twins, first.at)}"
     low = f"a cosine of {twins.cosines[first.at, first.layer]:.2f} with that in high precision"
     return f"{since} the gradient of {[*record.layers, OTHER_PARAMETERS][first.layer]} has {low}"
+
+
+class _ComparedSteps(NamedTuple):
+    """The numbers of the steps of a record that were compared with twins, nan where something is not measured.
+
+    ``losses``, ``twin_losses`` [steps]: of the step and of its twin. ``cosines`` [steps, layers + 1]: of a layer's
+    gradient and its twin's, the last of all weights that are no layer's. ``distances`` [steps, 2 + layers + 1] from the
+    twin, over their limits: of the loss above, and below; of cosines. ``twin_norms`` [steps]: of the median layer's
+    gradient.
+    """
+
+    steps: list[int]
+    losses: Any
+    twin_losses: Any
+    cosines: Any
+    distances: Any
+    twin_norms: Any
+
+
+def _compared_steps(record: Record) -> _ComparedSteps:
+    loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
+    cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
+    norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
+    norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
+    compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
+    losses, twin_losses, cosines = loss[compared], twin[compared], cosines[compared]
+    # a loss that is far from the twin's while all gradients agree was multiplied before its backward
+    lowest_cosine = np.nanmin(np.append(cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
+    gradients_agree = (lowest_cosine > DIFFERING_COSINE) & (lowest_cosine <= 1)
+    is_multiplied = gradients_agree & (abs(losses - twin_losses) > FIRST_ORDER * abs(losses))
+    # where two are, the record has other losses than backward begins with ("sums in place of means"): no step's is
+    # compared, of whichever gradients
+    all_are_multiplied = is_multiplied.sum() > 1
+    twin_losses[is_multiplied | all_are_multiplied | (twin_losses == 0)] = math.nan
+    # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies ("clipping
+    # off")
+    loss_distances = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
+    of_losses = np.stack([loss_distances, -loss_distances], 1) / LOSS_DIFFERS
+    distances = np.concatenate([of_losses, (1 - cosines) / (1 - DIFFERING_COSINE)], 1)
+    steps = [record.steps[at] for at in compared]
+    return _ComparedSteps(steps, losses, twin_losses, cosines, distances, norms[compared])
 
 
 class _Difference(NamedTuple):
@@ -114,165 +155,150 @@ class _Difference(NamedTuple):
     layer: int | None
 
 
-class _ComparedSteps:
-    """The compared steps of a record: losses of the step and of the twin, and cosines [steps, layers + 1].
+class _Judge:
+    """The judgement, by a record's compared steps, of its findings and of FP8's part in them.
 
-    The last cosine is of all weights that are no layer's; nan where something is not measured. ``twin_norms``: of the
-    median layer's gradient. ``loss_distances``: the loss over the twin's, less 1.
+    Before each branch stands a run that needs it, and in quotes the kind of benchmarks/training/causes.py, or of a
+    draw, that is said otherwise without it, where one is.
     """
 
     def __init__(self, record: Record) -> None:
-        self.record, self.compared_layers = record, record.layers if "twin_cosine" in record.weights else []
-        loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
-        cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
-        compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
-        self.steps, self.cosines, self.losses = [record.steps[at] for at in compared], cosines[compared], loss[compared]
-        # a loss that is far from the twin's while all gradients agree was multiplied before its backward
-        least = np.nanmin(np.append(self.cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
-        is_far = abs(loss - twin)[compared] > FIRST_ORDER * abs(self.losses)
-        is_multiplied = is_far & (least > DIFFERING_COSINE) & (least <= 1)
-        is_multiplied |= is_multiplied.sum() > 1  # as of a sum whose mean is recorded
-        self.twin_losses = np.where(is_multiplied | (twin[compared] == 0), math.nan, twin[compared])
-        norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
-        self.twin_norms = (norms / np.nan_to_num(record.scalar("loss_scale"), nan=1.0))[compared]
-        # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies
-        self.loss_distances = (self.losses / self.twin_losses - 1) / _factor_of_loss(record)[compared]
+        self.record, self.twins = record, _compared_steps(record)
+
+    @cached_property
+    def departures(self) -> list[Departure]:
+        return departures(self.record)
 
     def clears(self, finding: Finding) -> bool:
         """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
-        if not self.steps or finding.kind == "nonfinite":
+        # the twin has inf and NaN, too, and what passes them on is no note: "inf in a gradient"
+        if not self.twins.steps or finding.kind == "nonfinite":
             return False
         first = self.difference(finding)
         return first is None or self.part_of_fp8(finding, first) not in BLAMES
 
-    def has_alone(self, finding: Finding) -> bool:
-        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before.
-
-        Before each branch stands a run that needs it.
-        """
-        at, first = bisect_left(self.steps, finding.begins), self.first_lasting(None)
+    def is_of_fp8_alone(self, finding: Finding) -> bool:
+        """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
+        at, first = bisect_left(self.twins.steps, finding.begins), self.first_lasting(None)
         # FP8 clips, the loss leaves the twin's, and later gradients leap and an expert gets no tokens
         if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
             return True
-        # gradients are flushed to 0 in FP8, and the finding is "frozen", or that they fall
+        # gradients are flushed to 0 in FP8, and the finding is "frozen", or that they fall: "a floor under gradients'
+        # amaxes"
         if finding.kind in FROM_GRADIENTS:
-            return self.has_gradients_alone(finding, at)
-        # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it
+            return self.gradients_change_alone(finding, at)
+        # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it. So
+        # "scales back off"
+        losses, twin_losses = self.twins.losses, self.twins.twin_losses
         spans = (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ()
-        rises = [_median(self.losses[since]) - _median(self.losses[:at]) for since in spans]
-        by_fp8 = [_median(self.losses[since] - self.twin_losses[since]) for since in spans]
-        return any(part > rise / 2 > 0 for part, rise in zip(by_fp8, rises, strict=True))
+        rises = [(_median(losses[since]) - _median(losses[:at]), losses[since] - twin_losses[since]) for since in spans]
+        return any(_median(over_twins) > rise / 2 > 0 for rise, over_twins in rises)
 
-    def has_gradients_alone(self, finding: Finding, at: int) -> bool:
+    def gradients_change_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
         A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
         """
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
-        if finding.kind == "frozen" and finding.layer in self.compared_layers:
-            cosines = self.cosines[at : at + BEYOND, self.compared_layers.index(finding.layer)]
-            first = at if _median(cosines) < DIFFERING_COSINE else None
+        norms, layers = self.twins.twin_norms, self.record.layers if "twin_cosine" in self.record.weights else []
+        if finding.kind == "frozen" and finding.layer in layers:
+            cosine = _median(self.twins.cosines[at : at + BEYOND, layers.index(finding.layer)])
+            differs_from = at if cosine < DIFFERING_COSINE else None
         else:
-            gradients_differ = _first_beyond(self.distances[:, 2:])
-            first = gradients_differ and gradients_differ.at
-        if first is None or first > at:
+            difference = _first_beyond(self.twins.distances[:, 2:])  # of gradients alone
+            differs_from = difference and difference.at
+        if differs_from is None or differs_from > at:
             return False
-        twins_factor = _median(self.twin_norms[at : at + BEYOND]) / _median(self.twin_norms[:first])
+        twins_factor = _median(norms[at : at + BEYOND]) / _median(norms[:differs_from])
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
-
-    @cached_property
-    def distances(self) -> Any:
-        """Distances from the twin over their limits, [steps, 2 + layers + 1]: losses above, below; cosines."""
-        of_losses = np.stack([self.loss_distances, -self.loss_distances], 1) / LOSS_DIFFERS
-        return np.concatenate([of_losses, (1 - self.cosines) / (1 - DIFFERING_COSINE)], 1)
-
-    @cached_property
-    def departures(self) -> list[Departure]:
-        return departures(self.record)
 
     def difference(self, worst: Finding | None) -> _Difference | None:
         """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
         return self.first_lasting(worst) or self.at_the_cast(worst)
 
     def first_lasting(self, worst: Finding | None) -> _Difference | None:
-        """Return where FP8 differs first, in most of some steps in turn."""
-        is_alone = worst is None or worst.products
-        return _first_beyond(self.distances / (1.0 if is_alone else LIMIT_FACTOR_IF_OTHER_FAULT))
+        """Return where FP8 differs first, in most of some steps in turn; by twice as much beside another fault."""
+        # another fault disturbs scales for some steps: "weight x 10,000"
+        has_other_fault = worst is not None and not worst.products
+        return _first_beyond(self.twins.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
 
     def at_the_cast(self, worst: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
+        # FP8 differs where the cast is worst, and in too few steps in turn: "outlier channel"
         for step in (worst.begins, worst.worst) if worst is not None and worst.products else ():
-            at = self.steps.index(step) if step in self.steps else None
-            if at is not None and len(columns := np.flatnonzero(self.distances[at] > 1)):
+            at = self.twins.steps.index(step) if step in self.twins.steps else None
+            if at is not None and len(columns := np.flatnonzero(self.twins.distances[at] > 1)):
                 return _Difference(at, _layer_of(int(columns[0])))
         return None
 
     def rise_by_fp8(self, at: int) -> float:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
-        since = slice(at, at + IN_TURN)
-        rise_of_twin = _median(self.twin_losses[since]) - _median(self.twin_losses[:at])
-        return _median(self.losses[since] - self.twin_losses[since]) - max(rise_of_twin, 0.0)
+        losses, twin_losses, since = self.twins.losses, self.twins.twin_losses, slice(at, at + IN_TURN)
+        rise_of_twin = _median(twin_losses[since]) - _median(twin_losses[:at])
+        return _median(losses[since] - twin_losses[since]) - max(rise_of_twin, 0.0)
 
     def got_over(self, finding: Finding) -> bool:
         """Return whether in high precision the loss got over a finding that reads it or the forward, or had nothing."""
-        halves = np.split(self.twin_losses, [bisect_left(self.steps, finding.begins)])
+        halves = np.split(self.twins.twin_losses, [bisect_left(self.twins.steps, finding.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
         is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
         return is_well and finding.kind in (*FROM_LOSS, "forward")
 
     def part_of_fp8(self, worst: Finding | None, first: _Difference) -> str:
-        """Return what FP8 is, if it differs from a place on, beside the worst finding.
-
-        Before each branch stands a run that needs it.
-        """
-        at, is_of_loss, step = first.at, first.layer is None, self.steps[first.at]
+        """Return what FP8 is, if it differs from a place on, beside the worst finding."""
+        at, is_of_loss, step = first.at, first.layer is None, self.twins.steps[first.at]
+        twin_losses, cosines = self.twins.twin_losses, np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
         # inputs are clipped from step 100 on: the loss rises there, the twin's does not
         if is_of_loss and self.rise_by_fp8(at) > 0:
             return CAUSE
         # a rate rose at step 90, the twin's loss rises with it, and from step 100 on amaxes outgrow their scales: FP8
-        # suffers. It takes part where it flushes gradients besides, or where the twin's loss came down again
-        before, cosines = self.twin_losses[:at], np.nan_to_num(self.cosines[at : at + IN_TURN], nan=1.0)
-        highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
-        twin_rises = at >= LEAST_BEFORE and _median(self.twin_losses[at:]) > highest_before
-        has_departed = twin_rises and any(each.step < step for each in self.departures[:1])
-        if has_departed or (worst is not None and not worst.products and worst.begins <= step):
+        # suffers. "saturated logits" have the earlier fault alone
+        highest_before = np.max(twin_losses[:at][np.isfinite(twin_losses[:at])], initial=-math.inf)
+        twin_rises = at >= LEAST_BEFORE and _median(twin_losses[at:]) > highest_before
+        other_departed = twin_rises and any(each.step < step for each in self.departures[:1])
+        other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= step
+        if other_departed or other_fault_is_earlier:
+            # besides, it flushes all gradients; or the twin's loss came down again, and FP8's did not
             flushes_all = not is_of_loss and _median(cosines) == 0
-            outlasts_worst = worst is not None and not has_departed and self.got_over(worst)
-            return TAKES_PART if flushes_all or outlasts_worst else SUFFERS
-        # casts flush gradients, and the updates let both losses rise: the twin computes with the same weights
+            outlasts_fault = worst is not None and not other_departed and self.got_over(worst)
+            return TAKES_PART if flushes_all or outlasts_fault else SUFFERS
+        # casts flush gradients, and the updates let both losses rise: the twin has the same weights. A cast is
+        # the worst finding in "scales that stay at 1", and of the loss alone FP8 has "rows of the other block's weight"
         if worst is not None or is_of_loss or twin_rises:
             return CAUSE
-        # gradients lose their direction, or a few digits, and no loss shows it yet
+        # gradients lose their direction ("saved codes of the first block"), or a few digits, and no loss shows it yet
         return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
 
-    def both_losses(self, at: int) -> str:
-        """Return a step's loss and its twin's in words."""
-        loss, twin = self.losses[at], self.twin_losses[at]
-        if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
-            return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
-        return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
 
-    def both_in_words(self, worst: Finding | None) -> str:
-        """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
+def _both_losses(twins: _ComparedSteps, at: int) -> str:
+    """Return a step's loss and its twin's in words."""
+    loss, twin = twins.losses[at], twins.twin_losses[at]
+    if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
+        return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
+    return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
 
-        It is one of the worst finding's steps, if any of these was compared.
-        """
-        begins = 0 if worst is None else worst.begins
-        places = [at for at, step in enumerate(self.steps) if step >= begins] or [len(self.steps) - 1]
-        distances = np.nan_to_num(abs(self.loss_distances[places]), nan=math.inf)
-        at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
-        parts, cosines = [], self.cosines[at][np.isfinite(self.cosines[at])]
-        if math.isfinite(self.twin_losses[at]):
-            parts.append(f"loss ({self.twin_losses[at]:.4g}, in FP8 {self.losses[at]:.4g})")
-        if len(cosines):
-            parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
-        sentence = f"{' and '.join(parts)} at step {self.steps[at]}"
-        if single := [self.steps[place] for place in np.flatnonzero((self.distances > 1).any(axis=1))]:
-            more = " and others" if len(single) > NAMED else ""
-            sentence += f", but for {', '.join(map(str, single[:NAMED]))}{more}"
-        return f"{sentence}; later steps were not compared" if self.steps[at] < begins else sentence
+
+def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
+    """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
+
+    It is one of the worst finding's steps, if any of these was compared.
+    """
+    begins = 0 if worst is None else worst.begins
+    places = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
+    distances = np.nan_to_num(abs(twins.distances[places, 0]), nan=math.inf)  # of the loss
+    at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
+    parts, cosines = [], twins.cosines[at][np.isfinite(twins.cosines[at])]
+    if math.isfinite(twins.twin_losses[at]):
+        parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
+    if len(cosines):
+        parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
+    sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
+    if single := [twins.steps[place] for place in np.flatnonzero((twins.distances > 1).any(axis=1))]:
+        more = " and others" if len(single) > NAMED else ""
+        sentence += f", but for {', '.join(map(str, single[:NAMED]))}{more}"
+    return f"{sentence}; later steps were not compared" if twins.steps[at] < begins else sentence
 
 
 def _layer_of(column: int) -> int | None:
@@ -286,8 +312,7 @@ def _first_beyond(distances: Any) -> _Difference | None:
         since = np.nan_to_num(distances[at : at + IN_TURN])
         is_first = since[0] > np.maximum(1, np.median(since, axis=0) * FIRST_SHARE)
         is_soon, is_lasting = (since[:SOON] > 1).sum(axis=0) >= BEYOND_SOON, (since > 1).sum(axis=0) >= BEYOND
-        columns = np.flatnonzero(is_first & is_soon & is_lasting)
-        if len(columns):
+        if len(columns := np.flatnonzero(is_first & is_soon & is_lasting)):
             return _Difference(at, _layer_of(int(columns[0])))
     return None
 
