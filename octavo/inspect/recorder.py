@@ -2,8 +2,9 @@
 
 Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weights.py) reads the
 weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At the step's
-end ``_count`` adds these up over ranks, and ``_read`` sends them to the host. When they have arrived, in a later step,
-``_write`` writes them by the RecordWriter. Record.py says who writes which file.
+end ``_count`` adds these up over ranks, and ``_read`` sends them to the host, with the scalars and the numbers that a
+DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what decides whether later
+steps have a control, and writes them by the RecordWriter. Record.py says who writes which file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.twin import CONTROL, CONTROL_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, Twin
+from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weights import (
     FROZEN,
     GROUP,
@@ -47,17 +48,18 @@ from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
 ByStep = dict[int, dict[str, float]]  # numbers by step and name
-SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
+SKIPPED = DeviceEvent("skipped", "neither the weights nor the optimizer's state were touched", lambda skips: skips != 0)
+_Noted = tuple[int, str | DeviceEvent, Scalar]  # a step's scalar by its name, or the number that decides an event
 
 
 class _Reading(NamedTuple):
-    """Numbers on their way to the host: the counts of a recorded step, and the scalars of the steps until then."""
+    """Numbers on their way to the host: the counts of a recorded step, and what the steps until then noted."""
 
     step: int
     table: Table
-    scalars: list[tuple[int, str, Scalar]]  # tensors' values are the last tensor of ``in_flight``, in this order
+    noted: list[_Noted]  # tensors' values are the last tensor of ``in_flight``, in this order
     names: tuple[str, ...]  # of the counts
-    in_flight: InFlight  # the counts, and the scalars' values
+    in_flight: InFlight  # the counts, and the values of ``noted``
     others: Sequence[str]  # names of parameters that are no layer's weight
     outputs: OutputChanges | None  # of modules, whose tensors are among the counts
 
@@ -134,10 +136,9 @@ class Recorder:
         self._written: Table | None = None
         self._tied, self._trained, self._updates = tied_names(model), trained_names(model), Updates(optimizer)
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
-        self._is_controlled = False
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._scalars: list[tuple[int, str, Scalar]] = []
+        self._noted: list[_Noted] = []
         self._readings: list[_Reading] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
@@ -151,15 +152,17 @@ class Recorder:
         """
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            numbers = {**self._changed_facts(), "loss": loss, "grad_norm": grad_norm, **scalars}
-            numbers[SKIPPED] = self._steps_skipped()
+            # by a scalar's name, or by the DeviceEvent that the number decides
+            noted: dict[Any, Scalar | None] = {**self._changed_facts(), "loss": loss, "grad_norm": grad_norm, **scalars}
+            noted[SKIPPED] = self._steps_skipped()
             if comparison is not None:
-                numbers |= comparison.scalars(loss, scalars.get("loss_scale"))
-            for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
+                noted |= comparison.scalars(loss, scalars.get("loss_scale"))
+                noted[OTHER_GRADIENTS] = comparison.reproduced
+            for what, value in noted.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
-                    self._scalars.append((self._step, name, value))
+                    self._noted.append((self._step, what, value))
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -188,7 +191,7 @@ class Recorder:
         self._updates.close()
         if self._twin is not None:
             self._twin.close()
-        if self._scalars:
+        if self._noted:
             self._read({})
         for reading in self._readings:
             self._write(reading)
@@ -278,49 +281,48 @@ class Recorder:
         return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
     def _read(self, counts: Mapping[str, Tensor], outputs: OutputChanges | None = None) -> None:
-        """Send a recorded step's counts, and the scalars of the steps until it, on their way to the host."""
-        scalars, self._scalars = self._scalars, []
+        """Send a recorded step's counts, and what the steps until it noted, on their way to the host."""
+        noted, self._noted = self._noted, []
         if self._writer is None:
             return
-        device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
-        doubles = [value.double() for value in on_device]  # a count in a loss's dtype would be rounded
+        device, on_device = self._table.sums.device, [number for *_, number in noted if isinstance(number, Tensor)]
+        doubles = [number.double() for number in on_device]  # a count in a loss's dtype would be rounded
         values = torch.stack(doubles) if doubles else torch.zeros(0, device=device, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
-        reading = _Reading(self._step, self._table, scalars, tuple(counts), in_flight, self._others, outputs)
+        reading = _Reading(self._step, self._table, noted, tuple(counts), in_flight, self._others, outputs)
         self._readings.append(reading)
 
     def _write(self, reading: _Reading) -> None:
         """Write the numbers of a reading when they have arrived, and call ``on_record`` with them."""
-        *counts, values = reading.in_flight.wait()
+        *tensors, values = reading.in_flight.wait()
+        counts = dict(zip(reading.names, tensors, strict=True))
         if self._writer is None:
             return
-        numbers, events = self._scalars_by_step(reading, values)
+        if self._twin is not None and "twin" in counts:
+            self._twin.arrived(counts["twin"], counts["moved_loss"])
+        scalars, events = self._scalars_and_events(reading.noted, values)
         with self._or_ends():
-            self._writer.add_lines(*events, *({"step": step, **scalars} for step, scalars in numbers.items()))
+            self._writer.add_lines(*events, *({"step": step, **of_step} for step, of_step in scalars.items()))
             if counts:
-                arrays = self._write_counts(self._writer, reading, dict(zip(reading.names, counts, strict=True)))
+                arrays = self._write_counts(self._writer, reading, counts)
                 if self.on_record is not None:
-                    numbers.setdefault(reading.step, {}).update(_by_name(reading.table.rows, arrays))
+                    scalars.setdefault(reading.step, {}).update(_by_name(reading.table.rows, arrays))
         if self.on_record is not None:
-            for step, values_of_step in numbers.items():
-                self.on_record(step, values_of_step)
+            for step, of_step in scalars.items():
+                self.on_record(step, of_step)
 
-    def _scalars_by_step(self, reading: _Reading, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
-        """Return a reading's scalars by step and name, and the lines of events that they tell of."""
-        numbers, events = ByStep(), list[dict[str, Any]]()
+    @staticmethod
+    def _scalars_and_events(noted: Sequence[_Noted], values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
+        """Return scalars by step and name, and the lines of the events that happened; ``values``: of tensors."""
+        scalars, events = ByStep(), list[dict[str, Any]]()
         arrived = iter(values.tolist())
-        for step, name, scalar in reading.scalars:
-            value = next(arrived) if isinstance(scalar, Tensor) else scalar
-            if name == CONTROL and not self._is_controlled:
-                self._is_controlled = True
-                if value < CONTROL_COSINE:
-                    events.append({"step": step, "event": NO_TWIN, "text": OTHER_GRADIENTS.format(value)})
-            elif name != SKIPPED:
-                numbers.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
-            elif value != 0:
-                text = "neither the weights nor the optimizer's state were touched"
-                events.append({"step": step, "event": SKIPPED, "text": text})
-        return numbers, events
+        for step, what, number in noted:
+            value = next(arrived) if isinstance(number, Tensor) else number
+            if not isinstance(what, DeviceEvent):
+                scalars.setdefault(step, {})[what] = value if math.isfinite(value) else math.nan
+            elif what.happened(value):
+                events.append({"step": step, "event": what.kind, "text": what.text.format(value)})
+        return scalars, events
 
     def _write_counts(self, writer: RecordWriter, reading: _Reading, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
@@ -334,10 +336,7 @@ class Recorder:
         counts, layers = {name: tensor.numpy() for name, tensor in tensors.items()}, len(reading.table.layers)
         arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
         arrays["moved"] = counts["moved"][:layers]
-        if "twin" in counts:
-            arrays["twin"] = counts["twin"]
-            if self._twin is not None:
-                self._twin.control.arrived(tensors["twin"], tensors["moved_loss"])
+        arrays |= {"twin": counts["twin"]} if "twin" in counts else {}
         if reading.outputs is not None:
             arrays |= reading.outputs.arrays(counts["outputs"])
             samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], **reading.outputs.names()}

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +50,10 @@ from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
-NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # the same: Comparison.control
 SLOPE = "twin_slope"  # the same: Comparison.slope
+NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 
 # --- limits, of cosines of gradients as the optimizer gets them, and chosen by `python -m benchmarks causes`
 
@@ -76,15 +76,32 @@ NO_OUTPUT = (
     "training calls (what torch.compile returned, not the module inside; a model.compile() cannot be noted), which "
     "returns tensors, or lists, dicts or dataclasses of them"
 )
-OTHER_GRADIENTS = (
-    "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
-    "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}"
-)
 WRITTEN_WEIGHTS = (
     "weights were written between the forward and the update of the optimizer that octavo.inspect.record has, such as "
     "by another optimizer: give it the one that updates first"
 )
 OTHER_RANK = "it failed on another rank"
+
+
+class DeviceEvent(NamedTuple):
+    """An event that is recorded if a number says so that arrives from the device; that number is no scalar.
+
+    Attributes:
+        kind, text: of the event; "{}" in the text stands for the number.
+        happened: whether the number says so.
+    """
+
+    kind: str
+    text: str
+    happened: Callable[[float], bool]
+
+
+OTHER_GRADIENTS = DeviceEvent(  # its number is Comparison.reproduced
+    NO_TWIN,
+    "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
+    "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}",
+    lambda cosine: cosine < CONTROL_COSINE,
+)
 
 
 class Comparison(NamedTuple):
@@ -98,9 +115,9 @@ class Comparison(NamedTuple):
             where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
         is_float16: whether gradients were computed in float16, where losses have a scale.
-        control: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
-            CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer. In
-            later steps that run once more in FP8 the lowest one of a layer.
+        reproduced: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
+            CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer.
+        control: in later steps that run once more in FP8 the lowest such cosine of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
@@ -113,6 +130,7 @@ class Comparison(NamedTuple):
     loss_change: Tensor
     loss: Tensor
     is_float16: bool
+    reproduced: Tensor | None
     control: Tensor | None
     left: Tensor
     moved: Tensor
@@ -151,39 +169,40 @@ class _RunAgain(NamedTuple):
     outputs: OutputChanges | None
 
 
-class _Control:
-    """The runs of steps once more in FP8, of which the first tells whether these have the steps' gradients.
+class _InFP8(NamedTuple):
+    """A step in FP8 compared with its twin: the step itself, or its control.
 
     Attributes:
-        is_needed: whether a recorded step runs once more in FP8, and that run's gradients are compared with the twin's.
-        first: Products.cosines of the first recorded step's gradients and those of its run in FP8.
+        products: of these gradients and the twin's.
+        loss_change: the twin's loss less this one.
+        moved: Comparison.moved.
+        cosines: Products.cosines of the step's gradients and these; a single 1 for the step itself.
     """
 
-    def __init__(self) -> None:
-        self.is_needed = True
-        self.first: Tensor | None = None
-
-    def arrived(self, layers: Tensor, moved: Tensor) -> None:
-        """Let later steps run in FP8 too if a layer's gradient is unlike its twin's, or the loss not its run's in FP8.
-
-        ``layers``, ``moved``: Comparison's ``products`` and ``moved``, on the CPU.
-        """
-        self.is_needed |= bool((cosines_of(layers) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
-
-    def compare(self, products: Products) -> Tensor:
-        """Return Comparison.control, from the products of the step's gradients and those of its run in FP8."""
-        cosines = products.cosines()
-        if self.first is None:
-            self.first, self.is_needed = cosines, False
-            return cosines[-1]
-        return cosines.masked_fill(self.first < REPRODUCED_COSINE, 1.0).min()
+    products: Products
+    loss_change: Tensor
+    moved: Tensor
+    cosines: Tensor
 
 
 class Twin:
     """Runs the forwards of a recorded step again before the optimizer's update, and compares.
 
-    Of a step ``begin`` is called first. Then its notes have its forwards, its first backward notes the gradients that
-    are left, and a hook of the optimizer compares. ``take`` returns that at the step's end.
+    The control is the step's run once more in FP8. A recorded step, in order:
+
+        begin            hooks of the model note its forwards, from now on
+        forward          its arguments, random states and autocast are noted, and its outputs get a node of autograd
+        first backward   before it changes a gradient, the norms of those that are left of earlier steps are noted
+        each backward    the outputs' gradients are noted
+        before update    a hook of the optimizer decides whether the step has a twin, and runs on the device
+                         1. in high precision a part of the first recorded batch, forward and backward,
+                         2. in high precision the step's forwards, each with its backward; after the first one's the
+                            slope: its forward from moved weights,
+                         3. in FP8 the step's forwards again, with their backwards, if the step needs a control.
+                         The first control's cosines stay on the device, where they mask the numbers of all steps
+        after update     ``take`` hands the Comparison to the recorder, which sends it to the host
+        a later step     the host has it: ``arrived`` lets all recorded steps from then on have a control, if a layer's
+                         gradient is unlike its twin's, or the loss not its control's; and the recorder writes it
 
     Args:
         model: whose forwards are noted; they run again without DistributedDataParallel and torch.compile around it.
@@ -193,14 +212,15 @@ class Twin:
 
     Attributes:
         reason: why there is no twin; empty if there is one.
-        control: what decides whether steps run in FP8 too; it gets the numbers of a Comparison when they arrive.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, folder: Path, resumes: bool) -> None:
         self._comparison: Comparison | None = None
         self._notes, self._ranks = StepNotes(model, self._note_left, self._or_reason), ranks
         self._model = self._notes.model
-        self._sums, self.control = RankSums(self._model, ranks), _Control()
+        # ``_differs``: whether later steps need a control, as a Comparison says that arrived
+        self._sums, self._differs = RankSums(self._model, ranks), False
+        self._first_cosines: Tensor | None = None  # of the first recorded step's gradients and its control's
         self._layers: Sequence[RecordedLayer] = ()
         self._left: Tensor | None = None  # squares of norms of gradients from before the first backward, [layers + 1]
         self._first: FirstBatch | None = None
@@ -223,6 +243,13 @@ class Twin:
         self.end()
         comparison, self._comparison = self._comparison, None
         return comparison
+
+    def arrived(self, products: Tensor, moved: Tensor) -> None:
+        """Let later steps have a control if a layer's gradient is unlike its twin's, or the loss not its control's.
+
+        ``products``, ``moved``: a Comparison's, on the CPU.
+        """
+        self._differs |= bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
@@ -277,36 +304,49 @@ class Twin:
         weights += trained if has_others else []
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
-        products, loss_change = self._sums.products(twin.pairs, len(layers)), twin.loss_change
-        squares_left = torch.zeros_like(products.norm_squares) if left is None else self._ranks.sum(left)
-        share_left = self._share_left(squares_left, products, layers)
-        lowest, moved = None, torch.zeros_like(loss_change)
-        if self._ranks.any(self.control.is_needed):
-            with _not_counted(layers):
-                control = self._run(calls, weights, own_recipes(self._model))
-            if control is None:
-                return None
-            lowest = self.control.compare(self._sums.products(control.pairs, len(layers)))
-            products = self._sums.products(_run_pairs(control, twin), len(layers), is_first_run_again=True)
-            moved = (control.loss_change / loss_change).abs()
-            loss_change = loss_change - control.loss_change
-        assert self.control.first is not None
-        products, is_unlike = products.masked(squares_left != 0, 0.0), self.control.first < CONTROL_COSINE
-        products = products.masked(is_unlike[:-1] | is_unlike[-1], math.nan)
-        loss_change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (loss_change, twin.loss))
+        zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
+        of_step = _InFP8(self._sums.products(twin.pairs, len(layers)), twin.loss_change, zero, one)
+        squares_left = torch.zeros_like(of_step.products.norm_squares) if left is None else self._ranks.sum(left)
+
+        is_first = self._first_cosines is None
+        needs_control = self._ranks.any(is_first or self._differs)
+        if (fp8 := self._run_control(calls, weights, layers, twin) if needs_control else of_step) is None:
+            return None
+        of_first = self._first_cosines = fp8.cosines if self._first_cosines is None else self._first_cosines
+        lowest = fp8.cosines.masked_fill(of_first < REPRODUCED_COSINE, 1.0).min()
+
+        # nan where the first recorded step's gradients were not its control's, as what is compared is unknown then
+        is_unlike = of_first < CONTROL_COSINE
+        known = fp8.products.masked(squares_left != 0, 0.0).masked(is_unlike[:-1] | is_unlike[-1], math.nan)
+        change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (fp8.loss_change, twin.loss))
         change_along, predicted = self._ranks.sum(twin.slope)
         return Comparison(
-            products=products.layers,
-            others=products.others[0] if has_others else None,
-            loss_change=loss_change,
+            products=known.layers,
+            others=known.others[0] if has_others else None,
+            loss_change=change,
             loss=loss,
             is_float16=any(call.forward.is_float16 for call in calls),
-            control=lowest,
-            left=share_left,
-            moved=moved,
+            reproduced=of_first[-1] if is_first else None,
+            control=lowest if needs_control and not is_first else None,
+            left=self._share_left(squares_left, of_step.products, layers),
+            moved=fp8.moved,
             slope=change_along / predicted,
             outputs=twin.outputs,
         )
+
+    def _run_control(
+        self, calls: list[Call], weights: list[Tensor], layers: Sequence[RecordedLayer], twin: _RunAgain
+    ) -> _InFP8 | None:
+        """Run a step's control, uncounted, and compare it; return None where that failed on a rank."""
+        with _not_counted(layers):
+            run = self._run(calls, weights, own_recipes(self._model))
+        if run is None:
+            return None
+        cosines = self._sums.products(run.pairs, len(layers)).cosines()
+        both = zip(run.pairs, twin.pairs, strict=True)  # of weights that have a gradient of the step
+        pairs = [(None if of_step is None else of_control, of_twin) for (of_step, of_control), (_, of_twin) in both]
+        products = self._sums.products(pairs, len(layers), is_first_run_again=True)
+        return _InFP8(products, twin.loss_change - run.loss_change, (run.loss_change / twin.loss_change).abs(), cosines)
 
     def _reason_against(self, calls: Sequence[Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""
@@ -396,9 +436,3 @@ def _not_counted(layers: Sequence[RecordedLayer]) -> contextlib.ExitStack:
         observe(module, counts=None)
         stack.callback(observe, module, counts=counts)
     return stack
-
-
-def _run_pairs(control: _RunAgain, twin: _RunAgain) -> list[GradientPair]:
-    """Return the gradients of both runs, of each weight that has one of the step."""
-    each = zip(control.pairs, twin.pairs, strict=True)
-    return [(None if of_step is None else again, exact) for (of_step, again), (_, exact) in each]

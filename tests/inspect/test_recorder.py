@@ -203,8 +203,17 @@ def test_steps_that_an_optimizer_leaves_out_are_noted(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             recorder.step()
-    ((step, kind, _),) = octavo.inspect.load(tmp_path).events
-    assert (step, kind) == (1, "skipped")
+    record = octavo.inspect.load(tmp_path)
+    ((step, kind, _),) = record.events
+    assert (step, kind) == (1, "skipped") and "skipped" not in record.scalars
+
+
+def test_a_scalar_may_have_the_name_of_an_event(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(16, 16)
+    with octavo.inspect.record(layer, tmp_path, twin=False) as recorder:
+        recorder.step(skipped=torch.tensor(1.0), twin_control=0.0)
+    record = octavo.inspect.load(tmp_path)
+    assert record.events == [] and record.scalars == {"skipped": ([0], [1.0]), "twin_control": ([0], [0.0])}
 
 
 def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
