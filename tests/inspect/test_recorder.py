@@ -69,7 +69,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
             losses.append(train(recorded, range(1, 3), recorder))
         losses.append(train(recorded, range(3, 6), recorder))
         recorder.event("note", "written nowhere")
-        assert not recorder._scalars and not observers(recorded)
+        assert not recorder._noted and not observers(recorded)
     assert losses == expected and len(called) == 1
     assert octavo.inspect.load(tmp_path).steps == [0]
 
