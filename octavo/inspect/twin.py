@@ -169,7 +169,7 @@ class _RunAgain(NamedTuple):
     outputs: OutputChanges | None
 
 
-class _InFP8(NamedTuple):
+class _StepInFP8(NamedTuple):
     """A step in FP8 compared with its twin: the step itself, or its control.
 
     Attributes:
@@ -305,7 +305,7 @@ class Twin:
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
         zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
-        of_step = _InFP8(self._sums.products(twin.pairs, len(layers)), twin.loss_change, zero, one)
+        of_step = _StepInFP8(self._sums.products(twin.pairs, len(layers)), twin.loss_change, zero, one)
         squares_left = torch.zeros_like(of_step.products.norm_squares) if left is None else self._ranks.sum(left)
 
         is_first = self._first_cosines is None
@@ -336,7 +336,7 @@ class Twin:
 
     def _run_control(
         self, calls: list[Call], weights: list[Tensor], layers: Sequence[RecordedLayer], twin: _RunAgain
-    ) -> _InFP8 | None:
+    ) -> _StepInFP8 | None:
         """Run a step's control, uncounted, and compare it; return None where that failed on a rank."""
         with _not_counted(layers):
             run = self._run(calls, weights, own_recipes(self._model))
@@ -346,7 +346,9 @@ class Twin:
         both = zip(run.pairs, twin.pairs, strict=True)  # of weights that have a gradient of the step
         pairs = [(None if of_step is None else of_control, of_twin) for (of_step, of_control), (_, of_twin) in both]
         products = self._sums.products(pairs, len(layers), is_first_run_again=True)
-        return _InFP8(products, twin.loss_change - run.loss_change, (run.loss_change / twin.loss_change).abs(), cosines)
+        return _StepInFP8(
+            products, twin.loss_change - run.loss_change, (run.loss_change / twin.loss_change).abs(), cosines
+        )
 
     def _reason_against(self, calls: Sequence[Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""
