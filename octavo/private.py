@@ -286,16 +286,15 @@ class FsdpParam:
 
 
 def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
-    """Yield each FSDPParam of each module that ``fully_shard`` was applied to.
+    """Yield each FSDPParam of the modules that ``fully_shard`` was applied to, once, also if several modules share it.
 
     Raises:
         OctavoError: if this torch no longer has FSDP2's attributes.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from _params_of(module)
+    params = (param for m in model.modules() if isinstance(m, FSDPModule) for param in _params_of(m))
+    yield from {id(param.sharded): param for param in params}.values()
 
 
 def _params_of(module: Any) -> list[FsdpParam]:

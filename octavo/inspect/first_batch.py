@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.forwards import Autocast, Forward, device_of, map_tensors
+from octavo.inspect.forwards import Autocast, Forward, copy_of, device_of, map_tensors
 from octavo.inspect.module_outputs import ModuleOutputs, OutputChanges
+from octavo.inspect.notes import gets_gradient
 from octavo.inspect.record import np
 from octavo.private import pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
@@ -56,12 +57,10 @@ class FirstBatch:
         if ranks.any(earlier is None):
             whole = forward._replace(delayed=[])
             self._forwards = [whole._replace(arguments=_part(whole.arguments)), whole]  # the first of them that runs
-            if path is not None:
-                with contextlib.suppress(OSError):  # the record says so when it is written
-                    _write(path, self._forwards[0], model, ranks)
+            self._path = path
         else:
             assert earlier is not None and folder is not None
-            self._forwards = [earlier]
+            self._forwards, self._path = [earlier], None
             if ranks.rank == 0:
                 self.outputs.go_on(folder / OUTPUTS, device_of(model))
 
@@ -79,7 +78,7 @@ class FirstBatch:
             with self.outputs.sampled():
                 with torch.enable_grad():
                     all_outputs = forward.again(self._model)
-                outputs = [y for y in all_outputs if y.requires_grad and not y.is_leaf]
+                outputs = [*filter(gets_gradient, all_outputs)]
                 torch.autograd.backward(outputs, [y.detach() / max(1, y.shape[:-1].numel()) for y in outputs])
         except Exception:
             if not forget_failed_pass(self._model):
@@ -91,6 +90,10 @@ class FirstBatch:
             del self._forwards[0]
             return None
         del self._forwards[1:]
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # the record says so when it is written
+                _write(self._path, self._forwards[0], self._model, self._ranks)
+            self._path = None  # it has the batch now
         moved = self.outputs.moved(device_of(self._model))
         return moved._replace(sums=self._ranks.sum(moved.sums))
 
@@ -101,11 +104,8 @@ def _part(arguments: Any) -> Any:
     map_tensors(lambda x: shapes.append(x.shape), arguments)
     rows = {shape[0] if shape else 0 for shape in shapes}
     count = max(LEAST_ROWS, min(rows, default=0) // SHARE)
-
-    def part(x: Tensor) -> Tensor:  # a copy: a view would hold the whole
-        return x.detach()[:count].clone().requires_grad_(x.requires_grad)
-
-    return map_tensors(part, arguments) if len(rows) == 1 else arguments
+    # copies, as views would hold the whole
+    return map_tensors(lambda x: copy_of(x[:count]), arguments) if len(rows) == 1 else arguments
 
 
 def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:

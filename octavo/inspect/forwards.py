@@ -48,7 +48,7 @@ class Forward(NamedTuple):
         """Return the forward that a model is about to run."""
         modes, autocast = [module.training for module in model.modules()], Autocast.now(device_of(model).type)
         delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
-        return cls(map_tensors(_copied, (args, kwargs)), modes, random_states(model), autocast, delayed)
+        return cls(map_tensors(copy_of, (args, kwargs)), modes, random_states(model), autocast, delayed)
 
     @property
     def is_float16(self) -> bool:
@@ -63,7 +63,7 @@ class Forward(NamedTuple):
         for fp8, state in zip(_in_fp8(model), self.delayed, strict=True) if self.delayed else ():
             if fp8.state is not None and state is not None:
                 fp8.state = state.clone()
-        args, kwargs = map_tensors(_copied, self.arguments)
+        args, kwargs = map_tensors(copy_of, self.arguments)
         outputs: list[Tensor] = []
         with contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast):
             map_tensors(outputs.append, model(*args, **kwargs))
@@ -167,5 +167,6 @@ def _in_fp8(model: nn.Module) -> list[Any]:
     return [module.fp8 for module in model.modules() if isinstance(module, RecipeModule)]
 
 
-def _copied(x: Tensor) -> Tensor:
+def copy_of(x: Tensor) -> Tensor:
+    """Return a copy without x's graph, which requires a gradient if x does."""
     return x.detach().clone().requires_grad_(x.requires_grad)

@@ -298,12 +298,10 @@ def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
     """Make FSDP2 forget how it gathered weights with hooks of ours, as that may change; return their modules."""
-    forgotten = []
-    for param in fsdp_params(model):  # modules that were sharded together each have the same parameters
-        if isinstance(param.shard, ShardHooks) and param.was_gathered:
-            param.forget_gathered()
-            forgotten.append(param.owner)
-    return forgotten
+    gathered = [param for param in fsdp_params(model) if isinstance(param.shard, ShardHooks) and param.was_gathered]
+    for param in gathered:
+        param.forget_gathered()
+    return [param.owner for param in gathered]
 
 
 def forget_failed_pass(model: nn.Module) -> bool:

@@ -135,7 +135,7 @@ def test_a_run_that_is_resumed_compares_with_the_run_before(tmp_path: Path) -> N
 
 
 def test_a_quarter_of_the_first_batch_runs_again(tmp_path: Path) -> None:
-    """Where all arguments have as many rows; of a model that takes no fewer the whole does, from the next record on."""
+    """Where all arguments have as many rows; of a model that takes no fewer the whole does, and after a resume."""
     seen: list[int] = []
 
     class Model(nn.Module):
@@ -156,15 +156,16 @@ def test_a_quarter_of_the_first_batch_runs_again(tmp_path: Path) -> None:
     }.items():
         model = Model(takes)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer) as recorder:
-            for _ in range(4):
-                seen.clear()
-                x = torch.randn(16, 32, requires_grad=True)
-                (loss := model(x, scale).square().mean()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                recorder.step(loss=loss)
-            copy.deepcopy(model)  # its hooks hold the recorder's first batch
+        for steps in (range(4), range(4, 6)):  # the second is resumed, and runs what the first one ran again
+            with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer, step=steps.start) as recorder:
+                for _ in steps:
+                    seen.clear()
+                    x = torch.randn(16, 32, requires_grad=True)
+                    (loss := model(x, scale).square().mean()).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    recorder.step(loss=loss)
+                copy.deepcopy(model)  # its hooks hold the recorder's first batch
         record = octavo.inspect.load(tmp_path / name)
         assert seen == [16, rows, 16, 16] and record.events == []  # the step, the first batch, the twin and its slope
         assert np.isfinite(record.of_modules["output"][first:]).all() and record.parameters == [

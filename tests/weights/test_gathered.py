@@ -15,6 +15,7 @@ import octavo
 from octavo import recipes
 from octavo.autograd.rows import Rows
 from octavo.distributed import expert_parallel
+from octavo.private import fsdp_params
 from octavo.tensor import pair as pair_module
 from octavo.weights import gathered as gather
 from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, forget_failed_pass, gather_alone
@@ -327,3 +328,14 @@ def two_in_flight(mesh):
 
 def test_backward_reads_a_scale_with_its_codes(pool):
     assert max(pool.run(two_in_flight, (2,))) < 0.1
+
+
+def test_modules_that_are_sharded_together_take_another_recipe(mesh):
+    """As transformers shards the last norm and the head: both have the parameters of one FSDP2 group."""
+    model = to_fp8(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.dynamic())
+    fully_shard([*model], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert len([*fsdp_params(model)]) == len([*model.parameters()])
+    model(torch.randn(16, 64))
+    octavo.set_recipe(model, recipes.delayed())
+    assert model[1].recipe == recipes.delayed() and model(torch.randn(16, 64)).shape == (16, 64)
