@@ -127,7 +127,7 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
         is_beyond = min(loss[-FEW:]) > max(loss[:at])  # or it is as likely to be noise
         rule = loss_climbs._replace(level="" if is_beyond else "note") if climbs_on else loss_stays_up
         share = (now - level) / max(abs(level), 1e-9 * abs(now))  # a loss may be 0 or below
-        yield Hit(rule, steps[at], share / loss_stays_up.limit, texts, worst=steps[-1])
+        yield Hit(rule, steps[at], share / rule.limit, texts, worst=steps[-1])
 
 
 def _where_it_rises(loss: Any, near: int) -> tuple[int, bool]:

@@ -76,8 +76,7 @@ def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
 
 def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Iterator[Hit]:
     """Yield the first step in which something but the optimizer wrote weights."""
-    limit = weight_written.limit
-    over = run.written > limit
+    over = run.written > weight_written.limit
     if (at := first_true(over)) is None:
         return
     count, share, where = int(over[at].sum()), float(run.written[at].max()), ("", "")
@@ -86,13 +85,13 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
         is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
         is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule = weights_permuted if is_permuted.mean() > 0.5 else weights_written
-        share = max(share, 4 * limit)  # no accident of sampling
+        share = max(share, 4 * rule.limit)  # no accident of sampling
     else:
         rule, place = weight_written, int(run.written[at].argmax())
         where, is_layer = (run.names[place], "weight"), place < len(run.layers)
         name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.weights["size"][:, place])
         texts = {"name": name, "was": sizes[max(0, at - 1)], "now": sizes[at]}
-    yield Hit(rule, run.steps[at], share / limit, texts, where, numbers={"changed": share})
+    yield Hit(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
 
 
 def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
@@ -109,8 +108,8 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
         yield _leap(run, gradients_leap, over, np.nan_to_num(typical))
     elif (at := first_true(falls)) is not None:
         share = float(fallen[at])
-        rule = clipped_fall if grown.norms[at] > gradients_leap.limit else gradients_fall
-        times = 1 / max(share, 1e-9) / gradients_leap.limit
+        rule = clipped_fall if grown.norms[at] > clipped_fall.limit else gradients_fall
+        times = 1 / max(share, 1e-9) / gradients_fall.limit
         worst = run.steps[at + FEW]
         yield Hit(rule, run.steps[at], times, {"share": percent(share)}, worst=worst, numbers={"times": share})
 

@@ -223,8 +223,9 @@ RULES: dict[str, Rule] = {
     ),
     # of all layers' gradients, which fall to one in so many
     "gradients_fall": Rule("gradients", 8.0, find_leaps, FALL, MEAN),
+    # such a fall, where the norm of all gradients over the median of earlier ones rises to this
     "clipped_fall": Rule(
-        *("gradients", 8.0, find_leaps, f"{FALL}, though their norm rose"),
+        *("gradients", 3.0, find_leaps, f"{FALL}, though their norm rose"),
         "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
     "not_in_optimizer": _frozen(

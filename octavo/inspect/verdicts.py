@@ -247,7 +247,14 @@ class _Judge:
         return is_well and finding.kind in (*FROM_LOSS, "forward")
 
     def part_of_fp8(self, worst: Finding | None, first: _Difference) -> str:
-        """Return what FP8 is, if it differs from a place on, beside the worst finding."""
+        """Return what FP8 is, if it differs from a place on, beside the worst finding: by the first row that holds.
+
+        - The loss differs, and is above the twin's by more than the twin's rises: the cause.
+        - Something else changed before, or the worst finding is no cast's and began before: FP8 takes part if all
+          gradients are 0 or the twin got over that fault, and else suffers.
+        - There is a worst finding, the loss differs, or the twin's loss rises: the cause.
+        - Else only gradients differ: it harms them, or changes them.
+        """
         at, is_of_loss, step = first.at, first.layer is None, self.twins.steps[first.at]
         twin_losses, cosines = self.twins.twin_losses, np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
         # inputs are clipped from step 100 on: the loss rises there, the twin's does not
