@@ -210,10 +210,8 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearW
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
-        problem = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
-        raise PlanError(
-            f"a chunked loss: {problem}; it is planned for a head in FP8, such as by dynamic_with_output_hp()"
-        )
+        why = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
+        raise PlanError(f"a chunked loss: {why}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
     chunk_bytes = CHUNK + 2 * (not writes_codes)  # a gradient in bf16, that a cast reads
     chunk = min(work.logits, ROWS * head.out_features)
@@ -302,8 +300,7 @@ def estimate(
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)
-    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase])
-    memory = schedule.plan().phases[0]
+    memory = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase]).plan().phases[0]
     return Estimate(
         name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
@@ -330,11 +327,10 @@ def _added_layers(
     for linear in times.work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        spared = {"weight"} if weight_storage else set()
         cast_input = linear.reads, linear.grad_weight, recipe.input_casts
-        spared |= {"input"} if cast_input in cast_inputs else set()
+        roles = ("weight", weight_storage), ("input", cast_input in cast_inputs), ("grad_output", linear is uncast_head)
+        spared = {role for role, is_spared in roles if is_spared}
         cast_inputs |= {cast_input} if linear.reads else set()
-        spared |= {"grad_output"} if linear is uncast_head else set()
         layer = times.add(linear, recipe, spared)
         layers += [] if recipe.is_high_precision else [layer]
     return tuple(layers)

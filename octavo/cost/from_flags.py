@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from octavo.cost.estimate import NamedParameters
 from octavo.cost.rates import PlanError
 from octavo.cost.work import blocks_of
+from octavo.errors import first_line
 from octavo.optim import AdamW, Muon, update_in_backward
 
 DEFAULT_TOKENS = 16384  # of a step
@@ -30,12 +31,10 @@ def from_hugging_face(path: Path) -> nn.Module:
             "GPT of octavo train, by --width, --layers, --heads"
         ) from error
     try:
-        config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise PlanError(f"{path} is no configuration of a causal language model: {reason}") from error
+        raise PlanError(f"{path} is no configuration of a causal language model: {first_line(error)}") from error
     model.config.use_cache = False
     return model
 
@@ -90,8 +89,7 @@ def _muon(names: set[str], params: Iterable[nn.Parameter], **state_options: Any)
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     """Return a step's input, [sequences, context], without memory; by default 16,384 tokens, at least one sequence."""
-    wanted = DEFAULT_TOKENS if tokens is None else tokens
-    whole = max(wanted // context, 1) * context
+    whole = max((DEFAULT_TOKENS if tokens is None else tokens) // context, 1) * context
     if tokens not in (None, whole):
         raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {whole}")
     return (torch.empty(whole // context, context, dtype=torch.int64, device="meta"),)

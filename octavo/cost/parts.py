@@ -117,11 +117,10 @@ def fused_parts(model: nn.Module, work: Work) -> Iterator[FusedPart]:
         is_attention = module.kind == "attention"
         yield FusedPart(name, "query, key and value" if is_attention else "gate and up", readers[0].sizes.input)
         yield FusedPart(name, "weights side by side", sum(reader.sizes.weight for reader in readers))
-        if not is_attention:
-            continue
-        queries, keys, values = (reader.sizes.output for reader in readers)
-        yield FusedPart(name, "rotary embedding", queries + keys)
-        yield FusedPart(name, "values", values)
-        if module.norms_heads:
-            yield FusedPart(name, "norms of heads", queries + keys)
-            yield FusedPart(name, "heads side by side", queries + keys + values)
+        if is_attention:
+            queries, keys, values = (reader.sizes.output for reader in readers)
+            yield FusedPart(name, "rotary embedding", queries + keys)
+            yield FusedPart(name, "values", values)
+            if module.norms_heads:
+                yield FusedPart(name, "norms of heads", queries + keys)
+                yield FusedPart(name, "heads side by side", queries + keys + values)

@@ -151,8 +151,7 @@ def host_kind(recipe: Recipe) -> str:
     """Return the kind of a layer in ``Rates.host``."""
     if recipe.delayed is not None:
         return "delayed"
-    kinds = [kind for kind in product_kinds(recipe) if kind != IN_BF16]
-    return min(kinds, key=PRODUCT_KINDS.index, default=IN_BF16)
+    return min((kind for kind in product_kinds(recipe) if kind != IN_BF16), key=PRODUCT_KINDS.index, default=IN_BF16)
 
 
 def _tflops(**rates: float) -> dict[str, tuple[tuple[float, float]]]:
@@ -352,8 +351,7 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCT_KINDS}
     for rows, cols, terms in ON_GPU if on_gpu else ON_CPU:
         flop = 2.0 * rows * cols * terms
-        x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
-        weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
+        x, weight = (torch.randn(size, terms, device=device, dtype=torch.bfloat16) for size in (rows, cols))
         for kind, points in products.items():
             recipe = recipe_of.get("block" if kind == "vector" else kind)
             plain = functools.partial(torch.nn.functional.linear, x, weight)
@@ -364,6 +362,5 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     casts = {kind: time(TimedCalls(recipe).cast(x)) / x.numel() for kind, recipe in recipe_of.items()}
     launch = time(TimedCalls(recipe_of["delayed"]).cast(x[:16, :16]))
     sorted_points = {kind: tuple(sorted(points)) for kind, points in products.items()}
-    label = device_label(device)
-    rates = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))
+    rates = Rates(device_label(device), "measured", copy, launch, sorted_points, casts, memory_of(device))
     return _with_published(rates)

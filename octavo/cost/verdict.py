@@ -33,7 +33,7 @@ from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
-FEATURES = tuple(1 << power for power in range(8, 15))
+FEATURES = tuple(1 << power for power in range(14, 7, -1))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
 WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
 
@@ -136,8 +136,7 @@ def _layers_to_leave_out(steps: Sequence[Estimate]) -> Iterator[str]:
     for step in steps:
         if step.slower and len(step.slower) < len(step.layers):
             yield f"{step.name}: leave out, as fast in bf16 or faster: {_by_shape(step.slower)}"
-    never_faster = [step for step in steps if step.slower and len(step.slower) == len(step.layers)]
-    if never_faster:
+    if never_faster := [step for step in steps if step.slower and len(step.slower) == len(step.layers)]:
         layers = _by_shape(never_faster[0].slower)
         yield f"{', '.join(step.name for step in never_faster)}: no layer is faster than in bf16: {layers}"
 
@@ -241,8 +240,7 @@ def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
         work = LinearWork("", tokens, size, size, True, True)
         return sum(work.seconds(recipe, rates)) < WORTH * work.seconds(high_precision(), rates)[0]
 
-    sizes = FEATURES[::-1]
-    return {tokens: min(itertools.takewhile(partial(is_faster, tokens), sizes), default=None) for tokens in TOKENS}
+    return {tokens: min(itertools.takewhile(partial(is_faster, tokens), FEATURES), default=None) for tokens in TOKENS}
 
 
 def describe_rates(rates: Rates) -> str:
@@ -251,8 +249,7 @@ def describe_rates(rates: Rates) -> str:
     lines = [f"{rates.device} ({rates.source})", copy_and_launch, ""]
     sizes = [flop for flop, _ in rates.products[IN_BF16]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
-    for kind, name in KIND_NAMES.items():
-        table.append([name, *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])])
+    table += [[name, *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind, name in KIND_NAMES.items()]
     lines += [columns(table), "", *describe_attention(rates)]
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():

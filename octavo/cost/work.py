@@ -89,8 +89,7 @@ class LinearWork(NamedTuple):
         sizes, seconds = self.sizes, []
         results = sizes.output, sizes.input, sizes.weight  # the other two are the product's operands
         for kind, result, is_computed in zip(product_kinds(recipe), results, self.products, strict=True):
-            operand_bytes, result_bytes = 2 if kind == IN_BF16 else 1, 2
-            moved = operand_bytes * (sum(sizes) - result) + result_bytes * result
+            moved = (2 if kind == IN_BF16 else 1) * (sum(sizes) - result) + 2 * result  # bytes of operands and result
             seconds.append(rates.product_seconds(kind, self.flop, moved) if is_computed else 0.0)
         return tuple(seconds)
 
@@ -338,16 +337,14 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     traffic, name = _Counter(), blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
-        results = [result for result in _tensors(twin(*arguments)) if result.requires_grad]
-        if not results:
+        if not (results := [result for result in _tensors(twin(*arguments)) if result.requires_grad]):
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         logits = _logits(twin, results, arguments)
         _loss(results, logits).backward()
     linears = tuple(works_by_name.values())
-    linears_flop = sum(work.flop * sum(work.products) for work in linears)
     return Work(
         linears=linears,
-        other_flop=max(flop.get_total_flops() - linears_flop, 0.0),
+        other_flop=max(flop.get_total_flops() - sum(work.flop * sum(work.products) for work in linears), 0.0),
         other=traffic.counts,
         blocks=None if name is None else _blocks(name, twin, marks, traffic.counts),
         attention=dict(traffic.attention),

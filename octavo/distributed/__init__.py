@@ -14,22 +14,12 @@ if TYPE_CHECKING:
         SequenceParallel,
     )
 
-__all__ = [
-    "checkpoint",
-    "expert_parallel",
-    "Fp8Reduction",
-    "fp8_reduce_hook",
-    "ColwiseParallel",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "PrepareModuleInput",
-]
+__all__ = ["checkpoint", "expert_parallel", "Fp8Reduction", "fp8_reduce_hook"]
+__all__ += ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput"]
 
-_FILES = {
-    "checkpoint": "checkpoint",  # torch.distributed.checkpoint takes a second to import
-    "expert_parallel": "experts",
-    **dict.fromkeys(("Fp8Reduction", "fp8_reduce_hook"), "fp8_reduce"),
-}
+# "checkpoint" is not imported with the room, as torch.distributed.checkpoint takes a second to import
+_FILES = {"checkpoint": "checkpoint", "expert_parallel": "experts"}
+_FILES |= dict.fromkeys(("Fp8Reduction", "fp8_reduce_hook"), "fp8_reduce")
 
 
 def __getattr__(name: str) -> Any:

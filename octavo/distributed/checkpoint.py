@@ -182,11 +182,7 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    ranks: Ranks | None = None,
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, ranks: Ranks | None = None
 ) -> Any:
     """Load the last checkpoint; every rank calls it. Gradients are dropped.
 
@@ -236,15 +232,13 @@ def load_checkpoint(
             with ranks.together():
                 filled, moments_in_codes, more_places = _optimizer_to_fill(optimizer, begun, content, reader, splits)
                 places |= more_places
-        tensors = {
-            name: _to_read([values[key] for values, key in place], reader, name) for name, place in places.items()
-        }
+        tensors = {name: _to_read([state[key] for state, key in place], reader, name) for name, place in places.items()}
         group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
         with ranks.together():
             for name, place in places.items():
                 if len(place) > 1:
-                    _fill([values[key] for values, key in place], tensors[name])
+                    _fill([state[key] for state, key in place], tensors[name])
             set_model_state_dict(model, present)
             if optimizer is not None and filled is None:  # the checkpoint has none: it begins anew
                 optimizer.state.clear()
@@ -475,13 +469,12 @@ def _packed(content: dict[str, Any]) -> bytes:
 def _copied(content: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the content of octavo.pt, as `weights_only` reads it."""
     try:
-        copied: dict[str, Any] = torch.load(io.BytesIO(_packed(content)), weights_only=True)
+        return dict(torch.load(io.BytesIO(_packed(content)), weights_only=True))
     except Exception as error:
         raise CheckpointError(
             f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
             f"{first_line(error)}"
         ) from error
-    return copied
 
 
 def _read_content(folder: str) -> dict[str, Any]:
@@ -511,14 +504,13 @@ def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Siz
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
-    whole = torch.empty(sizes[scales], device="cpu", dtype=torch.float32)  # of all rows: each rank picks its own
-    return {codes: _empty(like, torch.uint8), scales: whole}
+    # scales of all rows: each rank picks its own
+    return {codes: _empty(like, torch.uint8), scales: torch.empty(sizes[scales], device="cpu", dtype=torch.float32)}
 
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
     """Return an empty tensor of another dtype, sharded as ``like``."""
-    shard = torch.empty_like(on_this_rank(like), dtype=dtype)
-    return like_sharded(shard, like, like.shape)
+    return like_sharded(torch.empty_like(on_this_rank(like), dtype=dtype), like, like.shape)
 
 
 class MomentInCodes(NamedTuple):
@@ -653,9 +645,8 @@ class _Unpickler(pickle.Unpickler):
             return PurePath
         loaded = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
         is_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if is_dcp and isinstance(loaded, type) and loaded.__module__ == module:
-            return loaded
-        if isinstance(loaded, torch.dtype) or (module, name) in _OTHER_CLASSES:
+        is_class_of_dcp = is_dcp and isinstance(loaded, type) and loaded.__module__ == module
+        if is_class_of_dcp or isinstance(loaded, torch.dtype) or (module, name) in _OTHER_CLASSES:
             return loaded
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint needs")
 
@@ -671,7 +662,6 @@ class MetadataReader(dcp.FileSystemReader):
 
     def __init__(self, folder: str, crc32: int) -> None:
         super().__init__(folder)
-        path = Path(folder) / METADATA
         try:
             pickled = file_inside(Path(folder), METADATA).read_bytes()
             if crc32 != zlib.crc32(pickled):
@@ -679,7 +669,7 @@ class MetadataReader(dcp.FileSystemReader):
             self._metadata = _Unpickler(io.BytesIO(pickled)).load()
             self._metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a damaged file makes pickle raise
-            raise CheckpointError(f"{path} is damaged ({reason_of(error)}): {REMEDY}") from error
+            raise CheckpointError(f"{Path(folder) / METADATA} is damaged ({reason_of(error)}): {REMEDY}") from error
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Check and read one saved shard after the other."""

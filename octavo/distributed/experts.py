@@ -63,9 +63,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of experts, such as mesh['ep']")
-    named_layers = [
-        (name, layer) for name, module in model.named_modules() for layer in _exchanging_layers(module, name)
-    ]
+    named_layers = [(name, layer) for name, m in model.named_modules() for layer in _exchanging_layers(m, name)]
     if not named_layers:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
     for name, layer in named_layers:

@@ -221,8 +221,7 @@ class Fp8Reduction:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         width = -(-len(flat) // ranks)
-        x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
-        mean = self.mean(x_nS, group)
+        mean = self.mean(F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width), group)
         message = mean.to(self.gather_dtype) if self.gather_dtype else self._message_of(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
         work = all_gather(gathered, message, group, async_op=True)
@@ -277,8 +276,7 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     """
     if not isinstance(state, Fp8Reduction):
         raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
-    flat = bucket.buffer()
-    if flat.device.type == "cpu":
+    if (flat := bucket.buffer()).device.type == "cpu":
         return state._average(flat)
     # on a stream of its own, so that backward does not wait for the all-to-all
     if (stream := state._streams.get(flat.device)) is None:

@@ -54,21 +54,18 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
     return Sending(exact, functools.partial(_summed_in_fp8, reduction), _scatter, output)
 
 
-def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
+def _in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
     """Gather a DTensor for these layers in FP8; None if it is not sharded by tokens, or they can't take it so."""
     if not readers:
         return None
-    if input.device_mesh != mesh:
-        raise ValueError(
-            f"the layers lie on {mesh} and their input on {input.device_mesh}: give a DTensor on the former"
-        )
+    if x.device_mesh != mesh:
+        raise ValueError(f"the layers lie on {mesh} and their input on {x.device_mesh}: give a DTensor on the former")
     check_layers_agree(readers, mesh, exact=sending.exact)
-    (placement,), last = input.placements, input.ndim - 1
-    if not isinstance(placement, Shard) or placement.dim % input.ndim == last:
+    (placement,), last = x.placements, x.ndim - 1
+    if not isinstance(placement, Shard) or placement.dim % x.ndim == last:
         return None
-    compiling = torch.compiler.is_compiling()
-    gather = _gathered if compiling and sending.reduce is not None else gathered_for
-    return gather(readers, input, sending)
+    gather = _gathered if torch.compiler.is_compiling() and sending.reduce is not None else gathered_for
+    return gather(readers, x, sending)
 
 
 # compiled graphs leave out sums in FP8, and facades for gradients
@@ -185,8 +182,7 @@ class RowwiseParallel(_ShardingStyle, torch_parallel.RowwiseParallel):
 
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
-        (output,) = self.output_layouts
-        self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", output)
+        self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", self.output_layouts[0])
 
 
 class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
@@ -222,20 +218,18 @@ class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
         self._sending = _sending(exact, reduction, self.input_layouts, "input_layouts")
 
     @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
-    ) -> Any:
+    def _prepare_input_fn(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
         input = inputs[0]
         if isinstance(input, GatheredInput):
             return input
         if isinstance(mod, RecipeModule | SeparateSplits):
             if not isinstance(input, DTensor):
-                input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
+                input = DTensor.from_local(input, mesh, input_layouts, run_check=False)
             sending, readers = sending_of(mod), [one for one in mod.modules() if isinstance(one, RecipeModule)]
-            if sending is not None and (gathered := _in_fp8(readers, input, device_mesh, sending)) is not None:
+            if sending is not None and (gathered := _in_fp8(readers, input, mesh, sending)) is not None:
                 return gathered
         layouts = input_layouts, desired_input_layouts
-        return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), device_mesh)
+        return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), mesh)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, Linear) and module.splits is not None:

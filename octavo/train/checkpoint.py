@@ -71,10 +71,8 @@ class RunFolder:
 
     def __init__(self, path: Path, ranks: Ranks | None = None, config: TrainConfig | None = None) -> None:
         config = config or TrainConfig()
-        self.path = path
+        self.path, self.checkpoint, self.log = path, path / CHECKPOINT, path / LOG
         self.ranks = ranks or Ranks()
-        self.checkpoint = path / CHECKPOINT
-        self.log = path / LOG
         self.saved_step: int | None = None
         self._keep = config.ranks.keep
         self._background = ranks_for_saves(config, self.ranks)

@@ -326,10 +326,8 @@ class TrainConfig:
             raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")
         shared = {"experts": model.experts} if model.experts else {"hidden": model.hidden}
         sizes = {"heads": model.heads, "context": model.context, "bytes": VOCABULARY} | shared
-        if indivisible := {name: size for name, size in sizes.items() if size % ranks}:
-            raise ValueError(
-                f"tensor_parallel {ranks} does not divide {indivisible}: choose sizes that are multiples of it"
-            )
+        if uneven := {name: size for name, size in sizes.items() if size % ranks}:
+            raise ValueError(f"tensor_parallel {ranks} does not divide {uneven}: choose sizes that are multiples of it")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> Self:
         """Return the options with a dtype instead of `auto`: the one that a recipe or master needs, or the fastest."""

@@ -133,9 +133,8 @@ class Batches:
         """Yield inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
         last = len(self.corpus.validation) - self.context - 1
         spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
-        starts = torch.tensor(sorted(set(spaced)), device="cpu")
-        for starts_of_batch in starts.split(self.batch):
-            yield self._windows(self.corpus.validation, starts_of_batch)
+        for starts in torch.tensor(sorted(set(spaced)), device="cpu").split(self.batch):
+            yield self._windows(self.corpus.validation, starts)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         windows = text[starts[:, None] + torch.arange(self.context + 1, device="cpu")]  # [B, C + 1]

@@ -144,11 +144,7 @@ def run(
 
 
 def compare(
-    config: TrainConfig,
-    recipes: Iterable[str],
-    *,
-    corpus: Corpus | None = None,
-    hooks: Hooks | None = None,
+    config: TrainConfig, recipes: Iterable[str], *, corpus: Corpus | None = None, hooks: Hooks | None = None
 ) -> list[RunResult]:
     """Train with each recipe in turn: the same initial weights, the same data in the same order.
 
@@ -281,10 +277,8 @@ class _Run:
             reason = f"{error}{self.inspection.close()}{self._checkpoint_note()}; try a lower --lr"
             raise DivergedError(f"{self.result.name} diverged: {reason}{self.inspection.command}") from error
         except RankError as error:
-            checkpoint_note = self._checkpoint_note()
-            raise RankError(
-                f"{error}{checkpoint_note}{'; add --resume to go on' if checkpoint_note else ''}"
-            ) from error
+            note = self._checkpoint_note()
+            raise RankError(f"{error}{note}{'; add --resume to go on' if note else ''}") from error
         finally:
             self.inspection.close()
         return self.result
@@ -296,9 +290,8 @@ class _Run:
             self.folder.finish()
         except RunCheckpointError as error:
             return f"; {error}"
-        if self.folder.saved_step is None:
-            return ""
-        return f"; the checkpoint of step {self.folder.saved_step} is kept in {self.folder.path}"
+        step, path = self.folder.saved_step, self.folder.path
+        return "" if step is None else f"; the checkpoint of step {step} is kept in {path}"
 
     def _steps(self) -> None:
         intervals, steps = self.shared.config.run, self.result.steps

@@ -79,8 +79,7 @@ def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> None:
     """
     mixtures = list(mixtures)
     loads = ranks.sum(torch.stack([mixture.load for mixture in mixtures])).float()  # [mixtures, E]
-    means = loads.mean(1, keepdim=True)
-    for mixture, step in zip(mixtures, SPEED * torch.sign(means - loads), strict=True):
+    for mixture, step in zip(mixtures, SPEED * torch.sign(loads.mean(1, keepdim=True) - loads), strict=True):
         mixture.bias += step - step.mean()  # as in torchtitan: the biases' mean has no effect, and would drift
         mixture.load.zero_()
 
@@ -103,9 +102,8 @@ class GPT(nn.Module):
             block.mlp = Mixture(config)
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        cos, sin = rotary_table(config.context, config.head_width)  # [C, D/2] each, for all blocks
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, table in zip(("cos", "sin"), rotary_table(config.context, config.head_width), strict=True):
+            self.register_buffer(name, table, persistent=False)  # [C, D/2], for all blocks
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

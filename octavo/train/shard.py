@@ -82,8 +82,7 @@ def ranks_of(config: RanksConfig) -> Ranks:
     """Return the ranks of a run: this process alone, or the default process group; raise TrainError without one."""
     if config.shard == ALONE:
         return Ranks()
-    ranks = Ranks.of_process()
-    if ranks.group is None:
+    if (ranks := Ranks.of_process()).group is None:
         raise TrainError(
             f"shard {config.shard} needs a process group: {LAUNCH} --shard {config.shard} ..., or joined(config)"
         )
@@ -103,8 +102,7 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
 
 def device_name(config: TrainConfig) -> str:
     """Return the name of this process's device; each process on a machine has a different GPU."""
-    name = config.run.device
-    if name == "auto":
+    if (name := config.run.device) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and config.ranks.shard != ALONE else name
 

@@ -228,8 +228,7 @@ class Trainer:
         inputs, targets = (share_of(whole_batch, self.data) for whole_batch in self.batches.training(step))
         count = self.config.data.micro_batches
         total = torch.zeros((), device=self.device, dtype=torch.float32)
-        micro_batches = zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        for index, micro_batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             last = index == count - 1
             # updates in backward wait for the backward of the last micro-batch
             waits = isinstance(optimizer, CompactOptimizer) and not last

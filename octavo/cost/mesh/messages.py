@@ -44,8 +44,7 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     for each pair, and its scales. These are sent beside the codes where no scale is of several ranks' rows and each
     rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks share an amax of 4 bytes for each.
     """
-    total: float = 0
-    amaxes: float = 0
+    total = amaxes = 0.0
     for weight in weights:
         shard_rows, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
         elements, pairs = matrices * shard_rows * ranks * weight.cols, 0.0

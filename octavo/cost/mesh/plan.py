@@ -147,8 +147,7 @@ def plan(
     def stage(name: str, compiled: bool) -> Stage:
         recipe, saved = None if name == IN_BF16 else RECIPES[name](), None
         if not compiled:
-            fuses = recipe is not None and fuse
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuses).memory.saved
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=recipe is not None and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
         in_fp8, regions = recipe is not None, in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)

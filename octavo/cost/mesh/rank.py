@@ -82,8 +82,7 @@ class Rank:
         features = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
         heads_and_features = [*self.whole.heads, *features] if features else []
         experts = [w.held for w in block if w.split == "experts"]
-        kinds = ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts)
-        for kind, words, counts in kinds:
+        for kind, words, counts in ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts):
             ranks, common = getattr(self.layout, kind), math.gcd(*counts) or 1
             if common % ranks:
                 divisors = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)

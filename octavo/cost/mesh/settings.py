@@ -54,8 +54,7 @@ class MeshLayout:
     @property
     def ranks(self) -> dict[str, int]:
         """{kind of RANKS: number of ranks}."""
-        kinds = {kind: getattr(self, kind) for kind in RANKS[1:]}
-        return {"fsdp": self.sharded // self.context} | kinds
+        return {"fsdp": self.sharded // self.context} | {kind: getattr(self, kind) for kind in RANKS[1:]}
 
     def in_micro_batches(self, count: int | None) -> MeshLayout:
         """Return the layout with so many micro-batches, PlanError if sequences don't divide by them; None: as it is."""

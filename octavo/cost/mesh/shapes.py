@@ -87,8 +87,7 @@ class Shapes:
             return replace(weight, rows=weight.rows // rows, cols=weight.cols // cols)
 
         root = tuple(replace(w, rows=math.ceil(w.rows / (tensor * pipeline))) if w.cols > 1 else w for w in self.root)
-        layers = math.ceil(self.layers / pipeline)
-        return replace(self, layers=layers, block=tuple(map(part, self.block)), root=root)
+        return replace(self, layers=math.ceil(self.layers / pipeline), block=tuple(map(part, self.block)), root=root)
 
 
 def shortened(model: nn.Module) -> nn.Module:
@@ -114,8 +113,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     block = _matrices(model, work, context)
     parameters_of_blocks = sum(p.numel() for p in model.get_submodule(name).parameters())
     vectors = parameters_of_blocks / layers - sum(weight.elements for weight in block)
-    outside = [linear for linear in work.linears if not linear.name.startswith(f"{name}.")]
-    if not outside:
+    if not (outside := [linear for linear in work.linears if not linear.name.startswith(f"{name}.")]):
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
     head = max(outside, key=lambda linear: linear.sizes.weight)
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
