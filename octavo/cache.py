@@ -22,11 +22,9 @@ def why_not_private(folder: Path) -> str:
     """Return why somebody else may write to a folder, so that no code in it must be run; "" where nobody else may."""
     if not hasattr(os, "geteuid"):  # Windows, where a mode says nothing of others
         return ""
-    status = folder.stat()
-    if status.st_uid != os.geteuid():
-        return (
-            f"it belongs to user {status.st_uid}, not to {os.geteuid()}, who runs this: set XDG_CACHE_HOME to another"
-        )
+    status, user = folder.stat(), os.geteuid()
+    if status.st_uid != user:
+        return f"it belongs to user {status.st_uid}, not to {user}, who runs this: set XDG_CACHE_HOME to another"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o}): empty it, and chmod 700 {folder}"
     return ""

@@ -67,9 +67,7 @@ class Format:
         top, digits = 2**self.exponent_bits - 1 - self.bias, self.mantissa_bits
         if self.has_inf:  # the top exponent is not for numbers
             return (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
-        if not self.has_nan:
-            return (2.0 - 2.0**-digits) * 2.0**top
-        return (2.0 - 2.0 ** (1 - digits)) * 2.0**top  # only the top mantissa is NaN
+        return (2.0 - 2.0 ** (1 - digits if self.has_nan else -digits)) * 2.0**top  # only the top mantissa is NaN
 
     @property
     def limit(self) -> float:

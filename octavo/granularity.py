@@ -179,9 +179,7 @@ def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
     if len(shape) == 0:
         return ()
     cols = tiles_along(shape[-1], tile[1])
-    if len(shape) == 1:
-        return (cols,)
-    return (*shape[:-2], tiles_along(shape[-2], tile[0]), cols)
+    return (cols,) if len(shape) == 1 else (*shape[:-2], tiles_along(shape[-2], tile[0]), cols)
 
 
 def tiles_along(size: int, tile: int) -> int:

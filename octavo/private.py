@@ -300,8 +300,7 @@ def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
 def _params_of(module: Any) -> list[FsdpParam]:
     try:
         state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 and before
+        if (groups := getattr(state, "_fsdp_param_groups", None)) is None:  # torch 2.11 and before
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
         return [FsdpParam(module, param) for group in groups for param in group.fsdp_params]
     except AttributeError as error:

@@ -216,8 +216,7 @@ def nvfp4(history_length: int | None = None, margin: int = 3) -> Recipe:
         Stochastic(seed=1) Rotation(signs=55272)
     """
     rule = Dynamic() if history_length is None else Delayed(history_length)
-    options = {"rule": rule, "power_of_two": True, "margin": 0 if history_length is None else margin}
-    vector = Cast(E2M1, PerBlock(*NV), **options)  # type: ignore[arg-type]
+    vector = Cast(E2M1, PerBlock(*NV), rule, power_of_two=True, margin=0 if history_length is None else margin)
     weight = dataclasses.replace(vector, granularity=PerBlock(NV[1], NV[1]))
     gradient = dataclasses.replace(vector, rounding=Stochastic(0))
     rotated = dataclasses.replace(vector, rotation=Rotation())
@@ -255,8 +254,7 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share={share!r}: needs a number from 0 to 1")
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, _LISTS)}
-    if not lists:
+    if not (lists := {name: module for name, module in model.named_modules() if isinstance(module, _LISTS)}):
         raise ValueError(f"{type(model).__name__} has no torch.nn.ModuleList or Sequential of blocks: write rules")
     name = max(lists, key=lambda name: (isinstance(lists[name], nn.ModuleList), len(lists[name])))
     blocks, parts = list(lists[name]._modules), name.split(".") if name else []

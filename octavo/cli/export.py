@@ -31,9 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "of FP8 weights (default: compressed-tensors, which holds those of every recipe)"
     parser.add_argument("--layout", default="compressed-tensors", choices=get_args(FileLayout), help=help)
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 21 to 24 (default: 21)")
-    dtypes = ("bfloat16", "float32")
     help = "of other weights than FP8 (default: bfloat16)"
-    parser.add_argument("--weights", default="bfloat16", choices=dtypes, help=help)
+    parser.add_argument("--weights", default="bfloat16", choices=("bfloat16", "float32"), help=help)
     help = "text to check it on (default: Python's own standard library)"
     parser.add_argument("--data", type=Path, metavar="PATH", help=help)
 

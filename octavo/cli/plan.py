@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from octavo import cost
 from octavo.cli.options import add_flags, flag_of, option_errors
@@ -119,12 +120,7 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def _on_one_device(
-    head: str,
-    model: torch.nn.Module,
-    inputs: tuple[torch.Tensor],
-    rates: Rates,
-    options: argparse.Namespace,
-    state: StateConfig,
+    head: str, model: nn.Module, inputs: tuple[Tensor], rates: Rates, options: argparse.Namespace, state: StateConfig
 ) -> str:
     """Return ``head`` with the options of a step on one device, its plan, and what to change if none fits."""
     of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
@@ -135,8 +131,8 @@ def _on_one_device(
     changes += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
     settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
     settings["weight_storage"] = or_none(state.weight_storage)
-    is_octavos = state != StateConfig()
-    settings["optimizer"] = from_flags.optimizer_of(model, **of_optimizer) if is_octavos else torch.optim.AdamW
+    is_torchs = state == StateConfig()
+    settings["optimizer"] = torch.optim.AdamW if is_torchs else from_flags.optimizer_of(model, **of_optimizer)
     steps = estimates(model, inputs, rates, **settings)
     lines = [", ".join([head, *changes]), describe_plan(steps, rates)]
     if not fits(steps, rates):

@@ -84,8 +84,7 @@ def to_safetensors(
         >>> config["quant_method"], config["weight_block_size"], config["modules_to_not_convert"]
         ('fp8', [128, 128], ['2'])
     """
-    chosen = LAYOUTS.get(layout)
-    if chosen is None or chosen.config is None:
+    if (chosen := LAYOUTS.get(layout)) is None or chosen.config is None:
         names_of_file_layouts = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
         raise ValueError(f"layout={layout!r}: use {', '.join(names_of_file_layouts)}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
@@ -131,16 +130,13 @@ def to_safetensors(
 def _check_readers(layers: Layers, skipped: list[str]) -> None:
     """Raise ExportError for what transformers' reader of "fine-grained" and "mxfp8" gets wrong, or warn of it."""
     for name in skipped:
-        wrong = next((layer for layer in layers if layer.endswith(name)), None)
-        if wrong is not None:
+        if (wrong := next((layer for layer in layers if layer.endswith(name)), None)) is not None:
             raise ExportError(
                 f"{name!r} stays in high precision, but by transformers' rule its name would stand for {wrong!r} too, "
                 "which ends with it; rename it or put it in FP8"
             )
-    square = {name: module for name, module in layers.items() if weight_cast(module).tile == SQUARE}
-    shapes = {name: list(module.weight_parameter.shape) for name, module in square.items()}
-    ragged = {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape[-2:])}
-    if ragged:
+    shapes = {name: list(m.weight_parameter.shape) for name, m in layers.items() if weight_cast(m).tile == SQUARE}
+    if ragged := {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape[-2:])}:
         name, shape = next(iter(ragged.items()))
         warnings.warn(
             f"{len(ragged)} layers have sizes over 128 that 128 does not divide, first {name or 'the model'} {shape}; "
@@ -160,8 +156,7 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:
     """Write a Hugging Face model's configuration, as its save_pretrained does, with the layout of the weights."""
     path, written = folder / "config.json", {}
-    save = getattr(getattr(model, "config", None), "save_pretrained", None)
-    if save is not None:
+    if (save := getattr(getattr(model, "config", None), "save_pretrained", None)) is not None:
         save(folder)
         written = json.loads(path.read_text(encoding="utf-8"))
         written["architectures"] = [type(model).__name__]
@@ -175,9 +170,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def iterate_fp8(
-    model: nn.Module,
-    layout: AnyLayout = "fine-grained",
-    fp8_only: bool = False,
+    model: nn.Module, layout: AnyLayout = "fine-grained", fp8_only: bool = False
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Return an iterator over the model's tensors, with FP8 layers' weights as the codes that their forward reads.
 

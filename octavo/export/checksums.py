@@ -60,8 +60,7 @@ class CheckedFile:
     def __init__(self, path: Path, file: Any) -> None:
         self.path, self._file = path, file
         self._block_bytes, self._sums = 0, dict[str, str]()
-        written = (file.metadata() or {}).get(KEY)
-        if written is None:
+        if (written := (file.metadata() or {}).get(KEY)) is None:
             return
         try:
             content = read_json(written)
@@ -85,8 +84,7 @@ class CheckedFile:
         Raises:
             ValueError: what is read differs from what was written.
         """
-        sums = self._sums.get(key)
-        if sums is None:
+        if (sums := self._sums.get(key)) is None:
             return self._file.get_slice(key)[part] if part else self._file.get_tensor(key)
         if not part:
             return self._check(key, self._file.get_tensor(key), 0, sums)

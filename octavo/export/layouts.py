@@ -46,8 +46,7 @@ WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or 
 
 def written_names(model: nn.Module | None, key: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a transformers model's save_pretrained writes for one of its tensors; else the tensor."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if (transformers := sys.modules.get("transformers")) is None or not isinstance(model, transformers.PreTrainedModel):
         return {key: tensor}
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -89,9 +88,7 @@ def written_pairs(
         )
     whole = cast.tile == TENSOR
     scales = written_names(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if whole else scale_inv)
-    return {
-        name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in codes_by_name.items()
-    }
+    return {name: (each, scales[name].reshape(1) if whole else scales[name]) for name, each in codes_by_name.items()}
 
 
 class Layout(NamedTuple):
@@ -169,10 +166,8 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
         raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
     weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
-    if absent := weights.keys() - state.keys():
-        raise ExportError(
-            f"{min(absent)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it"
-        )
+    if lost := weights.keys() - state.keys():
+        raise ExportError(f"{min(lost)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it")
     dropped = _tied(model, state, weights)
     dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     tensor_entries = []
@@ -206,8 +201,7 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     """Return the layers in FP8, and the names of other modules that own a matrix, but embeddings: none is quantised."""
     modules_by_name = dict(model.named_modules(remove_duplicate=False))
     converted = ((name, module) for name, module in modules_by_name.items() if isinstance(module, RecipeModule))
-    layers = {name: module for name, module in converted if module.recipe.output is not None}
-    if not layers:
+    if not (layers := {name: module for name, module in converted if module.recipe.output is not None}):
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
@@ -222,13 +216,11 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen_layout.recipe}()) makes weights that it holds"
     if module.part_name:
         holder: Any = module.holder
-        expert_remedy = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
+        leave_out = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
         if module.stores_transposed:
-            return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{expert_remedy}"
+            return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{leave_out}"
         if any(part.recipe.output is None for part in holder.parts):
-            return (
-                f"other matrices of the same experts are not in FP8, and servers read all of them alike{expert_remedy}"
-            )
+            return f"other matrices of the same experts are not in FP8, and servers read all of them alike{leave_out}"
     elif (weight := module._parameters.get("weight")) is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     elif weight.ndim == 2 and not isinstance(module, nn.Linear):
@@ -283,8 +275,7 @@ def weight_cast(module: RecipeModule) -> Cast:
 def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
     """Return the shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
-    is_vector = cast.tile == TENSOR and len(shape) == 2
-    return (1,) if is_vector else cast.granularity.of_matrices(shape).scale_shape(shape)
+    return (1,) if cast.tile == TENSOR and len(shape) == 2 else cast.granularity.of_matrices(shape).scale_shape(shape)
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:

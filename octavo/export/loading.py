@@ -47,8 +47,7 @@ def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]
 
 def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str], str]:
     """Return a function from a checkpoint's names to the model's: transformers' renaming of its models, or none."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if (transformers := sys.modules.get("transformers")) is None or not isinstance(model, transformers.PreTrainedModel):
         return lambda key: key
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -170,8 +169,7 @@ def load_fp8(
                 raise ValueError(f"{file} is no whole safetensors file: {error}") from error
             return CheckedFile(file, content)
 
-        checkpoint_tensors = _tensors(Path(folder), reader)
-        targets = _targets(model, checkpoint_tensors, strict)
+        targets = _targets(model, _tensors(Path(folder), reader), strict)
         # _apply tells FSDP2 of new shards for those on the meta device; other tensors are replaced one by one
         model._apply(lambda x: x if on_this_rank(x) is x or not x.is_meta else torch.empty_like(x, device=device))
         rounded = [name for name, stored in targets.items() if _load(model, name, stored, device)]
@@ -197,10 +195,8 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
-    if ambiguous_weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
-        raise ValueError(
-            f"{folder}: {ambiguous_weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them"
-        )
+    if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
+        raise ValueError(f"{folder}: {twice[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
     tensors: dict[str, _Stored] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
@@ -422,8 +418,8 @@ def _experts_as_stored(
     all_fit = all_fit and local.may_have(scales)
     values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=place)
     for expert, rows, matrix, pair in local_matrices:
-        part = own_slices(matrix.shape, values)  # which is no DTensor: the matrix is read whole
-        values[expert, rows] = _read_values(matrix, part, place, None if all_fit else pair)
+        # values are no DTensor: the matrix is read whole
+        values[expert, rows] = _read_values(matrix, own_slices(matrix.shape, values), place, None if all_fit else pair)
     if all_fit:
         scales = scales[experts].to(place, local.scale_inv.dtype)
         return StoredWeight(values, scales, target.dtype, local.granularity, local is not target), False

@@ -93,8 +93,7 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
     arguments = pytree.tree_map_only(Tensor, in_float32, inputs if isinstance(inputs, tuple) else (inputs,))
     with torch.no_grad():
         expected = pytree.tree_leaves(copy.deepcopy(model).cpu().float().eval()(*arguments))
-    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
-    outputs = run_onnx(path, *tensors)
+    outputs = run_onnx(path, *(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)))
     signal = sum(float(y.double().square().sum()) for y in expected)
     noise = sum(float((y.double() - z).square().sum()) for y, z in zip(expected, outputs, strict=True))
     if noise == 0.0:
@@ -136,8 +135,7 @@ def _fold(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if not _is_octavos(node):
             continue
-        results = value(node)
-        if results is None:
+        if (results := value(node)) is None:
             # a delayed cast without a history takes its input's own amax, in evaluation too
             if (at := delayed_argument(node)) is not None and value(node.args[at])[node.args[at + 1]] == 0.0:
                 node.update_arg(at, None)

@@ -98,18 +98,15 @@ class TrainingState:
 
         It does nothing once training has begun: an optimizer's state of a weight would not change with the weight.
         """
-        schedule = self.schedule
-        if schedule is None or schedule.optimizer.state:
+        if (schedule := self.schedule) is None or schedule.optimizer.state:
             return
         layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
-        stored_in_state = [
-            f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()
-        ]
+        are_stored = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
         initial_state = schedule.state_dict()
         for index in (initial_state["index"], *range(len(schedule.phases))):
             schedule.load_state_dict({**initial_state, "index": index})
             storage: dict[Any, Any] = {**storage_now(model)}
-            if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == stored_in_state:
+            if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == are_stored:
                 break
         else:
             schedule.load_state_dict(initial_state)
@@ -166,8 +163,7 @@ def _settings(schedule: PrecisionSchedule) -> Any:
 
 def recipes_of(model: nn.Module) -> dict[str, Recipe]:
     """Return each octavo module's recipe, by its name in the plain model; raise ValueError if there is none."""
-    recipes = {name: module.recipe for name, module in PlainModel(model).layers().items()}
-    if not recipes:
+    if not (recipes := {name: module.recipe for name, module in PlainModel(model).layers().items()}):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     return recipes
 

@@ -109,10 +109,6 @@ class Target:
         pairs = zip(storage_now(model).items(), self.storage, strict=True)
         return Conversion(self.settings, {weight: new for (weight, present), new in pairs if new != present})
 
-    def conversion_of_all(self, model: nn.Module) -> Conversion:
-        """Return as ``conversion``, with the storage of all weights, also of those that stay as they are."""
-        return Conversion(self.settings, dict(zip(storage_now(model), self.storage, strict=True)))
-
 
 def phase_targets(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None

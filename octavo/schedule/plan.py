@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
-from octavo.nn.convert import set_recipe
+from octavo.nn.convert import set_recipe, storage_now
 from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.conversion import Conversion
 from octavo.schedule.phase import Target
 
 
@@ -131,16 +132,15 @@ def _put_into(target: Target, twin: nn.Module) -> None:
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    sizes = target.conversion_of_all(model).bytes_kept(model.parameters(), optimizer)
-    return PhasePlan(target.phase.name, *sizes, saved)
+    of_all_weights = Conversion(target.settings, dict(zip(storage_now(model), target.storage, strict=True)))
+    return PhasePlan(target.phase.name, *of_all_weights.bytes_kept(model.parameters(), optimizer), saved)
 
 
 def _cheapest(
     model: nn.Module, optimizer: Optimizer, target: Target, previous: Target | None, phase: PhasePlan, budget: int
 ) -> str:
     """Return a sentence on the change to a phase that fits the budget and gives up least."""
-    wanted = target.settings
-    if wanted is None or not isinstance(optimizer, CompactOptimizer):
+    if (wanted := target.settings) is None or not isinstance(optimizer, CompactOptimizer):
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
     if previous is not None and previous.settings is not None:
         last, storage = previous.settings, target.storage

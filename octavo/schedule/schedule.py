@@ -108,8 +108,7 @@ class LossWatch:
         """
         if self._step is None:
             raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
-        loss, faults, gradient_faults = self._step
-        self._step = None
+        (loss, faults, gradient_faults), self._step = self._step, None
         faults = faults if is_scaled else faults | gradient_faults
         self.faults |= faults
         is_good = faults == 0
@@ -221,8 +220,8 @@ class PrecisionSchedule:
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: LossWatch | None = None
         self.left_out: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
-        self._faulty = False  # whether torch's optimizer must skip this step
-        self._left_out = False  # whether a GradScaler has skipped this step, or may
+        # whether torch's optimizer must skip this step; whether a GradScaler has skipped it, or may
+        self._faulty = self._left_out = False
         self._targets = phase_targets(model, optimizer, self.phases)
         self._rescues: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
@@ -263,8 +262,7 @@ class PrecisionSchedule:
         if self._watch is None:
             raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=Recovery(...))")
         params = (param for group in self.optimizer.param_groups for param in group["params"])
-        gradients = [param.grad for param in params if param.grad is not None]
-        if not gradients:
+        if not (gradients := [param.grad for param in params if param.grad is not None]):
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
         mean_loss = Ranks.of_process().mean(loss.detach().float())
         # in a recovery the loss may stay at the height of its spike

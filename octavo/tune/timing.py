@@ -55,8 +55,7 @@ def synchronize() -> None:
 
 def describe(error: BaseException) -> str:
     """Return an error as one short line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:120]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
 
 
 def timings(

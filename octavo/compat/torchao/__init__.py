@@ -19,15 +19,6 @@ from octavo.compat.torchao.float8_linear_utils import convert_to_float8_training
 from octavo.compat.torchao.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
 from octavo.compat.torchao.types import FP8Granularity
 
-__all__ = [
-    "CastConfig",
-    "FP8Granularity",
-    "Float8GemmConfig",
-    "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "ScalingGranularity",
-    "ScalingType",
-    "convert_to_float8_training",
-    "precompute_float8_dynamic_scale_for_fsdp",
-    "recipe_of",
-]
+__all__ = ["CastConfig", "FP8Granularity", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"]
+__all__ += ["ScalingGranularity", "ScalingType"]
+__all__ += ["convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "recipe_of"]
