@@ -77,8 +77,7 @@ def dynamic(power_of_two: bool = False) -> Recipe:
           grad_weight grad_output Cast(E5M2, PerTensor(), Dynamic()), input Cast(E4M3, PerTensor(), Dynamic())
     """
     forward = Cast(E4M3, PerTensor(), Dynamic(), power_of_two)
-    gradient = Cast(E5M2, PerTensor(), Dynamic(), power_of_two)
-    return _linear("dynamic", forward, forward, gradient)
+    return _linear("dynamic", forward, forward, grad_output=Cast(E5M2, PerTensor(), Dynamic(), power_of_two))
 
 
 def dynamic_with_output_hp() -> Recipe:
@@ -115,8 +114,7 @@ def delayed(history_length: int = 16, reduce: Literal["max", "most_recent"] = "m
     """
     rule = Delayed(history_length, reduce)
     forward = Cast(E4M3, PerTensor(), rule, margin=margin)
-    gradient = Cast(E5M2, PerTensor(), rule, margin=margin)
-    return _linear("delayed", forward, forward, gradient)
+    return _linear("delayed", forward, forward, grad_output=Cast(E5M2, PerTensor(), rule, margin=margin))
 
 
 def rowwise(power_of_two: bool = False) -> Recipe:

@@ -73,12 +73,11 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     bf16, steps = estimates[0], [step for step in estimates[1:] if step.name != FUSED_BF16]
     fitting = [step for step in steps if fits([step], rates)]
     choices = fitting or steps or [bf16]
-    best = min(choices, key=lambda step: step.total)
     lines = [f"by the rates of {rates.device} ({rates.source})", *describe_attention(rates), "", tables(estimates), ""]
     lines += _whether_steps_fit(estimates, rates)
     if fits(estimates, rates):
         lines += _what_to_choose(bf16, choices, recipe_fits=bool(fitting))
-    lines += _beside_fused_bf16(estimates, best)
+    lines += _beside_fused_bf16(estimates, min(choices, key=lambda step: step.total))
     lines += _layers_to_leave_out(steps)
     return "\n".join(lines)
 

@@ -631,9 +631,8 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, *args: Any, **kwargs: Any) -> None:
         super().finish(*args, **kwargs)
         folder = Path(self.path)
-        content = {**self._content, METADATA_CRC32: zlib.crc32((folder / METADATA).read_bytes())}
         with replacing(folder / CONTENT) as file:
-            file.write(_packed(content))
+            file.write(_packed({**self._content, METADATA_CRC32: zlib.crc32((folder / METADATA).read_bytes())}))
         _publish(folder, self._keep)
 
 

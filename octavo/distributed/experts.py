@@ -93,10 +93,9 @@ def _feed_forward_on_ranks(
     rows = rows.to(product_dtype(rows, gate_up.layer_tensors()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    rows_to_send = RowsToSend(cast, INPUT, _reader(gate_up, weight))
     needs_dx = rows.requires_grad or weight or bias
     grad_cast = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
-    received, journey = dispatch(rows, offsets, gate_up.exchange, rows_to_send)
+    received, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, weight)))
     y = compute(received, journey.routing.offsets)
     return combine(y, journey, RowsToSend(grad_cast, GRAD_OUTPUT, _reader(down, second)))
 

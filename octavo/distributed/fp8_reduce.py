@@ -224,7 +224,6 @@ class Fp8Reduction:
         mean = self.mean(F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width), group)
         message = mean.to(self.gather_dtype) if self.gather_dtype else self._message_of(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
-        work = all_gather(gathered, message, group, async_op=True)
 
         def finish(_: Any) -> Tensor:
             if flat.device.type != "cpu":  # a callback has a stream of its own, and the memory is of another
@@ -232,7 +231,7 @@ class Fp8Reduction:
             read = gathered if self.gather_dtype else self._read(gathered, width, flat.dtype)
             return flat.copy_(read.view(-1)[: len(flat)])
 
-        return work.get_future().then(finish)
+        return all_gather(gathered, message, group, async_op=True).get_future().then(finish)
 
     def _message_of(self, x: Tensor, rank: int, rounding: int) -> Tensor:
         """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.

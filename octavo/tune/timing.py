@@ -107,10 +107,9 @@ def _on_device(call: Callable[[], object]) -> float:
 
 
 def _on_host(call: Callable[[], object]) -> float:
-    count = 4 if ON_GPU else 1
     synchronize()
     start = time.perf_counter()
-    results = [call() for _ in range(count)]  # all are held, so that their memory is not freed meanwhile
+    results = [call() for _ in range(4 if ON_GPU else 1)]  # all are held, so that their memory is not freed meanwhile
     synchronize()
     return (time.perf_counter() - start) / len(results)
 

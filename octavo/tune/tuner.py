@@ -135,8 +135,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
     names, grid = [*cases.CASES_OF_KIND[kind]], grid_of(kind, bucket, extent)
-    first = costs(grid, names[:1], extent.rounds[0])
-    best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
+    best = [config for config, cost in costs(grid, names[:1], extent.rounds[0]).items() if cost < math.inf][:FINALISTS]
     return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
 
 

@@ -114,8 +114,7 @@ class Rank:
         if layout.expert == 1:
             return [ShardGroup(shapes, layout.sharded, layout.tensor)]
         dense = tuple(w for w in shapes.block if w.split != "experts")
-        experts = tuple(w for w in shapes.block if w.split == "experts")
-        experts_only = replace(shapes, block=experts, root=(Weight(0),))
+        experts_only = replace(shapes, block=tuple(w for w in shapes.block if w.split == "experts"), root=(Weight(0),))
         ranks = layout.sharded * layout.tensor // layout.expert
         return [
             ShardGroup(replace(shapes, block=dense), layout.sharded, layout.tensor),
