@@ -400,9 +400,7 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any], 
     """Return for each of the model's tensors in the checkpoint the places in the state dict to fill."""
     names = {name: [name] for name in model_state.keys() - {part for parts in splits.values() for part in parts}}
     names |= {whole: [*parts] for whole, parts in splits.items()}
-    places: Places = {
-        f"model.{name}": [(model_state, name_here) for name_here in names_here] for name, names_here in names.items()
-    }
+    places: Places = {f"model.{name}": [(model_state, key) for key in keys] for name, keys in names.items()}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         remedy = "build the model that was saved (of octavo, only weight_storage='fp8' adds names)"

@@ -80,10 +80,9 @@ def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
     if ranks_per_server:
         sets_by_level = levels(ranks, [rank // ranks_per_server for rank in ranks])
     elif len(ranks) > 3:  # at least 2 servers of 2; ranks exchange sizes and hosts, so that all compute the same levels
+        size_and_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()
         sizes_and_hosts: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(
-            sizes_and_hosts, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group
-        )
+        dist.all_gather_object(sizes_and_hosts, size_and_host, group=group)
         sizes, hosts = zip(*sizes_and_hosts, strict=True)
         try:
             if all(sizes) and len({*sizes}) > 1:

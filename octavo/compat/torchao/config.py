@@ -146,16 +146,11 @@ class Float8LinearConfig:
         if name.value == "tensorwise":
             return Float8LinearConfig()
         row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3.dtype)
-        config = Float8LinearConfig(row, None, row, None, row, round_scales_to_power_of_2=True)
         if name.value == "rowwise":
-            return config
+            return Float8LinearConfig(row, None, row, None, row, round_scales_to_power_of_2=True)
         off = CastConfig(ScalingType.DISABLED, target_dtype=E4M3.dtype)
-        return replace(
-            config,
-            cast_config_weight_for_grad_input=CastConfig(),
-            cast_config_input_for_grad_weight=off,
-            cast_config_grad_output_for_grad_weight=off,
-        )
+        # grad_input reads the weight with one scale, and grad_weight stays in high precision
+        return Float8LinearConfig(row, off, row, CastConfig(), row, off, round_scales_to_power_of_2=True)
 
 
 def recipe_of(config: Float8LinearConfig) -> Recipe:
