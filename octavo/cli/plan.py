@@ -47,8 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help=help)
     help = "H100, H200 or B200, by their known rates (default: this one, by what `octavo info --measure` found)"
     parser.add_argument("--device", metavar="NAME", help=help)
-    help = "predict as octavo.convert(..., fuse=True) converts"
-    parser.add_argument("--fuse", action="store_true", help=help)
+    parser.add_argument("--fuse", action="store_true", help="predict as octavo.convert(..., fuse=True) converts")
     help = "recipe of the layer that computes logits, high_precision for bf16 (default: each recipe's own)"
     parser.add_argument("--head", choices=NAMED, metavar="RECIPE", help=help)
     help = "whose attention, by published rates of Hopper (default: flash, FlashAttention-2, which torch takes)"
