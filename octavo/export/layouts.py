@@ -166,8 +166,8 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
         raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
     weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
-    if lost := weights.keys() - state.keys():
-        raise ExportError(f"{min(lost)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it")
+    if gone := weights.keys() - state.keys():
+        raise ExportError(f"{min(gone)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it")
     dropped = _tied(model, state, weights)
     dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     tensor_entries = []

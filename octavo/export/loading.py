@@ -195,8 +195,8 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
-    if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
-        raise ValueError(f"{folder}: {twice[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
+    if weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
+        raise ValueError(f"{folder}: {weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
     tensors: dict[str, _Stored] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
