@@ -10,26 +10,7 @@ from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.weights.kept import KeptWeights
 
-__all__ = [
-    "CrossEntropyLoss",
-    "Experts",
-    "GroupedLinear",
-    "KeptWeights",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-    "RMSNormLinear",
-    "RMSNormMLP",
-    "SelfAttention",
-    "TransformerBlock",
-    "checkpoint_model_in_fp8",
-    "cross_entropy",
-    "delayed_state_dict",
-    "invalidate",
-    "linear_cross_entropy",
-    "load_delayed_state_dict",
-    "rotary_table",
-    "separate_splits",
-]
+__all__ = ["CrossEntropyLoss", "Experts", "GroupedLinear", "KeptWeights", "LayerNorm", "LayerNormLinear"]
+__all__ += ["LayerNormMLP", "Linear", "RMSNorm", "RMSNormLinear", "RMSNormMLP", "SelfAttention", "TransformerBlock"]
+__all__ += ["checkpoint_model_in_fp8", "cross_entropy", "delayed_state_dict", "invalidate", "linear_cross_entropy"]
+__all__ += ["load_delayed_state_dict", "rotary_table", "separate_splits"]

@@ -92,10 +92,8 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
     Also if FSDP1 or ZeRO-3 has freed it, or left a rank's part of a vector.
     """
-    weight = weight_of(module)
-    if weight is not None and weight.ndim == 2:
-        rows, cols = weight.shape
-        return rows, cols
+    if (weight := weight_of(module)) is not None and weight.ndim == 2:
+        return weight.shape[0], weight.shape[1]
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return module.nx, module.nf  # type: ignore[return-value]

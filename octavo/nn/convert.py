@@ -303,8 +303,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
     """
     recipe = _checked(model, recipe)
-    modules = _modules(model)
-    if not modules:
+    if not (modules := _modules(model)):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     for name, module, weight in _weights_of(model):
         check_readable(recipe.of(*module.names(name)), weight)
@@ -407,12 +406,8 @@ def gather_anew(model: nn.Module) -> None:
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     """Return the ids of the parameters of all modules but those whose ids are ``ours``."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in ours
-        for parameter in module.parameters(recurse=False)
-    }
+    others = (module for module in model.modules() if id(module) not in ours)
+    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
 
 
 def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:

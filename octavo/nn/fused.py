@@ -165,8 +165,7 @@ class Fused(nn.Module):
             return None
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])
-        placed = fused_parts(norm, linears, weights, input)
-        if placed is None:
+        if (placed := fused_parts(norm, linears, weights, input)) is None:
             return None
         results = run_as_one(placed, norm, linears, activation, dtype, returns_norm)
         return finished(placed, norm, linears[-1], *(results if returns_norm else (results, None)))
@@ -198,8 +197,7 @@ class _NormLinear(Fused):
 
     def whole(self, input: Tensor) -> tuple[Any, Any]:
         """Return (the output of all splits side by side, or a tuple of them if they are separate; the norm's)."""
-        fused = self._fused(input, "", self.return_norm_output)
-        if fused is not None:
+        if (fused := self._fused(input, "", self.return_norm_output)) is not None:
             return fused
         normed = self.norm(input)
         output = self.linear(normed)
@@ -291,8 +289,7 @@ class _NormMLP(Fused):
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
     def forward(self, input: Tensor) -> Tensor:
-        results = self._fused(input, self.activation, False)
-        if results is not None:
+        if (results := self._fused(input, self.activation, False)) is not None:
             return results[0]
         return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
 

@@ -52,8 +52,7 @@ def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.d
         raise no_tensor(input)
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
-    dtype = product_dtype(input, weight_ENK)
-    if dtype not in HIGH_PRECISION:
+    if (dtype := product_dtype(input, weight_ENK)) not in HIGH_PRECISION:
         raise TypeError(f"experts compute in bfloat16, float16 or float32, not {dtype}")
     check_offsets_kind(offsets, input.device)
     if offsets.shape[0] != weight_ENK.shape[0]:

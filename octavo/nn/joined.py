@@ -25,8 +25,7 @@ from octavo.weights.operands import fresh_state, is_freed_after_forward
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:
     """Return a tensor without memory of the shape that weights [N_i, K] have when joined by rows."""
-    rows = sum(weight.shape[0] for weight in weights)
-    return weights[0].new_empty(1).expand(rows, weights[0].shape[1])
+    return weights[0].new_empty(1).expand(sum(weight.shape[0] for weight in weights), weights[0].shape[1])
 
 
 class _JoinedRows(torch.autograd.Function):

@@ -513,8 +513,7 @@ def refusal(module: nn.Module) -> str | None:
     if isinstance(module, KnownForward):
         return module.why_bypassed()
     kind = class_of(module)
-    known_class = _class_knowing(inspect.unwrap(kind.forward))
-    if known_class is None:
+    if (known_class := _class_knowing(inspect.unwrap(kind.forward))) is None:
         return f"octavo does not know the forward of {kind.__name__}" if _looks_alike(module, kind) else ""
     if is_sharded(type(module)):
         return SHARDED
@@ -553,8 +552,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
     """Give a converted model's modules of known forwards their classes; return {reason: names} of those that stay."""
     refused: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        why = refusal(module)
-        if why is None and not isinstance(module, KnownForward):
+        if (why := refusal(module)) is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_class_knowing(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
         elif why:

@@ -112,8 +112,7 @@ class RecipeModule(WeightOwner):
 
     @recipe.setter
     def recipe(self, setting: Recipe | str) -> None:
-        recipe = as_recipe(setting)
-        if not isinstance(recipe, Recipe):
+        if not isinstance(recipe := as_recipe(setting), Recipe):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
@@ -238,11 +237,10 @@ class RecipeModule(WeightOwner):
 
     def settings(self) -> dict[str, object]:
         """Return the settings by which the module's tokens are sent, which must be equal on all ranks."""
-        sending, exchange = sending_of(self), self.exchange
         settings: dict[str, object] = {}
-        if sending is not None:
+        if (sending := sending_of(self)) is not None:
             settings |= {"exact": sending.exact, "reduction in FP8": sending.reduce is not None}
-        if exchange is not None:
+        if (exchange := self.exchange) is not None:
             settings |= {"exact": exchange.exact, "average": exchange.average}
         return settings
 
@@ -319,17 +317,14 @@ class RecipeModule(WeightOwner):
         """Return the delayed state that a cast of the next input reads."""
         return fresh_state(self, weight_of(self), self.training, self.parameters_device)
 
-    def local_product(
-        self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows = DENSE
-    ) -> Tensor:
+    def local_product(self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows) -> Tensor:
         """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
         ``read``: the tensor that ``input`` is or is rounded from, if layers share its casts.
         """
         weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
-        layer = self.layer_of(input, tensors, input.requires_grad, rows)
-        return linear(input, weight_NK, bias, layer, read)
+        return linear(input, weight_NK, bias, self.layer_of(input, tensors, input.requires_grad, rows), read)
 
     def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
@@ -338,8 +333,7 @@ class RecipeModule(WeightOwner):
         state = fresh_state(self, parameter, self.training, input.device)
         parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
-            begins = state is not None and may_be_empty(state.scale)
-            rows = rows._replace(parts=parts._replace(begins=begins))
+            rows = rows._replace(parts=parts._replace(begins=state is not None and may_be_empty(state.scale)))
         weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
         training = self.training and grad_enabled
         if training and state is not None and finds_shapes():

@@ -85,11 +85,8 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     kwargs = dict(kwargs or {})
     argument_tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    excluded = {
-        OperationCounter.storage_of(part)
-        for tensor in (*model.parameters(), *model.buffers(), *argument_tensors)
-        for part in inner(tensor)
-    }
+    not_counted = (*model.parameters(), *model.buffers(), *argument_tensors)
+    excluded = {OperationCounter.storage_of(part) for tensor in not_counted for part in inner(tensor)}
     saved_parts: dict[int, tuple[str, Tensor]] = {}
     origins = _Origins(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}

@@ -84,8 +84,7 @@ class SavedBytes:
         lines = [f"a forward saves {share or size}, weights apart"]
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
-            sizes = [by_kind[kind] / MIB for by_kind in both]
-            if any(sizes):
+            if any(sizes := [by_kind[kind] / MIB for by_kind in both]):
                 lines.append(f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}")
         for why, (count, plain_bytes, kept_bytes) in self.regions.items():
             state = f"left as they are: {why}" if why else f"kept in FP8, {kept_bytes / MIB:,.2f} MiB"
@@ -288,13 +287,9 @@ def _in_training(
 
 def _parts_of_fused(model: nn.Module) -> set[int]:
     """Return the ids of modules whose products a fused parent may compute without calling them."""
-    return {
-        id(child)
-        for parent in model.modules()
-        if class_of(parent).__module__.startswith("octavo.")
-        or (isinstance(parent, KnownForward) and parent.why_bypassed() is None)
-        for child in parent.children()
-    }
+    known = [m for m in model.modules() if isinstance(m, KnownForward) and m.why_bypassed() is None]
+    ours = [m for m in model.modules() if class_of(m).__module__.startswith("octavo.")]
+    return {id(child) for parent in (*known, *ours) for child in parent.children()}
 
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.

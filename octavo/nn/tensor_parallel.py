@@ -46,8 +46,7 @@ class Sending(NamedTuple):
 
     def wire(self, mesh: Any, x: Tensor, dim: int) -> Wire:
         """Return the Wire of x's tokens along a dimension, over a mesh."""
-        runs = math.prod(x.shape[:dim])
-        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.reduce)
+        return Wire(mesh.get_group().group_name, mesh.size(), math.prod(x.shape[:dim]), self.reduce)
 
 
 STYLE = "_octavo_style"  # on a module: its Style
@@ -201,8 +200,7 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     assert last_style is not None
     if len(placed.linears) == 2:
         needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
-        scattered = _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)
-        if scattered is not None:
+        if (scattered := _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)) is not None:
             return last_style.finish(last, scattered, placed.mesh), None
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
     if normed is not None and norm_style is not None:
@@ -252,8 +250,7 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> Gather
     )
     if not can_gather(reader, INPUT, sending.exact):
         return None
-    wire = sending.wire(mesh, x, dim)
-    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
+    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, sending.wire(mesh, x, dim))
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:
@@ -274,8 +271,7 @@ def _scattered_for(
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    sending = sending_of(module)
-    if sending is None or not isinstance(sending.output, Shard):
+    if (sending := sending_of(module)) is None or not isinstance(sending.output, Shard):
         return None
     dim = sending.output.dim % y.ndim
     if dim == y.ndim - 1 or y.shape[dim] % mesh.size():

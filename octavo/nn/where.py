@@ -63,9 +63,8 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
         elif step == 0:
             yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
         elif changes:
-            loss = (
-                f"a multiply-add{' and a multiply' if b[0] == 1 else ''} more per output element for every {step} terms"
-            )
+            also = " and a multiply" if b[0] == 1 else ""
+            loss = f"a multiply-add{also} more per output element for every {step} terms"
             loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""
             yield Maker(product, TRITON, loss, True)
         else:
@@ -78,8 +77,7 @@ def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     owners = dict.fromkeys(PRODUCTS, "high precision") | {maker.product: maker.kernel for maker in all_makers}
     text = ", ".join(f"{product}: {owner}" for product, owner in owners.items())
     text = owners["output"] if len(set(owners.values())) == 1 else text
-    first = next((maker for maker in all_makers if maker.loss), None)
-    if first is None:
+    if (first := next((maker for maker in all_makers if maker.loss), None)) is None:
         return text, "nothing"
     losses = {maker.loss for maker in all_makers}
     return text, first.loss if len(losses) == 1 else f"in {first.product} {first.loss}"
@@ -90,8 +88,7 @@ def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
     capability = compute_capability(device)
     if capability is None or capability < FIRST_NATIVE or torch.compiler.is_compiling():
         return  # another warning has said that all FP8 is emulated there
-    slower = next((maker for maker in makers(recipe, capability) if maker.is_slower), None)
-    if slower is not None:
+    if (slower := next((maker for maker in makers(recipe, capability) if maker.is_slower), None)) is not None:
         both = (recipes.blockwise(), recipes.rowwise())
         faster = next(other.name for other in both if not any(maker.loss for maker in makers(other, capability)))
         where = f"{device} (sm_{capability[0]}{capability[1]})"
