@@ -148,8 +148,7 @@ class Conversion(NamedTuple):
                 moments += _torch_moments(optimizer, param, trained[param]) if param in trained else 0
             elif param in trained and self.settings is not None and param.requires_grad:
                 group_settings = self.settings.only(optimizer.names_of(trained[param]))
-                master = MasterForm.of(stored, group_settings.master)
-                masters += states.bytes_of(master.new_state(stored).values())
+                masters += states.bytes_of(MasterForm.of(stored, group_settings.master).new_state(stored).values())
                 moments += states.bytes_of(states.new_moments(group_settings.moments_of(param), stored).values())
             if param.requires_grad:
                 gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))

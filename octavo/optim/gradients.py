@@ -83,8 +83,7 @@ class GradientStorage:
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
         """Round a parameter's complete gradient to FP8, or, within ``accumulate``, have its sum be float32."""
-        settle_gradient(param)
-        whole = param.grad
+        whole = settle_gradient(param)
         assert whole is not None
         gradient = states.local(whole)
         if isinstance(gradient, StoredGradient) or gradient.is_sparse:

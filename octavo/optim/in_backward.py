@@ -40,9 +40,7 @@ _DDP = (
 
 
 def update_in_backward(
-    optimizer: CompactOptimizer,
-    outstanding_weight_updates_bytes: int = 64 * 2**20,
-    clip: float | None = None,
+    optimizer: CompactOptimizer, outstanding_weight_updates_bytes: int = 64 * 2**20, clip: float | None = None
 ) -> UpdatesInBackward:
     """Update weights while backward runs: at most these bytes of gradients exist at a time, and one tensor's.
 

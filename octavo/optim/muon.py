@@ -296,9 +296,8 @@ class Muon(CompactOptimizer):
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
         ratio = adjust_muon_lr(1.0, group["adjust_lr_fn"], param.shape[-2:]) if param.numel() else 1.0
-        rate: float | Tensor = work.rate
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
-            work.rate.copy_(rule.lr.view(()) * ratio)
+            rate: float | Tensor = work.rate.copy_(rule.lr.view(()) * ratio)
         else:
             rate = float(rule.lr) * ratio
         rule = rule._replace(lr=rate, weight_decay=rule.weight_decay / ratio)  # torch decays by lr as it is
@@ -306,11 +305,9 @@ class Muon(CompactOptimizer):
         optimizer_step([update], [rule], skip, None, work.plans, sums)
 
     def _workspace(self, param: nn.Parameter, update: WeightUpdate) -> _Workspace:
-        work = self._workspaces.get(param)
-        if work is None:
+        if (work := self._workspaces.get(param)) is None:
             shape, device = update.master.weight.shape, update.gradient.device
-            scratch = self._scratch.get(device)
-            if scratch is None or scratch.numel() < shape.numel():
+            if (scratch := self._scratch.get(device)) is None or scratch.numel() < shape.numel():
                 groups = [group["params"] for group in self.param_groups if group["algorithm"] == "muon"]
                 largest = max(shape.numel(), *(states.local(param).numel() for params in groups for param in params))
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)

@@ -213,9 +213,8 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
     chosen = MasterForm.of(param, master)
-    tensors = chosen.new_state(local(param.detach()))
-    state = sharded_like(tensors, param)
-    if tensors:
+    state = sharded_like(chosen.new_state(local(param.detach())), param)
+    if state:
         state["master_kind"] = torch.tensor([*MASTER_KINDS].index(chosen.kind), dtype=torch.uint8, device="cpu")
     return state
 
@@ -299,8 +298,7 @@ def loaded(
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
     state = new_state(param, settings)
     loaded_state = _as_loaded(loaded_state, settings.names, state)
-    step = loaded_state.get("step", 1.0)  # torch's SGD keeps none
-    state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
+    state["step"].copy_(torch.as_tensor(loaded_state.get("step", 1.0), dtype=torch.float32))  # torch's SGD keeps none
     old_kind, new_kind = (int(each.get("master_kind", -1)) for each in (loaded_state, state))
     conversions = set[str]()
     if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
