@@ -52,10 +52,8 @@ def _slice(func: Any, bucket: BroadcastBucket, dim: int = 0, start: int = 0, sto
     """Cut out one piece."""
     ends = itertools.accumulate(piece.numel() for piece in bucket.pieces)
     pieces = zip(bucket.pieces, ends, strict=True)
-    return next(
-        (BroadcastBucket([piece]) for piece, end in pieces if (end - piece.numel(), end) == (start, stop)),
-        NotImplemented,
-    )
+    matching = (BroadcastBucket([piece]) for piece, end in pieces if (end - piece.numel(), end) == (start, stop))
+    return next(matching, NotImplemented)
 
 
 def _broadcast(func: Any, tensors: list[BroadcastBucket], *arguments: Any) -> Any:

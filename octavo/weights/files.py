@@ -180,8 +180,7 @@ def _checked_codes(entry: Tensor, scale_inv: Tensor | None, key: str) -> Tensor 
     Raises:
         ValueError: for codes without a scale_inv that fits them, or a scale_inv beside values.
     """
-    codes = _codes_of(on_this_rank(entry))
-    if codes is None and scale_inv is None:
+    if (codes := _codes_of(on_this_rank(entry))) is None and scale_inv is None:
         return None
     if codes is None:
         raise ValueError(

@@ -201,8 +201,7 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
     placements = getattr(param, "placements", ())
     if not 0 <= mesh_dim < len(placements) or getattr(placements[mesh_dim], "dim", None) is None:
         return False
-    local = local_tensor(param)
-    if type(local) is Tensor:
+    if type(local := local_tensor(param)) is Tensor:
         local = local.as_subclass(ShardedWeight.of(part))
         set_local_tensor(param, local)
     elif part and isinstance(local, ShardHooks):

@@ -564,8 +564,7 @@ class GatherGroup:
 
 def _amaxes_over_ranks(ways: Sequence[InFP8], mesh: DeviceMesh) -> dict[InFP8, Tensor]:
     """Return the maximum over ranks of the amaxes that shards share, of those that share some; collective."""
-    sharing = [way for way in ways if way.shard_cast.needs_maximum]
-    if not sharing:
+    if not (sharing := [way for way in ways if way.shard_cast.needs_maximum]):
         return {}
     local_amaxes = [way.shard_cast.amax(way.shard) for way in sharing]
     ranks = dict.fromkeys(group for way in sharing for group in groups_of(way.gather.parameter))

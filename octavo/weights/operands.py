@@ -86,8 +86,7 @@ class WeightOwner(nn.Module):
         finally:
             self._parameters.update(stored)  # type: ignore[arg-type]
         for key, reader in self.weight_readers.items():
-            parameter = self._parameters.get(key)
-            if parameter is not None and reader.fp8.gather.parameter is not None:
+            if (parameter := self._parameters.get(key)) is not None and reader.fp8.gather.parameter is not None:
                 reader.fp8.gather.adopt(parameter, parameter, reader)
         return self
 

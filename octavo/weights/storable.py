@@ -17,10 +17,8 @@ def granularity_of_scales(shape: Sequence[int], scales: Sequence[int]) -> Granul
     Where two granularities have the same shape, they mean the same elements, and this is the first of them: of a weight
     that is one block PerTensor().
     """
-    granularities = (
-        one for one in STORABLE + FROZEN_ONLY if one.of_matrices(shape).scale_shape(shape) == tuple(scales)
-    )
-    return next(granularities, None)
+    matching = (one for one in STORABLE + FROZEN_ONLY if one.of_matrices(shape).scale_shape(shape) == tuple(scales))
+    return next(matching, None)
 
 
 def stored_granularity(granularity: Granularity, shape: Sequence[int]) -> Granularity:

@@ -367,14 +367,10 @@ class StoredWeight(ShardHooks, Pair):
         elif self.is_shard and other.dtype == torch.uint8:
             self._write_codes(other)
         else:
-            self._write_values(other.before_cast() if is_stored else other)
+            values = (other.before_cast() if is_stored else other).to(self.device).expand(self.shape)
+            if not torch.equal(self.before_cast(), values.to(self.dtype)):
+                self._write_stored(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
         return self
-
-    def _write_values(self, values: Tensor) -> None:
-        """Cast values and write the result, unless the weight has these values already."""
-        values = values.to(self.device).expand(self.shape)
-        if not torch.equal(self.before_cast(), values.to(self.dtype)):
-            self._write_stored(StoredWeight.cast(values, self.granularity, not self.facts.is_frozen))
 
     def _write_stored(self, other: StoredWeight) -> None:
         """Copy a stored weight's codes, scales and low bits; another shape is broadcast or refused, as by any copy_."""
@@ -452,8 +448,7 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
 
     Ranks choose their own where FSDP2 has ``just_cut`` it, as they may have begun with other values, and in writes.
     """
-    shard = local_stored(param)
-    if shard is None or shard.is_meta:
+    if (shard := local_stored(param)) is None or shard.is_meta:
         return
     if shard.has_one_scale and (just_cut or shard.facts.scale_is_local):
         largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
@@ -521,8 +516,7 @@ def _refuse(gradients: Any) -> NoReturn:
 @torch.no_grad()
 def take_values(target: Tensor, values: Tensor) -> None:
     """Copy this rank's part of new values into a tensor; a parameter on the meta device takes them as they are."""
-    local = on_this_rank(target)
-    if local.is_meta:
+    if (local := on_this_rank(target)).is_meta:
         put_into(target, values)  # type: ignore[arg-type]
     else:
         target.copy_(values if local is target else like_sharded(values, target, target.shape))
