@@ -111,8 +111,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     role, casts, parts = request.role, request.recipe.casts[request.role], rows.parts
     cast = casts.as_is if request.as_is else None
     cast_t = casts.transposed if request.transposed else None
-    one_cast = cast or cast_t
-    if one_cast is None:
+    if (one_cast := cast or cast_t) is None:
         return Operands()
     read = _op_input(source, request, rows, one_cast, cast_t or one_cast)
     if cast is None or cast_t is None or casts.once:
@@ -290,8 +289,7 @@ def operands_of_codes(
         request = CastRequest(recipe, role, as_is=False, transposed=True)
         pair_t = cast_role(values, request, None, Rows(offsets)).transposed
     elif offsets is not None and needs_transposed_codes(q_RC.device):
-        pad = contraction_multiple(q_RC.device, recipe.pads)
-        pair_t = transposed_codes(q_RC, offsets, pad), scale_inv.t()
+        pair_t = transposed_codes(q_RC, offsets, contraction_multiple(q_RC.device, recipe.pads)), scale_inv.t()
     return Operands(as_is, pair_t, amax if cast.is_delayed else None)
 
 
@@ -302,8 +300,7 @@ def cast_and_commit(
     casts, layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
     cast = casts.as_is if casts.once and rows.offsets is None and rows.parts is None else None
     if cast is not None and cast.is_delayed and not cast.is_packed and any(layouts):
-        read = _op_input(source, request, rows, cast)
-        return _cast(read, cast, None, request, layouts, (state, forward_amax))
+        return _cast(_op_input(source, request, rows, cast), cast, None, request, layouts, (state, forward_amax))
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

@@ -112,8 +112,7 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
     for observer in layer.observers if layer.rows.wire is None else ():
         values = lambda: x  # noqa: E731
         if norm is not None:
-            options = gamma, beta, norm.kind, norm.zero_centered
-            values = functools.partial(kernels.normalised, x, mean, rstd, *options)
+            values = functools.partial(kernels.normalised, x, mean, rstd, gamma, beta, norm.kind, norm.zero_centered)
         observer.cast(layer.recipe, INPUT, values, operands, layer.rows.offsets)
     return y, operands
 
@@ -280,10 +279,8 @@ def _gradients_of_two_layers(
             codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.pads)
         _, dw2, _ = gradients(g, second._replace(x_q=codes), plan, (False, True, False))
         del codes
-    dx = dw = db = None
-    if g_first is not None:
-        dx, dw, db = gradients(g_first, saved, first_plan, needs_of_first)
-    return dx, dw, db, dw2, db2
+    of_first = (None, None, None) if g_first is None else gradients(g_first, saved, first_plan, needs_of_first)
+    return *of_first, dw2, db2
 
 
 def _tile_of_saved(recipe: Recipe) -> Tile:

@@ -37,5 +37,4 @@ def cross_entropy_of_rows(
     """Return each row's loss [T], float32, of logits [T, V]; target [T] int64: right columns, or ``ignore_index``."""
     if tracing_state() is not None:  # a file of TorchScript holds no autograd function in Python
         return kernels.cross_entropy(logits, target, ignore_index, label_smoothing, softcap)[0]
-    losses: Tensor = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)
-    return losses
+    return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)

@@ -103,8 +103,7 @@ def _gathered(x: Tensor, wire: Wire) -> Tensor:
     part = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
     whole: Tensor = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(part, wire.ranks, wire.group))
     if wire.runs > 1:
-        length = x.shape[0] // wire.runs
-        whole = whole.view(wire.ranks, wire.runs, length, x.shape[1]).transpose(0, 1).flatten(0, 2)
+        whole = whole.view(wire.ranks, wire.runs, x.shape[0] // wire.runs, x.shape[1]).transpose(0, 1).flatten(0, 2)
     return whole.view(x.dtype) if x.itemsize == 1 else whole
 
 
@@ -115,8 +114,7 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
         x_TC = x_TC.view(wire.runs, wire.ranks, length, x_TC.shape[1]).transpose(0, 1).flatten(0, 2)
     if wire.reduce is not None:
         return wire.reduce(x_TC.contiguous(), wire.group)
-    part = c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
-    return c10d_ops.wait_tensor(part)
+    return c10d_ops.wait_tensor(c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group))
 
 
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
@@ -184,8 +182,7 @@ class _ScatterOutput(torch.autograd.Function):
             return _gathered(rows, wire).view(ctx.shape), None, None, None, None
         operands = _gather(rows, reader, GRAD_OUTPUT, wire)
         if needs_db:
-            sums = summed(rows.sum(0, dtype=torch.float32), wire.group).to(rows.dtype)
-            operands = operands._replace(column_sum=sums)
+            operands = operands._replace(column_sum=summed(rows.sum(0, dtype=torch.float32), wire.group).to(rows.dtype))
         return GatheredGradient(operands, ctx.shape, rows.dtype), None, None, None, None
 
 
@@ -194,8 +191,7 @@ def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> Gathe
 
     ``dim`` is that of the tokens; ``can_gather`` must hold for ``reader``.
     """
-    rows = as_rows(x.detach())
-    operands = _gather(rows, reader, INPUT, wire)
+    operands = _gather(as_rows(x.detach()), reader, INPUT, wire)
     return GatheredInput(_Carrier.apply(x, dim, wire), operands, input_cast_arguments(reader.recipe), wire)
 
 

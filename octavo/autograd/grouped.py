@@ -169,8 +169,7 @@ def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:
 
 def scales_of_rows(scale_inv: Tensor, tile: Sequence[int], offsets: Tensor, rows: int) -> tuple[Tensor, Sequence[int]]:
     """Return the scales that ``cast`` of R rows in groups returned as scales of each row, and the tile of these."""
-    height = tile[0]
-    if height == 1:
+    if (height := tile[0]) == 1:
         return scale_inv, tile
     group = group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
     if height == ALL:

@@ -328,7 +328,6 @@ def linear_cross_entropy_of_rows(
             'it another recipe, e.g. octavo.RecipeMap(recipe, {"lm_head": None})'
         )
     if is_recorded(x_TK, weight_NK, bias):
-        result: Tensor = _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
-        return result
+        return _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
     _, x, _ = input_operands(x_TK, layer, None, read, False)
     return _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients((False, False, False))[0]

@@ -127,8 +127,7 @@ class Observer(NamedTuple):
             laid = x_RC.t() if cast.rotation is None else rotated(x_RC.t().to(torch.float32), cast.rotation.signs)
             kernels.cast_statistics(laid, codes, scale_inv, cast.tile, *counts_t)
         else:
-            pad = contraction_multiple(x_RC.device, recipe.pads)
-            rows = rows_of_codes(codes, offsets, x_RC.shape[0], pad)
+            rows = rows_of_codes(codes, offsets, x_RC.shape[0], contraction_multiple(x_RC.device, recipe.pads))
             counts_of_groups = self._counts_of_groups(counts_t, offsets)
             kernels.cast_statistics(x_RC, rows, scale_inv.t(), cast.tile[::-1], *counts_of_groups, offsets)
 

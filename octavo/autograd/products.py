@@ -277,16 +277,14 @@ def gradients(
             dw_NK = _mm(g.grad_TN.t(), saved.x_TK, offsets)
         else:
             assert g.transposed is not None and saved.x_q is not None and saved.x_scale_inv is not None
-            x_pair = saved.x_q, saved.x_scale_inv
-            dw_NK = _matmul(recipe, "grad_weight", g.transposed, x_pair, None, dtype, offsets)
+            dw_NK = _matmul(recipe, "grad_weight", g.transposed, (saved.x_q, saved.x_scale_inv), None, dtype, offsets)
         dw_NK = dw_NK.to(plan.weight_dtype)
         for observer in () if needs_dx else layer.observers:
             operand = g.transposed or (None if g.grad_TN is None else g.grad_TN.t(), None)
             observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
         g.transposed = None
     if needs_db:
-        column_sum = g.column_sum
-        if column_sum is None:
+        if (column_sum := g.column_sum) is None:
             assert g.grad_TN is not None
             column_sum = g.grad_TN.sum(0) if offsets is None else group_sums(g.grad_TN, offsets)
         assert plan.bias_dtype is not None
@@ -306,8 +304,7 @@ def weight_cast_again(weight_NK: Tensor, layer: Layer, delayed_scale: Tensor | N
             f"a weight {tuple(weight_NK.shape)} that is sharded was not gathered for its layer's backward: FSDP and "
             "ZeRO-3 do so in hooks of the module that they wrap, whose outputs have to be used"
         )
-    state = layer.state
-    if state is not None:
+    if (state := layer.state) is not None:
         state = None if delayed_scale is None else state._replace(scale=delayed_scale, before=state.before * 0)
     request = CastRequest(layer.recipe, WEIGHT, as_is=False, transposed=True, only_products=True)
     pair = cast_role(weight_NK.detach(), request, state, layer.rows).transposed
@@ -406,10 +403,7 @@ def linear(
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``read``: the
     input's casts that layers share, see shared_casts.py.
     """
-    gathered = x if isinstance(x, GatheredInput) else None
-    if gathered is not None:
-        x = gathered.carrier
-    assert isinstance(x, Tensor)
+    gathered, x = (x, x.carrier) if isinstance(x, GatheredInput) else (None, x)
     x_TK = x if x.ndim == 2 else as_rows(x)
     if is_recorded(x, weight_NK, bias):
         y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)

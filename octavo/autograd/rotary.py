@@ -34,16 +34,14 @@ class Positions(NamedTuple):
 
     def turned(self, qkv: Tensor) -> Attended:
         """Return queries and keys, turned, and values, from the product."""
-        joined = qkv.view(self.sequences, self.cos.shape[1], qkv.shape[1])
-        return _turned(self.cos, self.sin, self.counts, joined)
+        return _turned(self.cos, self.sin, self.counts, qkv.view(self.sequences, self.cos.shape[1], qkv.shape[1]))
 
 
 def gradient_of_heads(
     grads: Sequence[Tensor | None], counts: tuple[int, int], cos: Tensor, sin: Tensor
 ) -> RotaryHeads | None:
     """Return what the product's gradient is cast from, by the gradients of its three results; None without any."""
-    like = next((grad for grad in grads if grad is not None), None)
-    if like is None:
+    if (like := next((grad for grad in grads if grad is not None), None)) is None:
         return None
     (batch, _, *dims), (queries, keys) = like.shape, counts
     with_counts = zip(grads, (queries, keys, keys), strict=True)
@@ -88,5 +86,4 @@ def rotary(qkv: Sequence[Tensor], cos: Tensor, sin: Tensor, counts: tuple[int, i
         counts: the number of heads of queries, and that of keys and of values.
     """
     apply = _TurnHeads.apply if is_recorded(*qkv) else _turned
-    result: Attended = apply(cos, sin, counts, *qkv)
-    return result
+    return apply(cos, sin, counts, *qkv)

@@ -105,8 +105,7 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         x = viewed(x)
     stream = None
     if x.is_cuda and not is_fake:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and x.grad_fn is None:
+        if (capturing := torch.cuda.is_current_stream_capturing()) and x.grad_fn is None:
             return None
         stream = current_raw_stream(x.get_device()), capturing
     key, moment, tensors = id(x), (x._version, stream), vars(_thread).setdefault("tensors", {})
