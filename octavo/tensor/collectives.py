@@ -103,8 +103,7 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
     """
     import torch.distributed as dist
 
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    if not groups:
+    if not (groups := [group for group in groups if dist.get_world_size(group) > 1]):
         return
     settings_here = {name: str(value) for name, value in settings.items()}
     number = int.from_bytes(hashlib.sha256(repr(settings_here).encode()).digest()[:7])

@@ -100,9 +100,7 @@ class Facade(Tensor):
         # composites (mT, chunk, to) arrive whole in inference mode
         result = cls.RULES.get(func, func.__class__.decompose)(func, *args, **(kwargs or {}))
         if result is NotImplemented:
-            names = [
-                f"{argument.layer_name}: " for argument in args if isinstance(argument, Facade) and argument.layer_name
-            ]
+            names = [f"{one.layer_name}: " for one in args if isinstance(one, Facade) and one.layer_name]
             raise UnsupportedOpError(f"{''.join(names[:1])}{func} {cls.REMEDY}")
         return result
 

@@ -73,8 +73,7 @@ class ScaledTensor(Pair):
         cls, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
     ) -> ScaledTensor:
         layout: Any = {"strides": qdata.stride(), "storage_offset": qdata.storage_offset()}
-        shape = unpacked_shape(qdata.shape, qdata.dtype)
-        if shape != qdata.shape:
+        if (shape := unpacked_shape(qdata.shape, qdata.dtype)) != qdata.shape:
             layout = {}
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, **layout)
         self.qdata, self.scale_inv, self.granularity = qdata, scale_inv, granularity
@@ -95,8 +94,7 @@ class ScaledTensor(Pair):
             )
         if self.dtype not in HIGH_PRECISION:
             raise TypeError(f"a ScaledTensor reads back to bfloat16, float16 or float32, not {self.dtype}")
-        expected = self.granularity.scale_shape(self.shape)
-        if tuple(self.scale_inv.shape) != expected:
+        if tuple(self.scale_inv.shape) != (expected := self.granularity.scale_shape(self.shape)):
             raise ValueError(
                 f"scale_inv has shape {tuple(self.scale_inv.shape)}; {self.granularity} of qdata "
                 f"{tuple(self.qdata.shape)} needs {expected}"
@@ -296,8 +294,7 @@ def _slice(
     dim %= pair.ndim
     if pair.format.is_packed and dim == pair.ndim - 1:
         return NotImplemented
-    size = pair.shape[dim]
-    start, stop, _ = slice(start, end).indices(size)
+    start, stop, _ = slice(start, end).indices(pair.shape[dim])
     if stop <= start:  # nothing, which cuts no tile
         start = stop = 0
     qdata = func(pair.qdata, dim, start, stop, step)
@@ -310,8 +307,7 @@ def _slice(
             f"slice [{start}:{stop}:{step}] of dimension {dim} would cut through the tiles of {pair.granularity}; "
             f"start at a multiple of {tile} with step 1, or call .dequantize() first"
         )
-    scale_inv = func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step)
-    return _like(pair, qdata, scale_inv)
+    return _like(pair, qdata, func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step))
 
 
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:

@@ -70,8 +70,7 @@ class StoredGradient(Pair):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain tensor, by default of its own dtype; norms and optimizers read float32."""
-        pair = ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, dtype or self.dtype)
-        return pair.dequantize().view(self.shape)
+        return ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, dtype or self.dtype).dequantize().view(self.shape)
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
         return tuple(self.shape), dtype
@@ -202,6 +201,5 @@ def _norm_of_used(
     return NotImplemented if ord != 2 or dim is not None or keepdim else grad.norm_.to(dtype or grad.norm_.dtype)
 
 
-UsedGradient.RULES = (
-    MOVES | gradient_rules(UsedGradient, _write_used, _refuse_used, _norm_of_used) | {aten.view.default: moves}
-)
+UsedGradient.RULES = gradient_rules(UsedGradient, _write_used, _refuse_used, _norm_of_used)
+UsedGradient.RULES |= MOVES | {aten.view.default: moves}
