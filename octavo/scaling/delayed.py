@@ -298,8 +298,5 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    tensors_by_name: dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        if state_of(module) is not None:
-            tensors_by_name.update({f"{module_name}.{name}".removeprefix("."): getattr(module, name) for name in NAMES})
-    return tensors_by_name
+    modules = [(path, module) for path, module in model.named_modules() if state_of(module) is not None]
+    return {f"{path}.{name}".removeprefix("."): getattr(module, name) for path, module in modules for name in NAMES}

@@ -366,8 +366,7 @@ class Recipe(_DerivedOfRecipe):
     def _check(self) -> None:
         """Raise TypeError or ValueError for products that can't be computed; ``_one_rule`` looks at delayed casts."""
         for product in PRODUCTS:
-            casts = getattr(self, product)
-            if casts is None:
+            if (casts := getattr(self, product)) is None:
                 continue
             if not (isinstance(casts, tuple) and len(casts) == 2 and all(isinstance(cast, Cast) for cast in casts)):
                 raise TypeError(f"Recipe: {product}={casts!r} must be None or a pair of Casts, one for each operand")
@@ -574,9 +573,7 @@ def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) ->
 
 def under(recipe: Recipe | RecipeMap | None, name: str) -> Recipe | RecipeMap | None:
     """Return the ``recipe`` argument that a module passes to its part of this name."""
-    if not isinstance(recipe, RecipeMap):
-        return recipe
-    return replace(recipe, prefix=_joined(recipe.prefix, name))
+    return replace(recipe, prefix=_joined(recipe.prefix, name)) if isinstance(recipe, RecipeMap) else recipe
 
 
 def _joined(prefix: str, name: str) -> str:
