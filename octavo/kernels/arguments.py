@@ -329,14 +329,13 @@ def _cast(
     return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
 
 
-def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _scaling_options(named: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return the first and the second Scaling's last fields, from swizzles on, which are taken out of ``named``."""
     swizzle, place = named.pop("swizzle", False), named.pop("place", (0, 0))
-    first_options, second_options = (
+    return [
         (swizzle, named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place)
         for which in ("", "second_")
-    )
-    return first_options, second_options
+    ]
 
 
 def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
@@ -422,11 +421,7 @@ def _cast_and_commit(
 
 
 def _heads_to_cast(
-    q: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> RotaryHeads:
     if k is None or v is None or cos is None or sin is None:
         raise ValueError("k is cast with x, v, cos and sin: give all of them")
@@ -627,11 +622,7 @@ def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_cast(
-    source: Castable,
-    first: Scaling,
-    second: Scaling | None,
-    output: Output,
-    offsets: Tensor | None = None,
+    source: Castable, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the results of ``octavo::cast``, unwritten but for the padding of swizzled scales."""
     x = source.x

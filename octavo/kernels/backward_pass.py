@@ -36,8 +36,7 @@ def backward_pass(device: torch.device) -> Tensor:
     Outside of a backward pass each call counts as a pass.
     """
     task = current_graph_task_id()
-    numbers = _numbers.get(device)
-    if numbers is None:
+    if (numbers := _numbers.get(device)) is None:
         if not _numbers:
             register_optimizer_step_post_hook(end_step)
         with torch.inference_mode(False):

@@ -26,8 +26,7 @@ def needs_transposed_codes(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    native = _native.get(device)
-    if native is None:
+    if (native := _native.get(device)) is None:
         native = runs_natively(device)
         if not torch.compiler.is_compiling():
             _native[device] = native
@@ -151,9 +150,7 @@ def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
 
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return (R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
+    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
 
 
 def blocks_in_row(cols: int) -> int:

@@ -99,6 +99,4 @@ def _is_finite(y: Tensor) -> bool:
 
 
 def _with_faults(wide: Tensor, rounded: Tensor) -> Tensor:
-    if _is_finite(wide):
-        return rounded
-    return torch.where(torch.isfinite(wide), rounded, wide.to(rounded.dtype))
+    return rounded if _is_finite(wide) else torch.where(torch.isfinite(wide), rounded, wide.to(rounded.dtype))

@@ -205,9 +205,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cross_entropy_backward": lambda rows, lse, grad: rows.logits.new_empty(rows.logits.shape),
         "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
-        "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(
-            unpacked_shape(qdata.shape, qdata.dtype), dtype=dtype
-        ),
+        "dequantize": lambda q, scale_inv, tile, dtype: q.new_empty(unpacked_shape(q.shape, q.dtype), dtype=dtype),
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "norm": new_norm,

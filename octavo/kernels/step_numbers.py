@@ -36,8 +36,7 @@ def adam_max_update(step: int, beta1: float, beta2: float) -> float:
         >>> round(adam_max_update(10**6, 0.9, 0.999), 2), round(adam_max_update(10**6, 0.9, 0.95), 3)
         (7.27, 1.165)
     """
-    ratio = ratio_of(beta1, beta2)
-    if math.isinf(ratio):
+    if math.isinf(ratio := ratio_of(beta1, beta2)):
         return math.inf if step > 1 else 1.0
     terms = float(step) if ratio == 1.0 else (1 - power(ratio, step)) / (1 - ratio)
     if math.isinf(terms):

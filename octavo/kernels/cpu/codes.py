@@ -135,8 +135,7 @@ def decode(
 
 def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
     """Return codes with dense rows as cast.cpp, or nvfp4.cpp, reads them."""
-    scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
-    target = CastTarget(scaling, codes, codes, scale_inv, scale_inv)
+    target = CastTarget(Scaling(codes.dtype, (tile[0], tile[1]), False, 0), codes, codes, scale_inv, scale_inv)
     if codes.dtype is E2M1.dtype:
         return described_packed(target, unpacked_shape(codes.shape, codes.dtype))
     return described(target, codes.shape)

@@ -46,8 +46,7 @@ def library(name: str) -> ctypes.CDLL | None:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
         key = _digest(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
-        folder = cache_folder(make=True)
-        if not may_load_from(folder):
+        if not may_load_from(folder := cache_folder(make=True)):
             return None
         return ctypes.CDLL(str(_from_cache(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder

@@ -44,12 +44,8 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
         compute = torch.float32
     if bias is not None and not bias.dtype == out_dtype == compute:  # even a conversion to the same dtype costs a call
         bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
-    if (
-        max(a.numel(), b.numel()) > codes.CHUNK
-        and compute == torch.float32
-        and lies_transposed(a)
-        and lies_transposed(b)
-    ):
+    is_large = max(a.numel(), b.numel()) > codes.CHUNK
+    if is_large and compute == torch.float32 and lies_transposed(a) and lies_transposed(b):
         return _by_chunks_of_terms(a_pair, b_pair, bias).to(out_dtype)
     if a.numel() <= codes.CHUNK:
         out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
@@ -147,8 +143,7 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
 def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
     """Return some columns of an operand, which are whole tiles."""
     q, scale_inv, tile = pair
-    chunk_scale_inv = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
-    return OperandPair(q.t()[chunk].t(), chunk_scale_inv, tile)
+    return OperandPair(q.t()[chunk].t(), tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t(), tile)
 
 
 def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:
@@ -157,9 +152,8 @@ def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = No
         return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None)
     if q.numel() <= _SMALL:
         return _ScaledOperand(q.to(compute), scale_inv)
-    return _ScaledOperand(
-        decode(q, compute, torch.ones((1, 1), device=q.device, dtype=torch.float32), (ALL, ALL), memory), scale_inv
-    )
+    one = torch.ones((1, 1), device=q.device, dtype=torch.float32)
+    return _ScaledOperand(decode(q, compute, one, (ALL, ALL), memory), scale_inv)
 
 
 def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN: Tensor) -> None:

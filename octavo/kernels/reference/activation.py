@@ -142,19 +142,14 @@ FUNCTIONS = {
         lambda h: F.relu(h).square(),
         lambda dy, h: dy * F.relu(h) * 2,
     ),
-    "silu": Formulas(lambda h: h.sigmoid().mul_(h), _silu_and_slope, F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
+    "silu": Formulas(lambda h: h.sigmoid().mul_(h), _silu_and_slope, F.silu, _aten.silu_backward),
     "quick_gelu": Formulas(
         lambda h: h.mul(1.702).sigmoid_().mul_(h),
         _quick_gelu_and_slope,
         lambda h: h * (1.702 * h).sigmoid(),
         _quick_gelu_gradient,
     ),
-    "gelu": Formulas(
-        lambda h: _normal_distribution(h).mul_(h),
-        _gelu_and_slope,
-        F.gelu,
-        lambda dy, h: _aten.gelu_backward(dy, h),
-    ),
+    "gelu": Formulas(lambda h: _normal_distribution(h).mul_(h), _gelu_and_slope, F.gelu, _aten.gelu_backward),
     "gelu_tanh": Formulas(
         _gelu_tanh,
         _gelu_tanh_and_slope,

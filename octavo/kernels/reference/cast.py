@@ -89,8 +89,7 @@ def write(
 
 def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
     """Return the delayed scale; else, or where that is 0 as there is no history yet, the scales of ``amax``."""
-    fmt = format_of(scaling.dtype)
-    return scaling.delayed_or(scale_from_amax(amax, fmt.max, scaling.power_of_two, scaling.margin))
+    return scaling.delayed_or(scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin))
 
 
 _ONE = Output()
@@ -160,8 +159,7 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
         out.view(torch.uint8).zero_()
     scale_inv.fill_(1.0)
     amax.zero_()
-    inputs = places(ends, source.h_tile[0])
-    for place, input_place in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
+    for place, input_place in zip(places(ends, scaling.tile[0], pad), places(ends, source.h_tile[0]), strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
             continue  # the fills above wrote its scale, 1, and its amax, 0
         outputs = codes[place.rows, :cols], transposed[:, place.columns]
@@ -173,8 +171,7 @@ def cast_and_commit(
     source: Castable, scaling: Scaling, commit: Commit, output: Output, write: Write = write
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
-    in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)
-    in_pass = scaling._replace(delayed_scale=in_force)
+    in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
     q, t, scale_inv, amax, sums, *value = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
     return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])

@@ -60,10 +60,8 @@ def measured(
     clipped = exponents.new_zeros(())
     if is_packed or amax > scale_inv.to(torch.float32).min() * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
-    squares = []
-    for values in (numbers, error):
-        wide = values.flatten().to(torch.float64)
-        squares.append(torch.dot(wide, wide))
+    wide = (values.flatten().to(torch.float64) for values in (numbers, error))
+    squares = [torch.dot(values, values) for values in wide]
     counts = x.numel(), zeros, x.numel() - magnitudes.count_nonzero() - zeros, clipped, nonfinite, *squares
     sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=x.device) for number in counts])
     return sums, amax.double(), exponents.double()
@@ -86,8 +84,7 @@ def count(
     smallest = scale_inv
     if codes.dtype is E2M1.dtype:  # blocks of zeros have the scale_inv 0, faulty ones NaN
         scale_inv, smallest = (torch.where(scale_inv > 0, scale_inv, value) for value in (0.0, torch.inf))
-    largest = torch.stack((amax.float(), scale_inv.max(), 1 / smallest.min()))
-    torch.maximum(extremes, largest, out=extremes)
+    torch.maximum(extremes, torch.stack((amax.float(), scale_inv.max(), 1 / smallest.min())), out=extremes)
     sums[: len(Counted.sums)] += counts
     exponents[0] -= counts[Counted.sums.index("zeros")]
     bins = (torch.arange(255, device=x.device) - 127 - Counted.lowest).clamp_(0, Counted.exponents - 1)
@@ -109,8 +106,7 @@ def cast_statistics(
     if offsets is None:
         count(x, codes, scale_inv, tile, sums, extremes)
         return
-    group_places = places(check_offsets(offsets, x.shape[0]), tile[0])
-    for place, *counts in zip(group_places, sums, extremes, strict=True):
+    for place, *counts in zip(places(check_offsets(offsets, x.shape[0]), tile[0]), sums, extremes, strict=True):
         count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *counts)
 
 

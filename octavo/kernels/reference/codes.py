@@ -20,11 +20,10 @@ from octavo.kernels.reference.nvfp4 import values_of_packed
 
 def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Round x [R, C] times its tiles' scales, a float32 product, to codes."""
-    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    limit = format_of(dtype).max
-    wide = multiply_tiles_(wide, scale, tile).clamp_(-limit, limit)
+    fmt, wide = format_of(dtype), x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    wide = multiply_tiles_(wide, scale, tile).clamp_(-fmt.max, fmt.max)
     codes = wide.to(dtype, memory_format=torch.contiguous_format)
-    fmt, raw, inf = format_of(dtype), codes.view(torch.uint8), x.isinf()
+    raw, inf = codes.view(torch.uint8), x.isinf()
     if fmt.has_inf:
         raw.copy_(torch.where(inf, torch.where(x < 0, 0xFC, 0x7C), raw))
         inf = torch.zeros_like(inf)

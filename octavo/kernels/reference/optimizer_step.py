@@ -76,8 +76,7 @@ class AdamStep:
         if self.decoupled_decay:
             w.mul_(1 - self.lr * self.decoupled_decay)
         if self.max_update is None:
-            root = v.sqrt()
-            w.addcdiv_(m, root.div_(self.correction2).add_(self.group.eps), value=-self.lr / self.correction1)
+            w.addcdiv_(m, v.sqrt().div_(self.correction2).add_(self.group.eps), value=-self.lr / self.correction1)
             return
         # one division fewer than torch, which saves a tenth of the GPU kernel's instructions
         denominator = root_of(v).mul_(1 / self.correction2).add_(self.group.eps)
@@ -166,8 +165,7 @@ class SgdStep:
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
         """Return random bits for each moment and for the master, as AdamStep does."""
-        is_random = master_is_random or any(moment.is_random for moment in moments)
-        first = draw() if is_random else None
+        first = draw() if master_is_random or any(moment.is_random for moment in moments) else None
         return *(first for _ in moments), None if first is None else swapped(first)
 
 
@@ -313,8 +311,7 @@ def _update_weight(
         step.saturate(new, moments)
 
         def draw(*stream: int, piece: Piece = piece) -> Tensor:
-            key = key_of(update.bits.key, step.number, *stream)
-            return random_bits(key, piece.index(master.weight.device))
+            return random_bits(key_of(update.bits.key, step.number, *stream), piece.index(master.weight.device))
 
         bits = step.bits(draw, moments, master.is_random)
         for stored, wide, random in zip((*moments, master), (*new, w), bits, strict=True):

@@ -7,7 +7,8 @@ other way, a scale that is a power of two may be its neighbour, and all other re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,9 @@ def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: boo
 
 def same_state(arguments: Sequence[Any], expected: Sequence[Any], exact: bool) -> bool:
     """Whether the kernel left the same numbers in its float32 arguments as the reference."""
-    for left, right in zip(arguments, expected, strict=True):
-        if isinstance(left, Tensor) and left.dtype == torch.float32:
-            same = torch.equal(left, right) if exact else torch.allclose(left, right, rtol=CLOSE, atol=0)
-            if not same:
-                return False
-    return True
+    agree: Callable[..., bool] = torch.equal if exact else partial(torch.allclose, rtol=CLOSE, atol=0)
+    pairs = zip(arguments, expected, strict=True)
+    return all(agree(left, right) for left, right in pairs if isinstance(left, Tensor) and left.dtype == torch.float32)
 
 
 def sqnr(result: Tensor, exact: Tensor) -> float:
@@ -88,8 +86,7 @@ def _code_difference(codes: Tensor, truth: Tensor, excused: int) -> str:
     if bool(far.any()):
         numbers, true_numbers = (c.view(torch.uint8)[far].view(c.dtype).float() for c in (codes, truth))
         largest = (truth.view(torch.uint8) & 0x7F).max().view(truth.dtype).float()
-        strays = int(((numbers - true_numbers).abs() > TINY * largest).sum())
-        if strays > excused:
+        if (strays := int(((numbers - true_numbers).abs() > TINY * largest).sum())) > excused:
             return f"{strays} of {codes.numel()} codes are further than one apart"
     return ""
 

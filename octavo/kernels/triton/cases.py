@@ -354,8 +354,7 @@ def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) 
 
 def _in_bfloat16(shape: Shape) -> MasterWeight:
     """Return a weight with the 16 lower bits of its master."""
-    low_bits = torch.zeros(shape, dtype=torch.int16)
-    return MasterWeight(torch.empty(shape, dtype=torch.bfloat16), "split32", low_bits)
+    return MasterWeight(torch.empty(shape, dtype=torch.bfloat16), "split32", torch.zeros(shape, dtype=torch.int16))
 
 
 def _in_fp8(shape: Shape) -> Fp8Weight:

@@ -213,8 +213,7 @@ class _NormCasts(NamedTuple):
             cast_by_tile(inputs, sums, *scalings)
         elif delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
             arguments = out, delayed_scale, workspace(inputs.x, 2)
-            constants = scaling.role, rounding_of(scaling).e5m2
-            self.launch(norm_tensor_kernel, transposes, arguments, constants)
+            self.launch(norm_tensor_kernel, transposes, arguments, (scaling.role, rounding_of(scaling).e5m2))
         else:
             self.find_statistics(out.amax)
             cast_by_tensor(inputs, scaling, out, sums, amax_is_written=True)
@@ -236,11 +235,9 @@ class _NormCasts(NamedTuple):
         x, rows, cols, norm, function, *_ = self.inputs
         name = "norm_cast_blocks" if blocks else "norm_cast"
         name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"
-        chosen = config(name, (rows * cols).bit_length())
-        block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
+        block_r, block_c, tiles, num_warps = _tile(config(name, (rows * cols).bit_length()), cols, blocks)
         tiles = tiles if kernel is norm_tensor_kernel else 1  # with more tiles, fewer programs raise the shared amax
-        fold = 16 // x.element_size()
-        _, programs, tiling = self.inputs.tiling(block_r, block_c, tiles, block_c >= cols, fold)
+        _, programs, tiling = self.inputs.tiling(block_r, block_c, tiles, block_c >= cols, fold=16 // x.element_size())
         first = self.inputs.source, norm, self.y, self.eps
         launch(kernel, programs, (*first, *out, function.zero_centered, *constants, tiling), num_warps)
 

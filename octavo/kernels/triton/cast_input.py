@@ -168,14 +168,9 @@ def cast_input(source: CastSource | RotaryHeads) -> CastInput:
         scale_shift = half // tile_c * scale_c if gated else 0
     halves = 2 if gated and preactivation is not None else 1
     shift = half * h.stride(1) if gated else 0
-    return CastInput(
-        x,
-        rows,
-        cols // halves,
-        Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift),
-        Function(name, gated, preactivation is not None, tile_r, tile_c),
-        halves,
-    )
+    input = Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift)
+    function = Function(name, gated, preactivation is not None, tile_r, tile_c)
+    return CastInput(x, rows, cols // halves, input, function, halves)
 
 
 def _heads_input(heads: RotaryHeads) -> CastInput:

@@ -236,16 +236,9 @@ def cast_by_tensor(
     needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
-    arguments = (
-        out,
-        out.amax if needs_amax else None,
-        delayed,
-        tuple(rolled),
-        inputs.with_parts(sums, groups),
-        value and (value[0].delayed_scale, value[1]),
-        workspace(inputs.x, 2 + strips),
-        groups,
-    )
+    own_amax, sums_and_parts = out.amax if needs_amax else None, inputs.with_parts(sums, groups)
+    scale_and_codes, work = value and (value[0].delayed_scale, value[1]), workspace(inputs.x, 2 + strips)
+    arguments = out, own_amax, delayed, tuple(rolled), sums_and_parts, scale_and_codes, work, groups
     y_function = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
     constants = role, rounding_of(scaling), update, y_function, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)

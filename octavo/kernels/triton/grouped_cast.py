@@ -376,13 +376,11 @@ def _cast_by_group(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> N
         scales = inputs.x.new_empty(lines, dtype=torch.float32)
         chosen = inputs.config("amax_lines" if by_column else "amax")
         strips, heights, tiling = grouped.tiling(*chosen[:3])
-        work = workspace(inputs.x, lines + strips)
-        amax_arguments = out._replace(codes=None), scales, delayed_scale, work, heights
+        amax_arguments = out._replace(codes=None), scales, delayed_scale, workspace(inputs.x, lines + strips), heights
         num_warps = chosen.num_warps * (inputs.halves if by_column else 1)  # registers hold both halves' amaxes
         grouped.launch(group_amax_kernel, strips * heights, num_warps, amax_arguments, (*constants, tiling))
     if delayed_scale is not None or out.codes.q is not None or out.codes.t is not None:
-        kind = "cast" if out.codes.t is None else "cast_transpose"
-        chosen = inputs.config(kind)
+        chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose")
         strips, heights, tiling = grouped.tiling(*chosen[:3])
         arguments = out, scales, delayed_scale, workspace(inputs.x, lines + 1), heights
         grouped.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*constants, tiling))

@@ -154,22 +154,11 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * -(-N // chosen.block_c)
-    if bias is not None and out.dtype is torch.bfloat16:
-        bias = bias.to(out.dtype)
+    if bias is not None:
+        bias = (bias.to(out.dtype) if out.dtype is torch.bfloat16 else bias).contiguous()
     groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
-    arguments = (
-        operand_of(a),
-        first,
-        codes.stride(0),
-        b.scale_inv.stride(0),
-        None if bias is None else bias.contiguous(),
-        K,
-        groups,
-        heights,
-        out,
-        grouping,
-        tiling_of(a, b, fast_accum, chosen, K),
-    )
+    strides, tiling = (codes.stride(0), b.scale_inv.stride(0)), tiling_of(a, b, fast_accum, chosen, K)
+    arguments = operand_of(a), first, *strides, bias, K, groups, heights, out, grouping, tiling
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 
@@ -178,14 +167,8 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     count, N, K = out.shape
     chosen = grouped_config(a, b, (N, K))
     groups, grouping = on_device(offsets, pad, a.tile[1], b.tile[1], columns=a.codes.shape[1])
-    arguments = (
-        operand_of(a),
-        operand_of(b),
-        groups,
-        out,
-        grouping,
-        tiling_of(a, b, fast_accum, chosen, 1),  # of any number of terms
-    )
+    tiling = tiling_of(a, b, fast_accum, chosen, 1)  # of any number of terms
+    arguments = operand_of(a), operand_of(b), groups, out, grouping, tiling
     programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
@@ -200,5 +183,4 @@ def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], group
     """
     if shape[0] >= LARGE_GROUP * groups or is_scaled(a, b):
         return product_config(a, b, shape)
-    kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
-    return config(kernel, math.prod(shape).bit_length())
+    return config("matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks", math.prod(shape).bit_length())

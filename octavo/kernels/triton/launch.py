@@ -178,15 +178,13 @@ def workspace(x: Tensor, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
     stream_key = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
-    work = _work.get((index, *stream_key))
-    if work is None:
+    if (work := _work.get((index, *stream_key))) is None:
         work = _work[index, *stream_key] = _next_work(x.device, index)
     return work
 
 
 def _next_work(device: torch.device, index: int) -> Tensor:
-    pool = _pools.get(index)
-    if not pool:
+    if not (pool := _pools.get(index)):
         if index >= 0 and is_capturing():
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
         pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())

@@ -77,8 +77,7 @@ def reads_swizzled(device: torch.device) -> bool:
 
 def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
     """Whether a device computes a kind of products rightly, asked once: (device, a's tile, b's tile, ...)."""
-    is_right_here = _known.get(kind)
-    if is_right_here is not None:
+    if (is_right_here := _known.get(kind)) is not None:
         return is_right_here
     if (recording := recorder()) is not None:
         recording.postpone()
@@ -151,13 +150,9 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
     """Whether torch's product takes these operands: whether its checks and cuBLAS's are met."""
     (a, _, a_tile), (b, _, b_tile), bias = operands
     (M, K), N = a.shape, b.shape[0]
-    if not (
-        K % _MULTIPLE == 0
-        and N % _MULTIPLE == 0
-        and a.stride() == b.stride() == (K, 1)
-        and M * N * K > 0
-        and not (a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2)
-    ):
+    if K % _MULTIPLE or N % _MULTIPLE or not a.stride() == b.stride() == (K, 1):
+        return False
+    if M * N * K == 0 or a.dtype is b.dtype is torch.float8_e5m2:
         return False
     if a_tile == b_tile == _TENSOR:
         return out_dtype is torch.bfloat16 or bias is None
@@ -174,19 +169,11 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
     """Return torch's product, of operands that it ``takes``."""
     a, b, bias = operands
     swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == MX else None
-    return F.scaled_mm(
-        a.codes,
-        b.codes.t(),
-        laid_scale_inv(a.scale_inv, a.tile, 1),
-        _SCALINGS[a.tile],
-        laid_scale_inv(b.scale_inv, b.tile, 0),
-        _SCALINGS[b.tile],
-        swizzle,
-        swizzle,
-        bias=None if bias is None else bias.to(out_dtype).contiguous(),
-        output_dtype=out_dtype,
-        use_fast_accum=fast_accum and a.tile[1] == ALL,  # blocks have none
-    )
+    a_scaling = laid_scale_inv(a.scale_inv, a.tile, 1), _SCALINGS[a.tile]
+    b_scaling = laid_scale_inv(b.scale_inv, b.tile, 0), _SCALINGS[b.tile]
+    options: dict[str, Any] = {"bias": None if bias is None else bias.to(out_dtype).contiguous()}
+    options |= {"output_dtype": out_dtype, "use_fast_accum": fast_accum and a.tile[1] == ALL}  # blocks have none
+    return F.scaled_mm(a.codes, b.codes.t(), *a_scaling, *b_scaling, swizzle, swizzle, **options)
 
 
 def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
@@ -329,19 +316,10 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
     else:  # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
         swizzle, by_row = None, [pair.scale_inv if ragged else pair.scale_inv.t() for pair in (a, b)]
         scale_a, scale_b = by_row[0].reshape(-1), by_row[1].reshape((count, -1) if ragged else -1)
-    out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-        a.codes,
-        b.codes.transpose(-1, -2),
-        scale_a,
-        _SCALINGS[a.tile],
-        scale_b,
-        _SCALINGS[b.tile],
-        swizzle,
-        swizzle,
-        offs=ends,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum and a.tile == _ROW,
-    )
+    scalings = scale_a, _SCALINGS[a.tile], scale_b, _SCALINGS[b.tile], swizzle, swizzle
+    options = {"offs": ends, "output_dtype": torch.bfloat16, "use_fast_accum": fast_accum and a.tile == _ROW}
+    product: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]
+    out: Tensor = product(a.codes, b.codes.transpose(-1, -2), *scalings, **options)
     width = out.shape[-1]
     height, block = out.numel() // width, 128
     programs = -(-height // block) * -(-width // block)

@@ -264,8 +264,7 @@ def multi_tensor_cast(
     addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
     t_strides = [t.shape[1] for t in transposed] or [0] * len(xs)
     sizes = tuple(
-        (x.shape[0], x.shape[1], x.stride(0), q.shape[1], t_stride)
-        for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
+        (*x.shape, x.stride(0), q.shape[1], t_stride) for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
     )
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     work.use()

@@ -61,8 +61,7 @@ def optimizer_step(
     rule = _rule_of(groups)
     weights = tuple((u.master, u.gradient.dtype, u.gradient.data_ptr() & 15 == 0) for u in updates)
     key = weights, rates, rule
-    plan = plans.get(key)
-    if plan is None:
+    if (plan := plans.get(key)) is None:
         _check_capture("these weights, gradients or options are new to the optimizer")
         if len(plans) > _MOST_PLANS:
             captured = plans.get("captured", [])
@@ -95,8 +94,7 @@ def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> Non
 
 def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
     """Return numbers on the device, sent if they are new, without waiting: they are few and travel with the command."""
-    values_and_tensor = plan.sent.get(name)
-    if values_and_tensor is not None and values_and_tensor[0] == values:
+    if (values_and_tensor := plan.sent.get(name)) is not None and values_and_tensor[0] == values:
         return values_and_tensor[1]
     _check_capture("the gradients' addresses or the options changed")
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
@@ -130,8 +128,7 @@ def _address(lr: float | Tensor) -> int:
 
 def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> StepRule:
     ascends = any(group.maximize for group in groups)
-    first = groups[0]
-    if not isinstance(first, AdamGroup):
+    if not isinstance(first := groups[0], AdamGroup):
         return StepRule(False, first.averages, ascends)
     share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
     return StepRule(True, first.decoupled, ascends, first.bounds_update, share_below_half)

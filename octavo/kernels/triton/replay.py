@@ -100,8 +100,7 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         return kernel(*arguments, **named)
 
     def resolved(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-        values = {name: _resolved(value) for name, value in named.items()}
-        return call(*map(_resolved, arguments), **values)
+        return call(*map(_resolved, arguments), **{name: _resolved(value) for name, value in named.items()})
 
     def unless_negated(replay: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return resolved(arguments, named) if _any_is_negated(arguments, named) else replay(*arguments, **named)
@@ -306,8 +305,7 @@ class _ReplayText:
     def expression(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
         """Return an expression for a value; ``identify``: what must be right of a tensor."""
         if isinstance(value, Tensor):
-            name = self.names.get(identify(value))
-            if name is None:
+            if (name := self.names.get(identify(value))) is None:
                 raise _UnknownTensor
             return name
         if any(True for _ in _tensors(value)):
@@ -343,5 +341,4 @@ class _ReplayText:
         """Return the function, of the arguments, that returns the results."""
         lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.expression(results)}"]
         exec(_code("\n    ".join(lines)), self.constants)
-        replay: Callable[..., Any] = self.constants["replay"]
-        return replay
+        return self.constants["replay"]
