@@ -171,9 +171,14 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
     swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == MX else None
     a_scaling = laid_scale_inv(a.scale_inv, a.tile, 1), _SCALINGS[a.tile]
     b_scaling = laid_scale_inv(b.scale_inv, b.tile, 0), _SCALINGS[b.tile]
-    options: dict[str, Any] = {"bias": None if bias is None else bias.to(out_dtype).contiguous()}
-    options |= {"output_dtype": out_dtype, "use_fast_accum": fast_accum and a.tile[1] == ALL}  # blocks have none
-    return F.scaled_mm(a.codes, b.codes.t(), *a_scaling, *b_scaling, swizzle, swizzle, **options)
+    return F.scaled_mm(
+        a.codes,
+        b.codes.t(),
+        *(*a_scaling, *b_scaling, swizzle, swizzle),
+        bias=None if bias is None else bias.to(out_dtype).contiguous(),
+        output_dtype=out_dtype,
+        use_fast_accum=fast_accum and a.tile[1] == ALL,  # blocks have none
+    )
 
 
 def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
@@ -317,9 +322,14 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
         swizzle, by_row = None, [pair.scale_inv if ragged else pair.scale_inv.t() for pair in (a, b)]
         scale_a, scale_b = by_row[0].reshape(-1), by_row[1].reshape((count, -1) if ragged else -1)
     scalings = scale_a, _SCALINGS[a.tile], scale_b, _SCALINGS[b.tile], swizzle, swizzle
-    options = {"offs": ends, "output_dtype": torch.bfloat16, "use_fast_accum": fast_accum and a.tile == _ROW}
-    product: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]
-    out: Tensor = product(a.codes, b.codes.transpose(-1, -2), *scalings, **options)
+    out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a.codes,
+        b.codes.transpose(-1, -2),
+        *scalings,
+        offs=ends,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum and a.tile == _ROW,
+    )
     width = out.shape[-1]
     height, block = out.numel() // width, 128
     programs = -(-height // block) * -(-width // block)
