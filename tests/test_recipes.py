@@ -102,8 +102,7 @@ def test_a_head_with_its_output_in_high_precision():
         losses.append(nn.functional.cross_entropy(logits[-1].float(), targets))
         losses[-1].backward()
     assert torch.equal(*logits) and torch.equal(*losses)
-    pairs = [leaf.grad for leaf in inputs], [model["head"].weight.grad, plain.weight.grad]
-    for ours, theirs in pairs:
+    for ours, theirs in ([leaf.grad for leaf in inputs], [model["head"].weight.grad, plain.weight.grad]):
         error = (ours - theirs).float().norm() / theirs.float().norm()
         assert 0.01 < error < 0.08, error  # a code of E5M2 is off by at most 1/8, of E4M3 by 1/16
 
@@ -114,8 +113,7 @@ def mx_pairs(x, format, mode):
     ours = octavo.quantize(x, format, PerBlock(1, 32), power_of_two=True)
     exponents, codes = mx_tensor.to_mx(x, format.dtype, 32, mx_tensor.ScaleCalculationMode(mode))
     assert ours.scale_inv.dtype == exponents.dtype == torch.float8_e8m0fnu
-    tensors = ours.scale_inv, ours.qdata, exponents, codes
-    return [each.view(torch.uint8) for each in tensors]
+    return [each.view(torch.uint8) for each in (ours.scale_inv, ours.qdata, exponents, codes)]
 
 
 def test_mx_codes_and_scales_are_torchaos():

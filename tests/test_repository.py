@@ -109,8 +109,7 @@ def copied_runs(modules: dict[str, list[str]], length: int) -> list[str]:
 
 
 def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = {"env": environment, "timeout": 300, **options}
+    options = {"env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "timeout": 300, **options}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
@@ -206,10 +205,9 @@ def of_defaults(code: str) -> list[int]:
     makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
     calls = [node for node in nodes(code) if getattr(getattr(node, "func", None), "attr", None) in makers]
     calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
-    arguments_of_calls = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
     return [
         call.lineno
-        for call, named in arguments_of_calls
+        for call, named in [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
         if named.get("device") != "'meta'" and not {"dtype", "device"} <= {*named}
     ]
 

@@ -110,10 +110,8 @@ def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatc
     assert_same_operands(plain, laid, (True, transposed))
     state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
     y = cast_norm(norm, recipe, state, needs_dw=transposed, keep=True).norm.y
-    request = CastRequest(recipe, INPUT, True, transposed)
-    assert_same_operands(plain, cast_role(y, request, state), (True, transposed))
-    written = plain.norm.y is not None and plain.norm.y.numel() > 0
-    assert written == keep
+    assert_same_operands(plain, cast_role(y, CastRequest(recipe, INPUT, True, transposed), state), (True, transposed))
+    assert (plain.norm.y is not None and plain.norm.y.numel() > 0) == keep
 
 
 def test_one_op_reads_a_gradient_or_makes_a_norm():

@@ -91,8 +91,7 @@ def test_gradients_of_gradients_in_high_precision() -> None:
         for which in range(2):
             leaves = [operand.clone().requires_grad_() for operand in operands]
             first = torch.autograd.grad(both(*leaves)[which].square().sum(), leaves, create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-            derivatives.append([*first, *second])
+            derivatives.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
         torch.testing.assert_close(derivatives[0], derivatives[1])
 
 

@@ -181,8 +181,7 @@ def test_backward_twice_and_parts_of_it() -> None:
         loss = linear_cross_entropy(x, head, target)
         leaves = [x, *head.parameters()]
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        second = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
-        assert all(map(torch.equal, first, second))
+        assert all(map(torch.equal, first, [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]))
         with pytest.raises(HigherOrderGradientError):
             torch.autograd.grad(loss, x, create_graph=True)
         frozen = linear_cross_entropy(x, head.requires_grad_(False), target)  # the input's gradient alone
@@ -197,8 +196,7 @@ def test_backward_twice_and_parts_of_it() -> None:
 def test_scales_of_chunks_lie_as_their_fake_says(dtype: torch.dtype) -> None:
     chunks = [torch.exp2(torch.arange(3 * columns).view(3, columns) % 7).to(dtype) for columns in (2, 1, 4)]
     joined = join_scales(chunks)
-    wide = torch.cat([chunk.float() for chunk in chunks], 1)
-    assert torch.equal(joined.float(), wide) and joined.dtype == dtype
+    assert torch.equal(joined.float(), torch.cat([chunk.float() for chunk in chunks], 1)) and joined.dtype == dtype
     with FakeTensorMode() as mode:
         fake = join_scales([mode.from_tensor(chunk) for chunk in chunks])
     assert (fake.shape, fake.stride(), fake.dtype) == (joined.shape, joined.stride(), dtype)

@@ -28,9 +28,8 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
     for place, (tensor, cast) in enumerate(zip((x, layer.weight, grad), recipes.dynamic().casts, strict=True)):
         numbers = tensor.detach().double()
         read = octavo.quantize(tensor.detach(), cast.as_is.format, PerTensor()).dequantize().double()
-        flushed = ((read == 0) & (numbers != 0)).sum() / (numbers != 0).sum()
         expected = {
-            "flushed": float(flushed),
+            "flushed": float(((read == 0) & (numbers != 0)).sum() / (numbers != 0).sum()),
             "sqnr": float(10 * torch.log10(numbers.square().sum() / (numbers - read).square().sum())),
             "amax": float(numbers.abs().max()),
             "clipped": 0.0,

@@ -157,8 +157,7 @@ def test_selection(bits: int) -> None:
     a, b = numbers(f"u{bits}", 1), numbers(f"u{bits}", 2)
     letter = {16: "h", 32: "r", 64: "d"}[bits]
     name = f"setp.lt.u{bits} %p2, %{letter}1, %{letter}2; selp.b{bits}"
-    got = compute(name, a, b, form="{d}, {s}, %p2")
-    assert (got == np.where(a < b, a, b)).all()
+    assert (compute(name, a, b, form="{d}, {s}, %p2") == np.where(a < b, a, b)).all()
 
 
 def test_vectors_of_registers() -> None:

@@ -190,8 +190,7 @@ COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligne
 @pytest.mark.parametrize("swizzle", SWIZZLED)
 def test_products_of_a_warpgroup(swizzle: int, options: dict[str, Any]) -> None:
     one = Wgmma(swizzle)
-    product = one.launch(f"{one.fill} {one.products} {COMMIT} {WAIT}", **options)
-    assert (product == exact(one.a, one.b)).all()
+    assert (one.launch(f"{one.fill} {one.products} {COMMIT} {WAIT}", **options) == exact(one.a, one.b)).all()
 
 
 def test_registers_of_a_product_before_its_wait() -> None:

@@ -61,8 +61,7 @@ def test_loops_and_branches_over_lanes() -> None:
         out,
         programs=2,
     )
-    counted = [sum(range(max(thread, 1) + 1)) + (2000 if thread & 1 else 1000) for thread in range(32)]
-    assert out.tolist() == counted * 2
+    assert out.tolist() == [sum(range(max(thread, 1) + 1)) + (2000 if thread & 1 else 1000) for thread in range(32)] * 2
 
 
 def test_jumps_by_a_table() -> None:

@@ -72,8 +72,7 @@ def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     for _ in range(times):  # counts are added to
         ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *counts)
     codes = q[:, : x.shape[1]]
-    ones = torch.ones_like(codes.float()).to(codes.dtype)
-    scales = REFERENCE["dequantize"](ones, scale_inv, tile, torch.float32)
+    scales = REFERENCE["dequantize"](torch.ones_like(codes.float()).to(codes.dtype), scale_inv, tile, torch.float32)
     expected = times * torch.tensor(counted(x, codes, scales), dtype=torch.float64)
     error, power = Counted.sums.index("error"), Counted.sums.index("power")
     # a code is read by a product that float32 rounds

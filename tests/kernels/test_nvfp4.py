@@ -67,8 +67,7 @@ def test_codes_are_ml_dtypes() -> None:
     positive = torch.cat([ties, *beside])
     x = torch.cat([all_bf16(), positive, -positive, drawn[drawn.isfinite()]])
     x = F.pad(x, (0, -len(x) % 16)).view(-1, 16)
-    codes = encode_packed(x, torch.ones(len(x), 1), ROWS, None)
-    assert np.array_equal(codes.numpy(), nearest(x.numpy()))
+    assert np.array_equal(encode_packed(x, torch.ones(len(x), 1), ROWS, None).numpy(), nearest(x.numpy()))
     all_codes = np.arange(16, dtype=np.uint8)
     assert torch.equal(unpack_pairs(pack_pairs(torch.arange(16).to(torch.uint8))), torch.arange(16).to(torch.uint8))
     truth = torch.from_numpy(all_codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
@@ -119,16 +118,14 @@ def test_outer_scales_at_their_edges(ops: Ops) -> None:
     """An outer scale between 2^-117 and 2^117, whatever is delayed; what float32 has no room for reads inf."""
     smallest = cast(ops, torch.full((1, 16), 2.0**-122), outer=2.0**126)[1]
     assert float(smallest) == 3 * 2.0**-126  # E4M3(2^-5 / 6), of which 2^-9 is the unit, over 2^117
-    largest = cast(ops, torch.full((1, 16), 2.0**120), outer=2.0**-126)[1]
-    assert float(largest) == 1.375 * 2.0**117  # E4M3(8 / 6)
+    assert float(cast(ops, torch.full((1, 16), 2.0**120), outer=2.0**-126)[1]) == 1.375 * 2.0**117  # E4M3(8 / 6)
     assert read(ops, torch.full((1, 16), FLT_MAX)).isinf().all()  # 6 x 352 x 2^117: rounded up beyond float32
 
 
 def test_every_value_is_exact_in_bfloat16() -> None:
     codes = values_of_packed(pack_pairs(torch.arange(16).to(torch.uint8)))
     inner = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    outers = torch.exp2(torch.arange(-117.0, 118.0))
-    scale_inv = inner[:, None] / outers
+    scale_inv = inner[:, None] / torch.exp2(torch.arange(-117.0, 118.0))
     assert same_bits(scale_inv.bfloat16().float(), scale_inv)
     values = scale_inv[..., None] * codes
     values = values[values.isfinite()]  # those beyond the largest float32 are
@@ -142,8 +139,7 @@ def test_products_are_float64s(ops: Ops) -> None:
         pairs, values = [], []
         for rows, tile in ((m, ROWS), (n, SQUARE)):
             codes = pack_pairs(torch.randint(16, (rows, k)).to(torch.uint8)).view(E2M1.dtype)
-            grid = -(-rows // tile[0]), k // 16
-            inner = torch.randint(8, 16, grid) * 8.0  # E4M3 from 64 to 120, multiples of 8
+            inner = torch.randint(8, 16, (-(-rows // tile[0]), k // 16)) * 8.0  # E4M3 from 64 to 120, multiples of 8
             pairs += [codes, inner.bfloat16() / 64, tile]
             values.append(ops.of("dequantize")(*pairs[-3:], torch.float32).double())
         bias = torch.randint(-8, 8, (n,)).to(dtype)
@@ -298,8 +294,7 @@ def test_a_rotated_cast_has_a_quarter_of_the_outer_scale(ops: Ops) -> None:
     codes, scale_inv, amax = cast(ops, x, rotation=SIGNS)
     assert float(amax) == 1.0
     turned = rotated(x, SIGNS)
-    values = read(ops, x, rotation=SIGNS)
-    assert abs(float(values[0, 0]) - 4) <= 4 / 16
+    assert abs(float(read(ops, x, rotation=SIGNS)[0, 0]) - 4) <= 4 / 16
     wanted, scales = definitions.nvfp4(turned, ROWS, scale=2.0**11 / 4)
     assert same_bits(codes.view(torch.uint8), wanted) and same_bits(scale_inv, scales)
 
@@ -425,8 +420,7 @@ def test_rotated_and_stochastic_codes_are_the_definitions(ops: Ops, content: str
             codes, scale_inv, _ = cast(ops, x, rotation=rotation, seed=seed)
             wanted, wanted_scales = definitions.nvfp4(x, ROWS, 0, 0.0, rotation, seed)
             assert same_bits(codes.view(torch.uint8), wanted) and same_bits(scale_inv, wanted_scales)
-            values = [read(ops, one, rotation=rotation, seed=seed) for one in (x, other)]
-            assert torch.equal(*values)
+            assert torch.equal(*[read(ops, one, rotation=rotation, seed=seed) for one in (x, other)])
 
 
 @pytest.mark.parametrize("rotation", [None, SIGNS])

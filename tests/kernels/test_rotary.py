@@ -19,8 +19,7 @@ def heads_of(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) 
         return torch.randn(batch, heads, positions, width).to(dtype).transpose(1, 2)
     if layout == "columns":  # no head's elements lie beside each other
         return torch.randn(width, batch, positions, heads).to(dtype).permute(1, 2, 3, 0)
-    wide = torch.randn(batch, positions, heads + 3, width).to(dtype)  # a part of a larger product
-    return wide[:, :, 1 : 1 + heads]
+    return torch.randn(batch, positions, heads + 3, width).to(dtype)[:, :, 1 : 1 + heads]  # a part of a larger product
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -105,8 +104,7 @@ def check_casts(ops: Ops, case: dict[str, Any], how: str) -> None:
             [one if one.dtype != torch.int32 else one[1] for one in copy if isinstance(one, Tensor)] for copy in copies
         ]
         for result, truth in zip((*results, *tensors[0]), (*expected, *tensors[1]), strict=True):
-            is_sum = result.dtype == dtype and result.shape == whole.shape[1:]
-            if is_sum:  # in any order
+            if result.dtype == dtype and result.shape == whole.shape[1:]:  # a sum, in any order
                 torch.testing.assert_close(result, truth, atol=1e-4 * positions, rtol=2 * torch.finfo(dtype).eps)
             else:
                 assert result.stride() == truth.stride() and same_bits(result, truth), op

@@ -49,8 +49,7 @@ def others(shape: tuple[int, int]) -> list[Call]:
             all_calls.append(Call("note_faults", (x, codes[0], *scales, *notes)))
         for dtype in (torch.bfloat16, torch.float32):
             all_calls.append(Call("dequantize", (*codes, dtype)))
-            turned = codes[0].t(), codes[1].t(), tile[::-1]
-            all_calls.append(Call("dequantize", (*turned, dtype)))
+            all_calls.append(Call("dequantize", (codes[0].t(), codes[1].t(), tile[::-1], dtype)))
     for tile, delayed in ((ALL, [state()[0]]), (SQUARE, [])):
         written = kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16)[:4]
         all_calls.append(Call("multi_tensor_cast", ([x], *([out] for out in written), delayed, 1, tile, True, 1)))
@@ -145,8 +144,7 @@ def test_opcheck(shape: tuple[int, int]) -> None:
     for name, args, named in calls(shape, 20):
         # the schema check compares arguments by allclose, which torch lacks for float8: test_cast.py looks itself
         # whether they are left alone, test_multi_tensor_cast.py at what is written
-        with_codes = any(isinstance(a, Tensor) and a.dtype.itemsize == 1 for a in tree_leaves((args, named)))
-        if not with_codes:
+        if not any(isinstance(a, Tensor) and a.dtype.itemsize == 1 for a in tree_leaves((args, named))):
             torch.library.opcheck(op_of(name), args, named, test_utils="test_schema")
 
 
@@ -190,8 +188,7 @@ def test_groups_of_other_sizes_need_no_other_graph() -> None:
     def step(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         q, _, scale_inv, _ = kernels.cast(x, None, 0, E4M3, (1, 32), True, 0, offsets=offsets)
         y = kernels.grouped_matmul(q, scale_inv, (1, 32), *operand, offsets, None, torch.float32, False)
-        columns = None, 0, E4M3, (32, 1), True, 0, True, 16
-        _, t, scale_inv, _ = kernels.cast(x, *columns, offsets=offsets, as_is=False)
+        _, t, scale_inv, _ = kernels.cast(x, None, 0, E4M3, (32, 1), True, 0, True, 16, offsets=offsets, as_is=False)
         laid = t, scale_inv.t(), (1, 32)
         return y, kernels.grouped_matmul(*laid, *laid, offsets, None, torch.float32, False, 16)
 
@@ -273,8 +270,7 @@ def test_who_watches_the_dispatcher_sees_every_op(watcher: str) -> None:
 
 def test_an_exported_program_runs_with_gradients_on_and_says_that_it_has_none() -> None:
     layer, x = octavo.nn.Linear(16, 8), torch.randn(4, 16)
-    program = torch.export.export(layer, (x,)).module()
-    y = program(x)
+    y = torch.export.export(layer, (x,)).module()(x)
     assert torch.equal(y, layer(x))
     with pytest.warns(UserWarning, match=r"octavo::matmul.*backprop"):
         y.sum().backward()

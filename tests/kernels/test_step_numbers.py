@@ -81,8 +81,7 @@ def lowbias32(x: int) -> int:
 def test_it_is_the_finaliser_of_index_and_key(key):
     assert bits_of(key, 0, 300).tolist() == [lowbias32(i ^ key) for i in range(300)]
     past = 3 << 32
-    expected = [lowbias32((i ^ 3 * 0x9E3779B9) & 0xFFFFFFFF ^ key) for i in range(300)]
-    assert bits_of(key, past, 300).tolist() == expected
+    assert bits_of(key, past, 300).tolist() == [lowbias32((i ^ 3 * 0x9E3779B9) & 0xFFFFFFFF ^ key) for i in range(300)]
 
 
 @pytest.mark.parametrize("first", [0, (1 << 31) - 50, (1 << 32) - 50, (5 << 32) - 50])

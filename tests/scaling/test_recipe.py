@@ -130,8 +130,7 @@ def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
     for make in (recipes.dynamic, recipes.delayed, recipes.rowwise, recipes.blockwise, recipes.mx):
         assert make().pads
     assert recipes.high_precision().pads
-    odd = Cast(E4M3, PerBlock(16, 24))
-    assert not Recipe(output=(TENSOR, odd)).pads
+    assert not Recipe(output=(TENSOR, Cast(E4M3, PerBlock(16, 24)))).pads
     assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).pads
 
 
@@ -168,8 +167,7 @@ BLOCK = Cast(E4M3, PerBlock(1, 128))
 
 
 def test_patterns_match_whole_names_dots_too():
-    rules = {"head": None, "blocks.0.*": MX, "*.fc2": recipes.rowwise(), "x.[ab]": MX, "y.?": MX}
-    recipe = RecipeMap(DYNAMIC, rules)
+    recipe = RecipeMap(DYNAMIC, {"head": None, "blocks.0.*": MX, "*.fc2": recipes.rowwise(), "x.[ab]": MX, "y.?": MX})
     expected = {
         "head": "high_precision",
         "head.weight": "dynamic",

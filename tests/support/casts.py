@@ -307,8 +307,7 @@ def values_due(arguments: dict[str, Any]) -> Values:
     growth = 1 + (size * exact) ** 2  # of roundings, where the mean is far from 0
     size = (wide.abs() + size[:, None]) * (exact * growth)[:, None] * (gamma.double().abs() + zero_centered)
     size = size.nan_to_num(0.0) + (0.0 if beta is None else beta.double().abs())
-    besides = {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if arguments["keep"] else x.new_empty(0, 0)}
-    return Values(y, size, besides)
+    return Values(y, size, {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if arguments["keep"] else x.new_empty(0, 0)})
 
 
 def magnitude(

@@ -177,8 +177,7 @@ def nvfp4(
     """
     f32 = np.float32
     padded = np.pad(x.float().numpy(), ((0, -x.shape[0] % tile[0]), (0, -x.shape[1] % 16)))
-    amax = f32(np.abs(padded[np.isfinite(padded)]).max(initial=0))
-    outer = scale or scale_of(float(amax), 2688.0, True, margin)
+    outer = scale or scale_of(float(f32(np.abs(padded[np.isfinite(padded)]).max(initial=0))), 2688.0, True, margin)
     if rotation is not None:
         outer, padded = outer / 4, rotated(padded, rotation)
     outer = f32(min(max(outer, 2.0**-117), 2.0**117))

@@ -54,8 +54,7 @@ class Mixture(nn.Module):
         self.chosen = chosen  # of experts with tokens, the first so many
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x)[..., : self.chosen]
-        weights, index = scores.flatten(0, -2).softmax(-1).topk(K)
+        weights, index = self.router(x)[..., : self.chosen].flatten(0, -2).softmax(-1).topk(K)
         return x + self.experts(x, index, weights.to(x.dtype))
 
 

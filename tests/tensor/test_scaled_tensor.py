@@ -167,8 +167,7 @@ def test_repr_of_what_has_no_amax() -> None:
     assert "empty" in repr(pair(shape=(0, 3)))
     assert "amax unknown" in repr(pair().to("meta")) and "device=meta" in repr(pair().to("meta"))
     assert "requires_grad=True" in repr(nn.Parameter(pair()))
-    q = quantize(torch.tensor([[float("nan"), 2.0]]), E4M3, PerTensor())
-    assert "amax 2" in repr(q)
+    assert "amax 2" in repr(quantize(torch.tensor([[float("nan"), 2.0]]), E4M3, PerTensor()))
 
 
 def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes_anew() -> None:
@@ -449,8 +448,7 @@ def test_no_other_way_reads_values_silently(escape: Callable[[ScaledTensor], Any
 
 def test_gradients_of_moves() -> None:
     x = torch.randn(6, 10, requires_grad=True)
-    q = quantize(x, E4M3, BLOCK)
-    parts = q[3:].t().split(5)
+    parts = quantize(x, E4M3, BLOCK)[3:].t().split(5)
     weights = torch.randn(2, 5, 3)
     sum((part.dequantize() * w).sum() for part, w in zip(parts, weights, strict=True)).backward()
     expected = torch.zeros(6, 10)
@@ -536,8 +534,7 @@ def test_the_gradient_is_straight_through_and_zero_at_faults(fmt: Format, granul
     assert q.requires_grad
     weights = torch.randn(2, 11, 7)
     q.transpose(1, 2).dequantize().backward(weights)
-    passed = torch.where(torch.isfinite(x), weights.mT, 0)
-    assert torch.equal(x.grad, passed)
+    assert torch.equal(x.grad, torch.where(torch.isfinite(x), weights.mT, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -41,8 +41,7 @@ IN_TILES = octavo.Recipe(
 
 
 def layer(recipe, mesh, rows=512, cols=96, **options):
-    linear = to_fp8(nn.Linear(cols, rows), recipe)
-    return fully_shard(linear, mesh=mesh, **options)
+    return fully_shard(to_fp8(nn.Linear(cols, rows), recipe), mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +153,7 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
     assert type(linear.weight._local_tensor) is ShardedWeight
     assert type(linear.state_dict()["weight"]._local_tensor) is torch.Tensor
     assert linear.state_dict()["weight"]._local_tensor.data_ptr() == linear.weight._local_tensor.data_ptr()
-    state = torch.zeros_like(linear.weight)
-    assert type(state._local_tensor) is torch.Tensor
+    assert type(torch.zeros_like(linear.weight)._local_tensor) is torch.Tensor
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
         octavo.nn.KeptWeights(linear)
 
@@ -266,8 +264,7 @@ def restored(mesh):
     net = sharded_blocks(built(EVEN, "dynamic"), mesh)
     net(batch(EVEN, 0, 0, 0)).sum().backward()
     octavo.restore(net)
-    plain = built(EVEN, "high_precision")
-    return torch.equal(net(batch(EVEN, 1, 0, 0)), plain(batch(EVEN, 1, 0, 0)))
+    return torch.equal(net(batch(EVEN, 1, 0, 0)), built(EVEN, "high_precision")(batch(EVEN, 1, 0, 0)))
 
 
 def test_restore(pool):

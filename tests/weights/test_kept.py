@@ -24,8 +24,7 @@ def model(recipe, seed=0):
 
 
 def batches(steps, micro_batches):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(steps, micro_batches, 16, 48, generator=generator)
+    return torch.randn(steps, micro_batches, 16, 48, generator=torch.Generator().manual_seed(1))
 
 
 def trained(net, call, kept_weights=None, device="cpu", micro_batches=3):
@@ -173,8 +172,7 @@ def test_a_cast_before_backward_raises_there(recipe):
 def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
         octavo.nn.KeptWeights(model(recipes.rowwise()))
-    mixed = model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))
-    assert octavo.nn.KeptWeights(mixed).names == ("2",)
+    assert octavo.nn.KeptWeights(model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))).names == ("2",)
     experts = Experts(2, 32, 48, recipe=recipes.dynamic())  # whose parts read its weights
     assert octavo.nn.KeptWeights(nn.ModuleList([experts, model(recipes.dynamic())])).names == ("1.0", "1.2")
 

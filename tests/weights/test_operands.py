@@ -104,8 +104,7 @@ def test_converted_twice():
 @each_recipe
 def test_a_weight_that_is_stored_so_already_stays_where_it_is(recipe, shape):
     for layer in (nn.Linear(*shape), octavo.nn.GroupedLinear(3, *shape, recipe=STORED[recipe]())):
-        weight = store(layer, STORED[recipe]()).weight
-        address = weight.qdata.data_ptr()
+        address = store(layer, STORED[recipe]()).weight.qdata.data_ptr()
         store(layer, STORED[recipe]())
         assert layer.weight.qdata.data_ptr() == address
 
@@ -299,8 +298,7 @@ def test_a_stored_weight_stays_a_parameter(parametrize):
     with pytest.raises(UnsupportedOpError, match=r"octavo.restore\(layer\) first"):
         delattr(layer, "weight") if parametrize == "delete" else parametrize(layer)
     assert torch.equal(layer(x), before)
-    parametrized = nn.utils.parametrizations.weight_norm(octavo.restore(layer))
-    assert torch.isfinite(parametrized(x)).all()
+    assert torch.isfinite(nn.utils.parametrizations.weight_norm(octavo.restore(layer))(x)).all()
 
 
 def test_a_trace_of_torch_jit_is_refused():

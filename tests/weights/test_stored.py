@@ -425,8 +425,7 @@ def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_
         assert calls == ["gradient", True] and float(weight.grad.sum()) == 2 * 128 * 128
         calls.clear()
         weight.grad = torch.ones(128, 128)
-        copied = copy.deepcopy(weight)
-        assert type(copied) is kind
+        assert type(copy.deepcopy(weight)) is kind
     first.remove()
     (weight * 2).sum().backward()
     assert calls == [True] and vars(weight) == {"owner": "layer 1"}

@@ -56,8 +56,7 @@ def test_products(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     a = operand((rows, terms), (1, case["a_tile"][1]), case["formats"][0], case["a_laid"], exact)
     twice = torch.stack((b[0].view(torch.uint8),) * 2).view(b[0].dtype), torch.stack((b[1],) * 2), b[2]
     more = None if bias is None else bias.expand(2, cols)
-    offsets = torch.tensor([rows // 3, rows], dtype=torch.int32)
-    alike("grouped_matmul", *a, *twice, offsets, more, case["dtype"], False)
+    alike("grouped_matmul", *a, *twice, torch.tensor([rows // 3, rows], dtype=torch.int32), more, case["dtype"], False)
 
 
 @pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])

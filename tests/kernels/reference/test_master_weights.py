@@ -247,8 +247,7 @@ def test_a_new_scale_changes_no_normal_number(shift, kind, shape, blocks):
     bound = amax_of(x, m.scale_inv.shape)
     store(m, x, bound=4 * bound)
     before, again = read(m), weight(kind, shape, blocks)
-    ones = torch.full(shape, -1, dtype=torch.int32)
-    store(again, before, ones, 4 * bound * 2.0**shift)
+    store(again, before, torch.full(shape, -1, dtype=torch.int32), 4 * bound * 2.0**shift)
     assert torch.equal(again.scale_inv, m.scale_inv * 2.0**shift)
     smallest = E4M3.smallest_normal * spread(again.scale_inv, x.shape)
     normal = before.abs() >= smallest

@@ -91,8 +91,7 @@ def test_random_bits_are_those_of_the_key_and_the_step() -> None:
     def moments_after(number: int, key: int) -> list[Tensor]:
         moments = fp8((3, 300))
         torch.manual_seed(1)
-        master = MasterWeight(torch.ones(3, 300), "weight")
-        update(PLAIN, master, torch.randn(3, 300), *moments, number=number, key=key)
+        update(PLAIN, MasterWeight(torch.ones(3, 300), "weight"), torch.randn(3, 300), *moments, number=number, key=key)
         return [moment.data for moment in moments]
 
     assert all(map(torch.equal, moments_after(1, 5), moments_after(1, 5)))
@@ -268,8 +267,7 @@ def test_each_is_updated_by_its_group(groups: list[Any], divisor: float | None) 
     for _ in range(3):
         optimizer_step(ours, groups, None, scale)
         for one in theirs:
-            divided = one._replace(group=0, gradient=one.gradient / (divisor or 1.0))
-            optimizer_step([divided], [groups[one.group]])
+            optimizer_step([one._replace(group=0, gradient=one.gradient / (divisor or 1.0))], [groups[one.group]])
     assert equal(ours, theirs) and not equal(ours, weights(groups))
     assert [float(one.step) for one in ours] == [3.0, 4.0, 5.0, 6.0]
 

@@ -49,8 +49,7 @@ def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> No
         for bias in (None, torch.randn(2 * shape[1])[::2] * 100, torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
             expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
-            y = library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False)
-            close(y.cpu(), expected, kernels)
+            close(library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False).cpu(), expected, kernels)
 
 
 def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:

@@ -181,8 +181,7 @@ def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("rule", [ADAM, SGD._replace(averages=True, max_update=1.25)], ids=["Adam", "Muon's"])
 def test_the_hybrid_reads_what_it_replaces(kernels: TritonKernels, rule: Any) -> None:
     both_forms, count = (SCHEMES["hybrid"], SCHEMES["hybrid bf16"]), 1 + (rule is ADAM)
-    both = Both(kernels, [update_of((3, 200), moments[:count]) for moments in both_forms], [rule])
-    both.steps(3, 1.5)
+    Both(kernels, [update_of((3, 200), moments[:count]) for moments in both_forms], [rule]).steps(3, 1.5)
 
 
 def test_one_launch_or_two(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,8 +482,7 @@ def expert_parallel(run: TrainingRun) -> None:
     """Experts in the place of each feature's layers; each rank has a loss of its own tokens."""
     run.divide(None)
     torch.manual_seed(0)
-    parts = [MixturePart(run.feature.recipe) for _ in range(2)]
-    run.take(run.converted(nn.Sequential(*parts).to(run.feature.dtype)))
+    run.take(run.converted(nn.Sequential(*[MixturePart(run.feature.recipe) for _ in range(2)]).to(run.feature.dtype)))
     if run.is_library:
         _where_tokens_begin(run, run.mesh)
         ours.expert_parallel(run.model, run.mesh)
