@@ -30,9 +30,8 @@ optimizer.step()
 
 
 def run(*command: str | Path, **options: object) -> str:
-    environment = {
-        key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "COVERAGE_PROCESS_CONFIG"}
-    }
+    left_out = {"PYTHONPATH", "COVERAGE_PROCESS_CONFIG"}
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
     settings: dict = {"env": environment, "timeout": 300, "capture_output": True, "text": True, "check": False}
     result = subprocess.run(list(map(str, command)), **(settings | options))
     assert result.returncode == 0, result.stderr

@@ -70,11 +70,7 @@ def test_every_recipe_is_a_frozen_printable_value(name):
 def test_granularities_formats_and_what_is_cast_once(name, input, weight, grad_output, gradient_format, powers, once):
     """Scales are powers of two where the format or the source says so."""
     recipe = ALL[name]()
-    for casts, granularity in (
-        (recipe.input_casts, input),
-        (recipe.weight_casts, weight),
-        (recipe.grad_output_casts, grad_output),
-    ):
+    for casts, granularity in zip(roles(recipe), (input, weight, grad_output), strict=True):
         assert casts.as_is.granularity == casts.transposed.granularity == granularity
     assert {c.format for c in recipe.input_casts[:2] + recipe.weight_casts[:2]} == {E4M3}
     assert {c.format for c in recipe.grad_output_casts[:2]} == {gradient_format}

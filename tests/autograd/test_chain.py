@@ -154,9 +154,8 @@ def test_scales_of_a_first_input_are_swizzled_with_a_norm_and_without_one(monkey
     """Its products alone read them: where a device's products read swizzled scales, no cast writes them otherwise."""
     monkeypatch.setattr(casts, "reads_swizzled", lambda device: True)
     asked, cast = [], casts.kernels.cast
-    monkeypatch.setattr(
-        casts.kernels, "cast", lambda *args, **named: asked.append("swizzle" in named) or cast(*args, **named)
-    )
+    noted = lambda *args, **named: asked.append("swizzle" in named) or cast(*args, **named)  # noqa: E731
+    monkeypatch.setattr(casts.kernels, "cast", noted)
     weight, x = torch.randn(F, K, dtype=torch.bfloat16), torch.randn(T * 2, K, dtype=torch.bfloat16)
     described = layer(weight, recipes.mx())
     for norm in (None, Norm("rms_norm", EPS, False)):
@@ -203,10 +202,7 @@ def test_ranks_that_have_rows_of_the_weight_sum_the_inputs_gradient(monkeypatch)
     ((w, b),) = weights((N, K))
     x, described = torch.randn(T, K, requires_grad=True), layer(w, recipes.blockwise())
     grads = []
-    for parts in (
-        None,
-        *(Parts("no group of this name", roles) for roles in ((True, True, False), (False, True, True))),
-    ):
+    for parts in (None, *(Parts("no group", roles) for roles in ((True, True, False), (False, True, True)))):
         chain = Chain(None, (described._replace(rows=Rows(parts=parts)),), "", torch.float32, False)
         grads += torch.autograd.grad(run_chain(x, (None, None), [(w, b)], chain).sum(), x)
     assert all(torch.equal(grad, 3 * grads[0]) for grad in grads[1:])

@@ -45,12 +45,8 @@ MIXED = {  # casts of grad_output by scales that need an amax and by others, and
         grad_weight=(Cast(E5M2, PerTensor(), Delayed(4)), Cast(E4M3, PerTensor(), Delayed(4))),
     ),
 }
-HIGH = {"high_precision": octavo.recipes.high_precision}
-ALL_RECIPES: dict[str, Any] = {
-    **FP8_RECIPES,
-    **HIGH,
-    **{name: (lambda recipe=recipe: recipe) for name, recipe in MIXED.items()},
-}
+ALL_RECIPES: dict[str, Any] = FP8_RECIPES | {"high_precision": octavo.recipes.high_precision}
+ALL_RECIPES |= {name: (lambda recipe=recipe: recipe) for name, recipe in MIXED.items()}
 
 
 def head_of(recipe: Recipe, dtype: torch.dtype = torch.float32, bias: bool = False) -> octavo.nn.Linear:
@@ -165,10 +161,8 @@ def test_the_history_advances_as_by_one_call_of_the_head(monkeypatch: pytest.Mon
         for ours, other in zip(head.fp8.state[:2], twin.fp8.state[:2], strict=True):
             assert torch.equal(ours[:2], other[:2])  # input and weight
             assert not ours[2].any() and other[2].any()  # no cast of grad_output read a history
-    state = octavo.nn.delayed_state_dict(head)
-    assert {name: one.shape for name, one in state.items()} == {
-        name: one.shape for name, one in octavo.nn.delayed_state_dict(twin).items()
-    }
+    state, of_twin = octavo.nn.delayed_state_dict(head), octavo.nn.delayed_state_dict(twin)
+    assert state.keys() == of_twin.keys() and all(one.shape == of_twin[name].shape for name, one in state.items())
     with torch.no_grad():
         linear_cross_entropy(x, head, target)
     assert torch.equal(octavo.nn.delayed_state_dict(head)["delayed_amax_history"], state["delayed_amax_history"])
@@ -187,9 +181,8 @@ def test_backward_twice_and_parts_of_it() -> None:
         frozen = linear_cross_entropy(x, head.requires_grad_(False), target)  # the input's gradient alone
         assert torch.equal(torch.autograd.grad(frozen, x)[0], first[0])
         head.requires_grad_(True)
-        assert torch.equal(
-            torch.autograd.grad(linear_cross_entropy(x.detach(), head, target), head.weight)[0], first[1]
-        )
+        loss = linear_cross_entropy(x.detach(), head, target)  # the weight's alone
+        assert torch.equal(torch.autograd.grad(loss, head.weight)[0], first[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, E8M0])

@@ -52,9 +52,7 @@ def test_a_fault_of_a_gradient_is_noted_once(needs: tuple[bool, bool], noted: li
     of_input, of_gradient = (
         (torch.tensor([7]).int(), torch.zeros(len(Counted.faults)), torch.zeros(1).int()) for _ in range(2)
     )
-    x, weight = (
-        torch.randn(shape).requires_grad_(need) for shape, need in zip(((40, 32), (48, 32)), needs, strict=True)
-    )
+    x, weight = (torch.randn(rows, 32, requires_grad=need) for rows, need in zip((40, 48), needs, strict=True))
     operands = cast_role(weight.detach(), CastRequest(recipes.dynamic(), WEIGHT, True, True), None)
     layer = Layer(operands, recipes.dynamic(), None, True, (Observer(notes=(of_input, of_gradient)),))
     grad = torch.randn(40, 48)

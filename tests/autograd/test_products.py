@@ -50,12 +50,7 @@ def run(recipe, x, weight, bias, grad, state=None):
 
 
 def data(dtype=torch.float32):
-    return (
-        torch.randn(T, K, dtype=dtype),
-        torch.randn(N, K, dtype=dtype),
-        torch.randn(N, dtype=dtype),
-        torch.randn(T, N, dtype=dtype),
-    )
+    return tuple(torch.randn(shape, dtype=dtype) for shape in ((T, K), (N, K), N, (T, N)))
 
 
 def truth(x, weight, bias, grad):
@@ -185,14 +180,12 @@ def test_heads_that_are_turned_are_unrounded_as_they_are_computed():
 
 
 def test_nothing_asks_for_a_gradient():
-    x, weight, bias, grad = data()
-    layer = Layer(
-        cast_role(weight, CastRequest(recipes.dynamic(), WEIGHT, True, True), None), recipes.dynamic(), None, True
-    )
+    (x, weight, bias, grad), recipe = data(), recipes.dynamic()
+    layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
     for bias_or_none in (bias, None):
         y = linear(x, weight, bias_or_none, layer)
         assert not y.requires_grad
-        assert torch.equal(y, run(recipes.dynamic(), x, weight, bias_or_none, grad)[0])
+        assert torch.equal(y, run(recipe, x, weight, bias_or_none, grad)[0])
 
 
 @pytest.mark.parametrize("fast_accum", [("output",), ("grad_weight", "grad_input"), ()])

@@ -95,9 +95,8 @@ def test_between_float32_and_float64() -> None:
     wide = compute("cvt.f64.f32", numbers, out=np.float64)
     assert (wide[number] == numbers[number]).all() and np.isnan(wide[~number]).all()
     random = np.random.default_rng(1)
-    wide = np.concatenate(
-        [wide, wide * (1 + 2.0**-24), random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))]
-    )
+    drawn = random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))
+    wide = np.concatenate([wide, wide * (1 + 2.0**-24), drawn])
     with np.errstate(all="ignore"):
         want = wide.astype(np.float32)
     number = ~np.isnan(wide)
@@ -122,9 +121,8 @@ def test_between_integers(source: str, to: str) -> None:
 def test_integers_to_floats(source: str, to: str) -> None:
     dtype = f"{source[0]}{int(source[1:]) // 8}".replace("s", "i")
     numbers = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500) >> np.arange(500) % 63
-    numbers = np.r_[
-        numbers.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3
-    ].astype(dtype)
+    ends = np.iinfo(dtype)
+    numbers = np.r_[numbers.astype(dtype), ends.max, ends.min, (1 << 24) + 1, (1 << 24) + 3].astype(dtype)
     got = compute(f"cvt.rn.{to}.{source}", numbers, out=f"f{int(to[1:]) // 8}")
     assert (got == numbers.astype(got.dtype)).all()
 

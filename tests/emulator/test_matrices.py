@@ -80,10 +80,8 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str, scaled: bool) 
     product += f" {names(10, 4)}, {names(0, 4)}, {names(4, 2)}, {names(6, 4)}"
     want, scales = exact(a, b), np.random.default_rng(3).integers(120, 135, (32, 2)).astype(np.uint32)
     if scaled:  # of a's rows in the first two lanes of four, of b's in the first
-        product = product.replace("col.", "col.kind::mxf8f6f4.block_scale.scale_vec::1X.").replace(
-            ".f32 ", ".f32.ue8m0 "
-        )
-        product += ", %r14, {0, 0}, %r15, {0, 0}"
+        product = product.replace("col.", "col.kind::mxf8f6f4.block_scale.scale_vec::1X.")
+        product = product.replace(".f32 ", ".f32.ue8m0 ") + ", %r14, {0, 0}, %r15, {0, 0}"
         rows, columns = np.concatenate([scales[::4, 0], scales[1::4, 0]]), scales[::4, 1]
         want = want * factors(rows)[:, None] * factors(columns)
         scales |= 0xABCD00  # other bytes
@@ -102,11 +100,9 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str, scaled: bool) 
 def test_matrices_in_shared_memory(count: int, transposes: bool) -> None:
     """ldmatrix: of matrix m a lane gets row lane / 4, columns lane % 4 * 2 and the next; stmatrix is its inverse."""
     memory = aligned(np.random.default_rng(0).integers(0, 1 << 16, (count, 8, 8)).astype(np.uint16))
-    rows = (
-        f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1}; mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;"
-    )
-    fill = f"{rows} mul.wide.u32 %d1, %r51, 1; add.s64 %d1, %d1, %a0; ld.global.v4.b32 {names(40, 4)}, [%d1];"
-    fill += f"st.shared.v4.b32 [%r50], {names(40, 4)};"
+    rows = f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1}; mul.lo.s32 %r51, %r51, 16;"
+    fill = f"{rows} add.s32 %r50, %r50, %r51; mul.wide.u32 %d1, %r51, 1; add.s64 %d1, %d1, %a0;"
+    fill += f"ld.global.v4.b32 {names(40, 4)}, [%d1]; st.shared.v4.b32 [%r50], {names(40, 4)};"
     name = f"sync.aligned.m8n8.x{count}{'.trans' if transposes else ''}.shared.b16"
     held, back = np.zeros((32, count), np.uint32), aligned(np.zeros_like(memory))
     again = f"stmatrix.{name} [%r50+512], {names(0, count)}; ld.shared.v4.b32 {names(40, 4)}, [%r50+512];"

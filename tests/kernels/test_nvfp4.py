@@ -1,5 +1,7 @@
 """NVFP4's arithmetic, against ml_dtypes, a definition in NumPy, float64 and the statistics of random bits."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -180,12 +182,9 @@ def test_layouts_strides_dtypes_and_two_scalings(ops: Ops) -> None:
     options = None, 0, E2M1.dtype, ROWS, True, 0, True, 16, False
     second = {"second_dtype": E2M1.dtype, "second_tile": COLUMNS, "second_power_of_two": True}
     q, second_q, s, second_s, *_ = ops.of("cast")(x, *options, seed=1, second_seed=3, second_rotation=SIGNS, **second)
-    for (codes, scale_inv), wanted in (
-        ((q, s), cast(ops, x, seed=1)),
-        ((second_q, second_s), cast(ops, x, COLUMNS, **named)),
-    ):
-        assert same_bits(codes.view(torch.uint8), wanted[0].view(torch.uint8))
-        assert same_bits(scale_inv.contiguous(), wanted[1].contiguous())
+    for pair, wanted in (((q, s), cast(ops, x, seed=1)), ((second_q, second_s), cast(ops, x, COLUMNS, **named))):
+        assert same_bits(pair[0].view(torch.uint8), wanted[0].view(torch.uint8))
+        assert same_bits(pair[1].contiguous(), wanted[1].contiguous())
         assert float(wanted[2]) == float(x.abs().max())
 
 
@@ -235,18 +234,16 @@ def test_what_has_no_packed_codes_is_refused(ops: Ops, tile: tuple[int, int], tr
 
 
 def test_the_ops_fakes_have_its_shapes() -> None:
+    check = functools.partial(torch.library.opcheck, test_utils="test_faketensor")
     for shape, tile in (((33, 50), ROWS), ((33, 50), COLUMNS), ((16, 48), SQUARE)):
         x, is_columns = torch.randn(*shape), tile == COLUMNS
         options = x, None, 0, E2M1.dtype, tile, True, 0, is_columns or tile == SQUARE, 16, True
         named = {} if tile == SQUARE else {"seed": 1, "rotation": SIGNS, "place": [16, 32]}
-        torch.library.opcheck(torch.ops.octavo.cast.default, options, named, test_utils="test_faketensor")
+        check(torch.ops.octavo.cast.default, options, named)
         codes, transposed, scale_inv, *_ = torch.ops.octavo.cast(*options, **named)
         pair = (transposed, scale_inv.t(), ROWS) if is_columns else (codes, scale_inv, tile)
-        torch.library.opcheck(
-            torch.ops.octavo.dequantize.default, (*pair, torch.bfloat16), test_utils="test_faketensor"
-        )
-        product = *pair, *pair, None, torch.float32, False
-        torch.library.opcheck(torch.ops.octavo.matmul.default, product, test_utils="test_faketensor")
+        check(torch.ops.octavo.dequantize.default, (*pair, torch.bfloat16))
+        check(torch.ops.octavo.matmul.default, (*pair, *pair, None, torch.float32, False))
 
 
 # --- The rotation -----------------------------------------------------------------------------------------------------

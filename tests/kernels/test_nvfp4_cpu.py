@@ -130,9 +130,8 @@ def test_codes_of_a_block_with_a_fault_are_all_the_same() -> None:
 
 
 def pair_of(shape: tuple[int, int], values: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    q, _, scale_inv, *_ = reference.KERNELS["cast"](
-        values_of(values, shape, torch.bfloat16), None, 0, E2M1.dtype, tile, True, 0, False, 16
-    )
+    x = values_of(values, shape, torch.bfloat16)
+    q, _, scale_inv, *_ = reference.KERNELS["cast"](x, None, 0, E2M1.dtype, tile, True, 0, False, 16)
     return q, scale_inv, tile
 
 

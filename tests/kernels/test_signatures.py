@@ -56,16 +56,10 @@ def others(shape: tuple[int, int]) -> list[Call]:
     for tiles in ((ALL, ALL), (MX, MX), (BLOCK, SQUARE)):
         for bias, dtype in ((None, torch.float32), (torch.randn(4), torch.bfloat16)):
             all_calls.append(Call("matmul", (*operands((rows, 4, cols), tiles, FORMATS), bias, dtype, True)))
-            groups = rows_in_groups([rows, 0], 1, tiles, 4, cols)
-            all_calls.append(
-                Call("grouped_matmul", (*groups, None if bias is None else bias.expand(2, 4), dtype, False))
-            )
-        all_calls.append(
-            Call(
-                "grouped_matmul",
-                (*terms_in_groups([rows, 0], 1, (tiles[0],) * 2, 4, cols), None, torch.float32, False, 16),
-            )
-        )
+            groups, biases = rows_in_groups([rows, 0], 1, tiles, 4, cols), None if bias is None else bias.expand(2, 4)
+            all_calls.append(Call("grouped_matmul", (*groups, biases, dtype, False)))
+        terms = terms_in_groups([rows, 0], 1, (tiles[0],) * 2, 4, cols)
+        all_calls.append(Call("grouped_matmul", (*terms, None, torch.float32, False, 16)))
     if cols:
         how = x, torch.zeros(rows).long(), -100, 0.1, 30.0
         all_calls += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
@@ -79,9 +73,8 @@ def others(shape: tuple[int, int]) -> list[Call]:
     all_calls.append(Call("cast_and_commit", (heads[:, :, :2], *commit), named))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
         all_calls.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
-        all_calls.append(
-            Call("norm_backward", (dy, x, gamma, mean, torch.rand(rows), kind, True, residual is None, residual))
-        )
+        backward = dy, x, gamma, mean, torch.rand(rows), kind, True, residual is None, residual
+        all_calls.append(Call("norm_backward", backward))
     return all_calls
 
 
@@ -120,21 +113,17 @@ def describe(result: Any) -> list[tuple[Any, ...]]:
 def test_a_call_by_name_is_the_op_and_fakes_agree_with_it(shape: tuple[int, int]) -> None:
     """A call by name, past the dispatcher, gives what the op and its fake give; nobody reads unwritten memory."""
     seen = set()
-    for name, *arguments_of_call in calls(shape, 15):
+    for name, *of_call in calls(shape, 15):
         seen.add(name)
-        by_name, arguments = getattr(kernels, name), (copied(arguments_of_call), copied(arguments_of_call))
-        results = one_pass(
-            partial(call, by_name, arguments[0]), partial(in_filled_memory, call, op_of(name), arguments[1])
-        )
-        for a, b in zip(*map(tree_leaves, zip(results, arguments, strict=True)), strict=True):
+        by_name, copies = getattr(kernels, name), (copied(of_call), copied(of_call))
+        results = one_pass(partial(call, by_name, copies[0]), partial(in_filled_memory, call, op_of(name), copies[1]))
+        for a, b in zip(*map(tree_leaves, zip(results, copies, strict=True)), strict=True):
             assert same_bits(a, b) if isinstance(a, Tensor) else a == b, name
         real = describe(results[0])
         with FakeTensorMode() as mode:
-            fake = call(
-                by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, arguments_of_call)
-            )
+            fake = call(by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, of_call))
             assert describe(fake) == real, name
-        meta = call(by_name, copied(arguments_of_call, "meta"))
+        meta = call(by_name, copied(of_call, "meta"))
         assert [d[:2] for d in describe(meta)] == [d[:2] for d in real], name
     assert seen == {name for name in SCHEMAS if shape[1] or not name.startswith("cross_entropy")}  # targets are columns
 
@@ -165,10 +154,8 @@ def test_every_op_has_its_parts() -> None:
 
 
 def test_only_the_state_is_written() -> None:
-    written = {
-        name: [a.name for a in op_of(name)._schema.arguments if a.alias_info and a.alias_info.is_write]
-        for name in SCHEMAS
-    }
+    arguments = {name: op_of(name)._schema.arguments for name in SCHEMAS}
+    written = {name: [a.name for a in of if a.alias_info and a.alias_info.is_write] for name, of in arguments.items()}
     state = ["delayed_scale", "delayed_amax_history", "delayed_before"]
     assert {name: names for name, names in written.items() if names} == {
         "cast_and_commit": state,

@@ -58,12 +58,10 @@ class Mixture(nn.Module):
         return x + self.experts(x, index, weights.to(x.dtype))
 
 
-def built(
-    kind: str, recipe: str, experts: int = 4, intermediate: int = 48, storage: Any = None, **options: Any
-) -> Mixture:
+def built(kind: str, recipe: str, experts: int = 4, storage: Any = None, **options: Any) -> Mixture:
     """Return the same model on every rank; ``storage``: of the experts' weights."""
     torch.manual_seed(0)
-    net: Any = Mixture(kind, experts, intermediate, **options)
+    net: Any = Mixture(kind, experts, 48, **options)
     return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", storage)  # type: ignore[return-value]
 
 

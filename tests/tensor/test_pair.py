@@ -41,9 +41,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("as_parameter", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_copies_and_files_are_equal_and_share_nothing(
-    name: str, way: str, as_parameter: bool, requires_grad: bool
-) -> None:
+def test_copies_and_files_are_equal_and_apart(name: str, way: str, as_parameter: bool, requires_grad: bool) -> None:
     pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
     pair.requires_grad_(requires_grad).mark = "a user's"
     copied = COPIES[way](pair)

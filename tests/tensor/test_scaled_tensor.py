@@ -20,7 +20,8 @@ from tests.support.definitions import same_bits
 from tests.support.helpers import sqnr
 
 TENSOR, ROW, COLUMN, BLOCK, WIDE = PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(3, 5), PerBlock(1, 5)
-ALL = [TENSOR, ROW, COLUMN, BLOCK, WIDE]
+BY_PARTS = [ROW, COLUMN, BLOCK, WIDE]
+ALL = [TENSOR, *BY_PARTS]
 each_granularity = pytest.mark.parametrize("granularity", ALL, ids=str)
 each_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 
@@ -227,18 +228,18 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("transpose of one dimension", lambda q: q.transpose(1, -1), (7, 11), ALL, []),
     ("transpose of leading", lambda q: q.transpose(0, 1), (2, 3, 7, 11), ALL, []),
     ("transpose of rows", lambda q: q.transpose(0, 1), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("transpose of the outer two", lambda q: q.transpose(0, 2), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("transpose of the outer two", lambda q: q.transpose(0, 2), (2, 7, 11), [TENSOR], BY_PARTS),
     ("transpose of one block", lambda q: q.transpose(0, 1), (1, 2, 3), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("permute", lambda q: q.permute(1, 0, 3, 2), (2, 3, 7, 11), ALL, []),
     ("permute rows", lambda q: q.permute(2, 0, 1, 3), (2, 3, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("permute round", lambda q: q.permute(2, 0, 1), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("permute round", lambda q: q.permute(2, 0, 1), (2, 7, 11), [TENSOR], BY_PARTS),
     ("view", lambda q: q.view(7, 11), (7, 11), ALL, []),
     ("add a dimension", lambda q: q.view(1, 7, 11), (7, 11), ALL, []),
     ("merge leading", lambda q: q.view(6, 7, 11), (2, 3, 7, 11), ALL, []),
     ("merge rows", lambda q: q.view(-1, 11), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("split rows", lambda q: q.view(2, 3, 11), (6, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("flatten", lambda q: q.flatten(), (6, 10), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
-    ("other columns", lambda q: q.view(12, 5), (6, 10), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("flatten", lambda q: q.flatten(), (6, 10), [TENSOR], BY_PARTS),
+    ("other columns", lambda q: q.view(12, 5), (6, 10), [TENSOR], BY_PARTS),
     ("reshape", lambda q: q.reshape(2, 3, 11), (6, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("reshape with a copy", lambda q: q.mT.reshape(-1, 7), (2, 7, 11), [TENSOR, COLUMN], [ROW, BLOCK, WIDE]),
     ("unsafe view", lambda q: aten._unsafe_view(q, [1, 7, 11]), (7, 11), ALL, []),
@@ -265,14 +266,8 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("chunk", lambda q: q.chunk(3), (7, 11), ALL, []),
     ("as_strided as it is", lambda q: q.as_strided((7, 11), (11, 1)), (7, 11), ALL, []),
     ("as_strided as it is, offset", lambda q: q[3:].as_strided((4, 11), (11, 1), 33), (7, 11), ALL, []),
-    ("as_strided", lambda q: q.as_strided((3, 2), (2, 5), 4), (7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
-    (
-        "as_strided from its offset",
-        lambda q: q[3:].as_strided((2,), (3,)),
-        (7, 11),
-        [TENSOR],
-        [ROW, COLUMN, BLOCK, WIDE],
-    ),
+    ("as_strided", lambda q: q.as_strided((3, 2), (2, 5), 4), (7, 11), [TENSOR], BY_PARTS),
+    ("as_strided from its offset", lambda q: q[3:].as_strided((2,), (3,)), (7, 11), [TENSOR], BY_PARTS),
     ("to another dtype", lambda q: q.to(torch.bfloat16), (7, 11), ALL, []),
     ("to with a copy", lambda q: q.to("cpu", copy=True), (7, 11), ALL, []),
 ]
@@ -293,9 +288,7 @@ def shares_storage(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("op", "shape", "granularity"), CASES, ids=CASE_IDS)
-def test_a_move_reads_back_as_the_move_of_what_it_reads(
-    op: Op, shape: tuple[int, ...], granularity: Granularity
-) -> None:
+def test_a_move_reads_back_as_the_move_of_its_values(op: Op, shape: tuple[int, ...], granularity: Granularity) -> None:
     q = tiles_of(shape, granularity)
     before = q.clone()
     results, expected = tree_leaves(op(q)), tree_leaves(op(q.dequantize()))
@@ -480,16 +473,14 @@ SHAPES = [
 ]
 
 
-def expected_pair(
-    x: Tensor, fmt: Format, granularity: Granularity, power_of_two: bool = False, margin: int = 0
-) -> tuple[Tensor, Tensor]:
+def expected_pair(x: Tensor, fmt: Format, granularity: Granularity, *how: Any) -> tuple[Tensor, Tensor]:
     """Codes as uint8 and scale_inv, one matrix after the other."""
     shape = granularity.scale_shape(x.shape)
     flat = x.reshape(1, -1) if x.ndim < 2 or granularity == PerTensor() else x
     matrices = flat.reshape(math.prod(flat.shape[:-2]), *flat.shape[-2:])
     codes, scales = torch.empty(matrices.shape, dtype=torch.uint8), []
     for i, matrix in enumerate(matrices):
-        codes[i], scale_inv, _ = definitions.cast(matrix, fmt.dtype, granularity.tile, power_of_two, margin)
+        codes[i], scale_inv, _ = definitions.cast(matrix, fmt.dtype, granularity.tile, *how)
         scales.append(scale_inv)
     return codes.view(x.shape), (torch.stack(scales) if scales else torch.ones(shape)).view(shape)
 

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.rows import Rows
 from octavo.distributed import expert_parallel
 from octavo.private import fsdp_params
@@ -35,9 +35,7 @@ def mesh():
 
 
 # a weight in blocks of several rows, of both layouts
-IN_TILES = octavo.Recipe(
-    *[(octavo.Cast(octavo.E4M3, octavo.PerRow()), octavo.Cast(octavo.E4M3, octavo.PerBlock(n, 16))) for n in (2, 4)]
-)
+IN_TILES = octavo.Recipe(*[(Cast(E4M3, PerRow()), Cast(E4M3, PerBlock(n, 16))) for n in (2, 4)])
 
 
 def layer(recipe, mesh, rows=512, cols=96, **options):
@@ -98,11 +96,7 @@ def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_rea
     hook = gather.MakeWeight((1, 1), "", lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
     with pytest.raises(AttributeError):  # nothing was read
         hook((), torch.float32, None)
-    assert notes == [
-        "the current stream waits for the last casts",
-        "scales outlives the current stream",
-        "read",
-    ]
+    assert notes == ["the current stream waits for the last casts", "scales outlives the current stream", "read"]
 
 
 def test_weights_over_two_dimensions_of_a_mesh_are_gathered_as_they_are(mesh):

@@ -11,11 +11,7 @@ from octavo.step_count import _OptimizerSteps
 from octavo.weights import writes
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 
-KEPT = {
-    "dynamic": recipes.dynamic,
-    "delayed": lambda: recipes.delayed(history_length=4),
-    "blockwise": recipes.blockwise,
-}
+KEPT = {"dynamic": recipes.dynamic, "delayed": lambda: recipes.delayed(4), "blockwise": recipes.blockwise}
 
 
 def model(recipe, seed=0):
@@ -260,9 +256,7 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
 
 
 def test_blocks_that_take_no_padding():
-    row, square = (
-        recipes.Cast(recipes.E4M3, granularity) for granularity in (recipes.PerRow(), recipes.PerBlock(8, 8))
-    )
+    row, square = (recipes.Cast(recipes.E4M3, one) for one in (recipes.PerRow(), recipes.PerBlock(8, 8)))
     recipe = octavo.Recipe((row, square), (row, square), (row, row))
     plain, net = (octavo.nn.Linear(9, 7, recipe=recipe) for _ in range(2))
     net.load_state_dict(plain.state_dict())

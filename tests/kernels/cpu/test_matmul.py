@@ -74,10 +74,9 @@ def test_any_two_scales(fast: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
 @each_pair(size=[(1, 1), (17, 127), (300, 260)], dtype=DTYPES, chunk=CHUNKS)
 def test_gradients_of_norms(case: dict[str, Any], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "CHUNK", case["chunk"])
-    x, dy, residual = (
-        torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3)
-    )
-    gamma, rows = torch.rand(case["size"][1]), case["size"][0]
+    rows, cols = case["size"]
+    x, dy, residual = (torch.randn(3, rows, cols) * torch.rand(3, rows, 1)).to(case["dtype"])
+    gamma = torch.rand(cols)
     mean, rstd = torch.randn(rows if norm == "layer_norm" else 0), torch.rand(rows)
     others = norm, False, True, residual
     strided = torch.stack((mean, mean), 1)[:, 0], torch.stack((rstd, rstd), 1)[:, 0]

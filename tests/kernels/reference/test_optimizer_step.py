@@ -227,15 +227,12 @@ def test_the_mean_over_all_random_bits_is_the_number_that_is_rounded(group: Any,
     codes = [codes_of(fmt, (1, COUNT), root, True, True, 1.0) for fmt, root in ((E4M3, False), (E4M4, True))]
     coded, small = tuple(codes[: 2 - isinstance(group, SgdGroup)]), (1, 128)
     means = []
-    for master, moments in (
-        (weight("fp8_fp32", small), fp32(small, len(coded))),
-        (weight("fp8_stochastic", (1, COUNT)), coded),
-    ):
+    exact = weight("fp8_fp32", small), fp32(small, len(coded))
+    for master, moments in (exact, (weight("fp8_stochastic", (1, COUNT)), coded)):
         store(master, torch.full_like(master.weight, 1.25, dtype=torch.float32))
         update(group, master, torch.full_like(master.weight, 0.7123457, dtype=torch.float32), *moments)
-        means.append(
-            [float(x.double().mean()) for x in (read(master), read(moments[0]), *(read(v).sqrt() for v in moments[1:]))]
-        )
+        values = read(master), read(moments[0]), *(read(v).sqrt() for v in moments[1:])
+        means.append([float(x.double().mean()) for x in values])
     (w, *of_float32), (w_coded, *of_codes) = means
     assert w_coded == w  # its scale is a power of two
     assert of_codes == pytest.approx(of_float32, rel=2.0**-23)
@@ -247,10 +244,8 @@ def weights(groups: list[Any]) -> list[WeightUpdate]:
     updates = []
     for number, shape in enumerate([(1, 1), (3, 300), (0, 5), (2, 128)]):
         master, step = MasterWeight(torch.randn(shape).bfloat16(), "stochastic"), torch.tensor(float(number))
-        stored = fp8(shape, 2 if groups is ADAM else 1)
-        updates.append(
-            WeightUpdate(master, stored, torch.randn(shape), step, BitNumbers(5 + number, 7 * number), number % 2)
-        )
+        stored, bits = fp8(shape, 2 if groups is ADAM else 1), BitNumbers(5 + number, 7 * number)
+        updates.append(WeightUpdate(master, stored, torch.randn(shape), step, bits, number % 2))
     return updates
 
 

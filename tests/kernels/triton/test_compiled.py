@@ -51,9 +51,8 @@ SIZES = [40, 0, 17]  # of groups; three rows more are in none
 
 def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK, SQUARE)) -> None:
     test_grouped_matmul.check(kernels, *rows_in_groups(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
-    test_grouped_matmul.check(
-        kernels, *terms_in_groups(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16
-    )
+    terms = terms_in_groups(SIZES, 3, tiles[:1] * 2, 24, 40)
+    test_grouped_matmul.check(kernels, *terms, None, torch.bfloat16, False, 16)
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:

@@ -26,9 +26,8 @@ UPDATE = update_args("max")
 @pytest.mark.parametrize("shape", [(16384, 4096), (3001, 2500)])
 @pytest.mark.parametrize("source", ["tensor", "value", "gradient", "norm"])
 def test_any_cast(kernels: TritonKernels, source: str, shape: tuple[int, int]) -> None:
-    check_casts(
-        ops_of(kernels), 12, 0, DEVICE, shape=[shape], source=[source], small=[False], sizes=[([5, 2000, 900], 90)]
-    )
+    sizes = [([5, 2000, 900], 90)]
+    check_casts(ops_of(kernels), 12, 0, DEVICE, shape=[shape], source=[source], small=[False], sizes=sizes)
 
 
 @pytest.mark.parametrize("activation", ["", "reglu"])

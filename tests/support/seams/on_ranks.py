@@ -387,10 +387,9 @@ def _split(run: TrainingRun, mesh: Any, styles: Any, tokens: Any) -> None:
         elif name.endswith("norm") and tokens != Replicate():
             plan[name] = styles.SequenceParallel(sequence_dim=tokens.dim)
         elif name.endswith("self_attn") and tokens != Replicate():
-            whole = {"hidden_states": Replicate()}
-            plan[name] = torch_parallel.PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts=whole
-            )
+            layouts, whole = {"hidden_states": tokens}, {"hidden_states": Replicate()}
+            how = {"input_kwarg_layouts": layouts, "desired_input_kwarg_layouts": whole}
+            plan[name] = torch_parallel.PrepareModuleInput(**how)
     torch_parallel.parallelize_module(run.model, mesh, plan)
     if run.feature.name == "experts":
         _where_tokens_begin(run, mesh)
