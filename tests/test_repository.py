@@ -2,9 +2,6 @@
 
 import ast
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +10,8 @@ import pytest
 import octavo
 from octavo import private
 from tests.support.private_attributes import ANYWHERE, IN_PRIVATE_FILE
+from tests.support.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -106,11 +103,6 @@ def copied_runs(modules: dict[str, list[str]], length: int) -> list[str]:
                 copies.append(f"{seen[run]} and {module}: {run[0]}")
             seen[run] = module
     return copies
-
-
-def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    options = {"env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "timeout": 300, **options}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
 def test_tests_mirror_sources() -> None:
@@ -205,11 +197,8 @@ def of_defaults(code: str) -> list[int]:
     makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
     calls = [node for node in nodes(code) if getattr(getattr(node, "func", None), "attr", None) in makers]
     calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
-    return [
-        call.lineno
-        for call, named in [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
-        if named.get("device") != "'meta'" and not {"dtype", "device"} <= {*named}
-    ]
+    options = [(call.lineno, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
+    return [line for line, of in options if of.get("device") != "'meta'" and not {"dtype", "device"} <= {*of}]
 
 
 def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:

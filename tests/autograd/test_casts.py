@@ -83,12 +83,9 @@ def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activa
 def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_sum, monkeypatch):
     grad, recipe = torch.randn(48, 32), recipe()
     source = CastSource(grad, "gelu_tanh", torch.randn(48, 32)) if activated else grad
-    amax = torch.full((1, 1), 2.0)
+    request, amaxes = CastRequest(recipe, GRAD_OUTPUT, *asked, column_sum), (torch.full((1, 1), 2.0), None)
     plain, laid, state = on_both_devices(
-        monkeypatch,
-        lambda state: cast_and_commit(
-            source, CastRequest(recipe, GRAD_OUTPUT, *asked, column_sum), state, (amax, None), DENSE
-        ),
+        monkeypatch, lambda state: cast_and_commit(source, request, state, amaxes, DENSE)
     )
     if recipe.delayed is None:
         return

@@ -210,10 +210,6 @@ class Grouped(octavo.nn.GroupedLinear):
         return super().forward(x, torch.tensor([5, 16], dtype=torch.int32))
 
 
-def compiled(module):
-    return torch.compile(module, backend="aot_eager")
-
-
 def checkpointed(module, reentrant):
     return lambda x: checkpoint(module, x, use_reentrant=reentrant)
 
@@ -225,7 +221,7 @@ MODULES = {
 }
 CALLS = {
     "eager": lambda module: module,
-    "compiled": compiled,
+    "compiled": functools.partial(torch.compile, backend="aot_eager"),
     "checkpointed": functools.partial(checkpointed, reentrant=False),
     "reentrant": functools.partial(checkpointed, reentrant=True),
 }
@@ -257,9 +253,8 @@ def two_losses(recipe, make, call):
 def test_a_larger_loss_over_the_same_graph_is_not_clipped_to_the_first(make, call):
     """A second, larger loss is rounded nearly as well as with each tensor's own amax, which remembers nothing."""
     how = MODULES[make], CALLS[call]
-    (delayed, module), (fresh, _), (exact, _) = (
-        two_losses(recipe, *how) for recipe in (recipes.delayed(4), recipes.dynamic(), recipes.high_precision())
-    )
+    by_each = recipes.delayed(4), recipes.dynamic(), recipes.high_precision()
+    (delayed, module), (fresh, _), (exact, _) = (two_losses(recipe, *how) for recipe in by_each)
     assert sqnr(delayed, exact) > sqnr(fresh, exact) - 3
     for name, history in octavo.nn.delayed_state_dict(module).items():
         if name.endswith("history"):

@@ -178,11 +178,9 @@ def test_histories_are_compared_once(monkeypatch):
         monkeypatch.setattr(delayed, "no_modes", lambda: pytest.fail("compared again"))
         with torch.no_grad():
             model[1].weight.mul_(0.5)  # by hand: its weight's history is forgotten, its input's is not
-    of_weights = dataclasses.replace(
-        recipes.dynamic(),
-        output=(recipes.dynamic().output[0], recipes.delayed().output[1]),
-        grad_input=(recipes.dynamic().grad_input[0], recipes.delayed().grad_input[1]),
-    )
+    pairs = zip(*((recipe.output, recipe.grad_input) for recipe in (recipes.dynamic(), recipes.delayed())), strict=True)
+    output, grad_input = ((one[0], delayed_one[1]) for one, delayed_one in pairs)
+    of_weights = dataclasses.replace(recipes.dynamic(), output=output, grad_input=grad_input)
     assert casts_in(lambda: region(layers(of_weights), input_of()))[0] == 4
 
 

@@ -17,7 +17,7 @@ from octavo.scaling.recipe import Rotation
 from tests.kernels.conftest import Ops
 from tests.support import definitions
 from tests.support.casts import DTYPES
-from tests.support.definitions import same_bits
+from tests.support.definitions import all_bfloat16, same_bits
 
 ROWS, COLUMNS, SQUARE = (1, 16), (16, 1), (16, 16)
 FLT_MAX = torch.finfo(torch.float32).max
@@ -50,12 +50,6 @@ def read(ops: Ops, x: Tensor, tile: tuple[int, int] = ROWS, outer: float | None 
 # --- Rounding, scales and products ------------------------------------------------------------------------------------
 
 
-def all_bf16() -> Tensor:
-    """Every finite bfloat16, float32."""
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    return values[values.isfinite()]
-
-
 def nearest(values: np.ndarray) -> np.ndarray:
     """Return ml_dtypes' codes of float32 numbers, which saturate."""
     return np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -67,7 +61,8 @@ def test_codes_are_ml_dtypes() -> None:
     beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 9.0)]
     drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).to(torch.int32).view(torch.float32)
     positive = torch.cat([ties, *beside])
-    x = torch.cat([all_bf16(), positive, -positive, drawn[drawn.isfinite()]])
+    x = torch.cat([all_bfloat16().float(), positive, -positive, drawn])
+    x = x[x.isfinite()]
     x = F.pad(x, (0, -len(x) % 16)).view(-1, 16)
     assert np.array_equal(encode_packed(x, torch.ones(len(x), 1), ROWS, None).numpy(), nearest(x.numpy()))
     all_codes = np.arange(16, dtype=np.uint8)
@@ -78,7 +73,7 @@ def test_codes_are_ml_dtypes() -> None:
 
 
 def test_every_number_that_a_block_of_scale_1_has_is_rounded_so(ops: Ops) -> None:
-    values = all_bf16()
+    values = all_bfloat16().float()
     values = values[values.abs() <= 6]
     x = F.pad(values, (0, -len(values) % 15)).view(-1, 15)
     x = torch.cat([torch.full((len(x), 1), -6.0), x], 1)
@@ -122,16 +117,6 @@ def test_outer_scales_at_their_edges(ops: Ops) -> None:
     assert float(smallest) == 3 * 2.0**-126  # E4M3(2^-5 / 6), of which 2^-9 is the unit, over 2^117
     assert float(cast(ops, torch.full((1, 16), 2.0**120), outer=2.0**-126)[1]) == 1.375 * 2.0**117  # E4M3(8 / 6)
     assert read(ops, torch.full((1, 16), FLT_MAX)).isinf().all()  # 6 x 352 x 2^117: rounded up beyond float32
-
-
-def test_every_value_is_exact_in_bfloat16() -> None:
-    codes = values_of_packed(pack_pairs(torch.arange(16).to(torch.uint8)))
-    inner = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    scale_inv = inner[:, None] / torch.exp2(torch.arange(-117.0, 118.0))
-    assert same_bits(scale_inv.bfloat16().float(), scale_inv)
-    values = scale_inv[..., None] * codes
-    values = values[values.isfinite()]  # those beyond the largest float32 are
-    assert same_bits(values.bfloat16().float(), values)
 
 
 def test_products_are_float64s(ops: Ops) -> None:

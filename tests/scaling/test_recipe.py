@@ -145,10 +145,8 @@ def test_saved_is_a_dynamic_cast_and_part_of_the_value():
 
 
 def test_a_map_takes_fast_accum_as_a_list_as_json_has_it():
-    by_list, by_tuple = (
-        octavo.RecipeMap(recipes.dynamic(), {"*": {"fast_accum": value}})
-        for value in (["grad_input", "output"], ("output", "grad_input"))
-    )
+    values = ["grad_input", "output"], ("output", "grad_input")
+    by_list, by_tuple = (octavo.RecipeMap(recipes.dynamic(), {"*": {"fast_accum": value}}) for value in values)
     assert by_list == by_tuple and by_list.of("0").fast_accum == ("output", "grad_input")
 
 
@@ -276,12 +274,8 @@ def test_convert_and_set_recipe_take_it(call):
     options = {"select": every_layer} if call is octavo.convert else {}
     delayed = recipes.delayed(4)
     call(net, RecipeMap(delayed, {"layers.0": MX, "head": None, "layers.[01]": {"grad_weight": None}}), **options)
-    assert [m.recipe.name for m in octavo.summary(net).modules] == [
-        "mx with grad_weight changed",
-        "delayed with grad_weight changed",
-        "delayed",
-        "high_precision",
-    ]
+    names = ["mx with grad_weight changed", "delayed with grad_weight changed", "delayed", "high_precision"]
+    assert [m.recipe.name for m in octavo.summary(net).modules] == names
     assert net["layers"][2].delayed_amax_history.shape == (3, 4)
     assert not hasattr(net["head"], "delayed_scale")
     with pytest.warns(UserWarning, match=r"match no module: \['lm_head', 'layer\.0'\]") as caught:

@@ -18,16 +18,8 @@ from torch import Tensor
 from octavo import PerBlock, PerRow, PerTensor
 
 # one of each kind, and blocks that leave every other size ragged
-GRANULARITIES = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 32),
-    PerBlock(128, 1),
-    PerBlock(3, 5),
-]
+GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32)]
+GRANULARITIES += [PerBlock(128, 1), PerBlock(3, 5)]
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The formats as gfloat describes them. E4M4 is our own: E4M3 without its sign, and its bit in the mantissa.
 FORMAT_INFO = {

@@ -1,7 +1,6 @@
 """Files of all kinds of pairs, and the message of an op that has no rule."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
 from octavo.tensor.pair import Pair
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
+from tests.support.helpers import saved_and_loaded
 
 X = torch.randn(130, 256)
 BLOCKS = PerBlock(128, 128)
@@ -23,15 +23,9 @@ PAIRS = {
 }
 
 
-def loaded(pair: Any, weights_only: bool = True) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "torch.save": loaded,
-    "torch.save, unpickled": lambda pair: loaded(pair, weights_only=False),
+    "torch.save": saved_and_loaded,
+    "torch.save, unpickled": lambda pair: saved_and_loaded(pair, weights_only=False),
     "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
     "deepcopy": copy.deepcopy,
 }

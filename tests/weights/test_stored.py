@@ -1,6 +1,5 @@
 import copy
 import gc
-import io
 import pickle
 import weakref
 from typing import Any
@@ -16,6 +15,7 @@ from octavo.numerics import scale_inv_dtype
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.storable import FROZEN_ONLY, STORABLE
 from octavo.weights.stored import StoredWeight, local_stored, put_into, store
+from tests.support.helpers import saved_and_loaded
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300
@@ -477,8 +477,5 @@ def test_truncated_normals_of_torch_are_the_plain_weights_then_cast(granularity)
 
 def test_files_and_pickles_are_read():
     weights = [parameter(), parameter().detach().shard(0, N // 2)]
-    file, pickled = io.BytesIO(), pickle.dumps(weights)
-    torch.save(weights, file)
-    file.seek(0)
-    for loaded in (torch.load(file, weights_only=True), pickle.loads(pickled)):
+    for loaded in (saved_and_loaded(weights), pickle.loads(pickle.dumps(weights))):
         assert all(map(same, loaded, weights)) and loaded[1].is_shard

@@ -22,12 +22,9 @@ def fresh_library() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])
+@pytest.mark.usefixtures("fresh_library")
 def test_without_a_compiler_the_reference_runs_and_a_warning_says_so_once(
-    compiler: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fresh_library: None,
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(capability, "_warned", set())
     broken = tmp_path / "broken"

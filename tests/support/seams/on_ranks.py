@@ -416,16 +416,8 @@ OF_DIVIDED_COLUMNS = {
     "cross_entropy": Documented("tensor-parallel.md#tested", "ranks have columns of logits: torch's `loss_parallel`"),
     HEADS_LOSS: Refused(ValueError, "loss_parallel", "a head whose columns are divided has not all logits of a row"),
 }
-BY_FEATURES = (
-    OF_DIVIDED_COLUMNS
-    | OF_FOUR_BITS
-    | {
-        "FP8 reduction": NOT_AVERAGED,
-        "KeptWeights": NONE_KEPT,
-        WITH_NORM: FUSED,
-        "Muon": BY_COLUMNS,
-    }
-)
+BY_FEATURES = OF_DIVIDED_COLUMNS | OF_FOUR_BITS | {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT}
+BY_FEATURES |= {WITH_NORM: FUSED, "Muon": BY_COLUMNS}
 OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
 ON_TWO_DIMENSIONS = OF_DIVIDED_COLUMNS | {
