@@ -83,6 +83,7 @@ def test_it_is_the_finaliser_of_index_and_key(first, key):
     """Each element's bits are of its own index, whose upper half enters too: any part has the whole's."""
     expected = [lowbias32((i ^ (i >> 32) * 0x9E3779B9) & 0xFFFFFFFF ^ key) for i in range(first, first + 300)]
     assert bits_of(key, first, 300).tolist() == expected
+    assert random_bits(key, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
 
 
 def test_a_key_is_the_finaliser_of_one_word_after_the_other():
