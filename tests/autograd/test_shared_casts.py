@@ -22,7 +22,6 @@ from octavo.scaling.recipe import INPUT, WEIGHT
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
-each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
 
 
 def layers(recipe, count=3, **options):
@@ -46,7 +45,7 @@ def casts_in(call):
     return ops.calls["cast"] + ops.calls["cast_two_scalings"], result
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
     model, saved = layers(FP8_RECIPES[recipe]()), {}
     x = input_of(dtype=torch.float32)

@@ -23,8 +23,6 @@ HALF_ULP = 2.0**-24
 # with small tiles rows of more than 256 elements don't fit one
 SHAPES = [(0, 17), (17, 0), (1, 1), (17, 1), (1, 1000), (17, 127), (127, 128), (70, 17), (9, 256), (7, 300)]
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
 
 def double(norm: NormSource) -> NormSource:
     return NormSource(*(a.double() if isinstance(a, Tensor) else a for a in norm))
@@ -182,7 +180,7 @@ def test_backward_against_float64(ops: Ops, batch: int, monkeypatch: pytest.Monk
             assert_counters_are_zero(ops.kernels)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [math.nan, math.inf])
 def test_a_fault_stays_in_its_row(fault: float, kind: str, ops: Ops) -> None:
     norm, dy = norm_source((9, 20), kind), torch.randn(9, 20)

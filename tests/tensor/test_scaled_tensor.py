@@ -444,7 +444,6 @@ def test_gradients_of_moves() -> None:
 # --- quantize, against its definition
 
 TILED = [*ALL, PerBlock(1, 128), PerBlock(128, 128)]
-each_tiled = pytest.mark.parametrize("granularity", TILED, ids=str)
 SHAPES = [
     (),
     (0,),
@@ -507,7 +506,7 @@ def test_quantize_and_back(seed: int) -> None:
             assert sqnr(wide, x.double()) > 18
 
 
-@each_tiled
+@pytest.mark.parametrize("granularity", TILED, ids=str)
 @each_format
 def test_the_gradient_is_straight_through_and_zero_at_faults(fmt: Format, granularity: Granularity) -> None:
     x = torch.randn(2, 7, 11)

@@ -15,7 +15,6 @@ from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 
-BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
 dynamic = recipes.dynamic()
 
 
@@ -186,7 +185,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
+@pytest.mark.parametrize("recipe", ["dynamic by powers of two", "blockwise"])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_modules(kind, recipe):
     recipe_of_module = STORED[recipe]()

@@ -124,11 +124,10 @@ def test_a_float32_weight_is_its_own_master():
 # --- weights that live in FP8 -----------------------------------------------------------------------------------------
 
 FLOATS = [kind for kind, dtype in RESTS.items() if dtype is not None and dtype.is_floating_point]  # masters themselves
-SHAPES = [(1, 1), (3, 31), (130, 300), (256, 256)]
 
 each_kind = pytest.mark.parametrize("kind", RESTS)
 each_split = pytest.mark.parametrize("kind", [kind for kind in RESTS if RESTS[kind] is not None and kind not in FLOATS])
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_shape = pytest.mark.parametrize("shape", [(1, 1), (3, 31), (130, 300), (256, 256)], ids=str)
 each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
 
 
