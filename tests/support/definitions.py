@@ -6,7 +6,7 @@ NumPy rounds to float32, and down to powers of two, as gfloat does (tests/test_n
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import gfloat
 import ml_dtypes
@@ -110,16 +110,6 @@ def scale_of(amax: float, limit: float, power_of_two: bool, margin: int = 0, pre
 def scale_invs_of(scale: Tensor) -> Tensor:
     """Return the scales' reciprocals."""
     return torch.from_numpy((1.0 / scale.double().numpy()).astype(np.float32))
-
-
-def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, int, slice, slice]]:
-    """Yield (row of scale_inv, column of scale_inv, rows, columns) of each tile of an [R, C] tensor, one by one."""
-    starts = []
-    for size, step in zip(shape, tile, strict=True):
-        starts.append([(0, size)] if step == -1 else [(i, min(i + step, size)) for i in range(0, size, step)])
-    for i, (top, bottom) in enumerate(starts[0]):
-        for j, (left, right) in enumerate(starts[1]):
-            yield i, j, slice(top, bottom), slice(left, right)
 
 
 def scale_grid(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
