@@ -153,8 +153,7 @@ def pytest_group_items(items: list[pytest.Item]) -> None:
         # it would read all sources for their constants, seconds in each worker, and draw others after each change
         providers._get_local_constants = lambda: providers._local_constants  # type: ignore[attr-defined]
     for item in items:
-        group = "pool" if starts_ranks(item) else sets.file_of(item)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group("pool" if starts_ranks(item) else sets.file_of(item)))
 
 
 @pytest.hookimpl(trylast=True)
@@ -246,8 +245,7 @@ class _Seconds:
         write = terminalreporter.write_line
         terminalreporter.section("seconds")
         for table in (self.by_file(), self.tests):
-            longest = sorted(table.items(), key=lambda pair: -pair[1])[:10]
-            for name, seconds in longest:
+            for name, seconds in sorted(table.items(), key=lambda pair: -pair[1])[:10]:
                 if seconds > 1:
                     write(f"{seconds:7.1f}  {name}")
         write(f"{sum(self.tests.values()):7.1f}  all {len(self.tests)} tests, on all workers together")

@@ -165,10 +165,9 @@ def test_blocks_run(
 ) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in split(page.read_text(encoding="utf-8"))[1]:
-        assert block.language not in {"py", "python3", "pycon"}, f"line {block.line}: write ```python, or it isn't run"
-        assert block.language or not re.search(rf"^{COMMAND}", block.code, re.MULTILINE), (
-            f"line {block.line}: write ```sh"
-        )
+        where = f"line {block.line}: write"
+        assert block.language not in {"py", "python3", "pycon"}, f"{where} ```python, or it isn't run"
+        assert block.language or not re.search(rf"^{COMMAND}", block.code, re.MULTILINE), f"{where} ```sh"
         if file_name := FILE.match(block.code):
             Path(file_name[1]).write_text(block.code)
         if block.language in SHELL and not block.no_run:
@@ -213,10 +212,8 @@ def test_pages_say_what_they_are_for_and_are_in_the_navigation() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix(): page for page in (ROOT / "docs").rglob("*.md")}
     named = set(re.findall(r"\s(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert pages.keys() - named == set()
-    of_names = {name for name, page in pages.items() if "\n::: octavo" in page.read_text(encoding="utf-8")}
-    guides = {
-        name: page.read_text(encoding="utf-8").split("\n\n")[1] for name, page in pages.items() if name not in of_names
-    }
+    texts = {name: page.read_text(encoding="utf-8") for name, page in pages.items()}
+    guides = {name: text.split("\n\n")[1] for name, text in texts.items() if "\n::: octavo" not in text}
     assert [name for name, first in guides.items() if not first.startswith("After this page")] == []
 
 

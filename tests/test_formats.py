@@ -3,13 +3,11 @@ import dataclasses
 import pickle
 
 import gfloat
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from gfloat.formats import format_info_ocp_e8m0
 
-from octavo import E4M3, E5M2, numerics
+from octavo import E4M3, E5M2
 from octavo.formats import E4M4, FORMATS, Format, format_of
 from octavo.kernels.onnx import _TYPES
 from tests.support.definitions import (
@@ -20,7 +18,6 @@ from tests.support.definitions import (
     all_codes,
     boundaries,
     round_to_codes,
-    same_bits,
 )
 
 
@@ -51,17 +48,6 @@ def test_the_oracles_agree(fmt: Format) -> None:
     x = x[x.isfinite()]
     codes = gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.double().numpy(), sat=True))
     np.testing.assert_array_equal(round_to_codes(x, fmt.dtype).numpy(), codes)
-
-
-def test_scales_that_are_powers_of_two_are_e8m0_codes() -> None:
-    powers = torch.tensor([2.0**exponent for exponent in range(-126, 127)])
-    assert (numerics.MIN_SCALE, numerics.MAX_SCALE) == (powers.min(), powers.max())
-    codes = gfloat.encode_ndarray(format_info_ocp_e8m0, powers.double().numpy())
-    for scale in (powers, powers * 1.75):
-        scales_in_e8m0 = numerics.floor_power_of_two(scale).to(torch.float8_e8m0fnu)
-        np.testing.assert_array_equal(scales_in_e8m0.view(torch.uint8).numpy(), codes)
-        assert same_bits(scales_in_e8m0.float(), powers)
-    np.testing.assert_array_equal(powers.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8), codes)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)

@@ -72,13 +72,14 @@ def test_floor_power_of_two() -> None:
     assert numerics.floor_power_of_two(torch.tensor(math.inf)) == math.inf
 
 
-def test_exponents_in_a_graph_are_those_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    powers = torch.exp2(torch.arange(-126, 127).float())
-    exponents = exponents_of(powers)
-    assert exponents.tolist() == list(range(1, 254)) and torch.equal(powers_of(exponents), powers)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(exponents_of(powers), exponents) and torch.equal(exponents_of(powers.to(E8M0)), exponents)
-    assert torch.equal(powers_of(exponents), powers)
+def test_exponents_keep_every_scale_in_a_graph_and_outside() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(exponents_of(codes.view(E8M0)), codes) and same_bits(powers_of(codes).to(E8M0), codes.view(E8M0))
+    powers, exponents = torch.exp2(torch.arange(-126.0, 128.0)), codes[1:255]
+    in_graph = torch.compile(exponents_of, backend="eager"), torch.compile(powers_of, backend="eager")
+    for to_exponents, to_powers in ((exponents_of, powers_of), in_graph):
+        assert torch.equal(to_powers(exponents), powers)
+        assert all(torch.equal(to_exponents(scales), exponents) for scales in (powers, powers.to(E8M0)))
 
 
 def test_a_delayed_scale_holds_where_there_is_one():

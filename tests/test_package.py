@@ -30,9 +30,8 @@ optimizer.step()
 
 
 def run(*command: str | Path, **options: object) -> str:
-    environment = {
-        key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "COVERAGE_PROCESS_CONFIG"}
-    }
+    left_out = {"PYTHONPATH", "COVERAGE_PROCESS_CONFIG"}
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
     settings: dict = {"env": environment, "timeout": 300, "capture_output": True, "text": True, "check": False}
     result = subprocess.run(list(map(str, command)), **(settings | options))
     assert result.returncode == 0, result.stderr
@@ -54,8 +53,7 @@ def interpreter(version: str) -> str | None:
 
 def test_one_version() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    cited = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
-    assert [PROJECT["version"]] == [octavo.__version__] == cited
+    assert [PROJECT["version"]] == [octavo.__version__] == re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
 
 
 def test_classifiers_name_the_pythons_that_were_tested() -> None:
@@ -76,8 +74,7 @@ def test_the_lock_has_a_hashed_release_for_each_development_requirement() -> Non
     hashes = r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
     locked = re.findall(rf"^([a-z][a-z0-9-]+)==([^ ;]+)(?: ; [^\\\n]+)?{hashes}", text, re.MULTILINE)
     assert len(locked) == len(re.findall(r"^\w", text, re.MULTILINE))
-    asked = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
-    for requirement in asked:
+    for requirement in [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]:
         if requirement.name not in ("octavo", "triton"):
             locked_versions = [version for name, version in locked if name == canonicalize_name(requirement.name)]
             assert any(map(requirement.specifier.contains, locked_versions)), f"{requirement}: run ./dev lock"

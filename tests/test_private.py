@@ -140,10 +140,8 @@ def test_a_torch_without_a_list_of_dear_operations_is_left_as_it_is(monkeypatch:
 
 def test_a_torch_of_one_group_of_parameters_a_module_has_these() -> None:
     """As torch 2.11; a module without parameters has none."""
-    param = SimpleNamespace(
-        _module_info=SimpleNamespace(module="owner"), sharded_param="sharded", _sharded_local_tensor="shard"
-    )
-    param.mesh_info, param.mp_policy = SimpleNamespace(mesh=torch.zeros(2, 2)), "policy"
+    param = SimpleNamespace(sharded_param="sharded", _sharded_local_tensor="shard", mp_policy="policy")
+    param._module_info, param.mesh_info = SimpleNamespace(module="owner"), SimpleNamespace(mesh=torch.zeros(2, 2))
     state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(fsdp_params=[param]))
     module = SimpleNamespace(_get_fsdp_state=lambda: state)
     (of_module,) = private._params_of(module)

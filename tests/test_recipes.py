@@ -70,11 +70,7 @@ def test_every_recipe_is_a_frozen_printable_value(name):
 def test_granularities_formats_and_what_is_cast_once(name, input, weight, grad_output, gradient_format, powers, once):
     """Scales are powers of two where the format or the source says so."""
     recipe = ALL[name]()
-    for casts, granularity in (
-        (recipe.input_casts, input),
-        (recipe.weight_casts, weight),
-        (recipe.grad_output_casts, grad_output),
-    ):
+    for casts, granularity in zip(roles(recipe), (input, weight, grad_output), strict=True):
         assert casts.as_is.granularity == casts.transposed.granularity == granularity
     assert {c.format for c in recipe.input_casts[:2] + recipe.weight_casts[:2]} == {E4M3}
     assert {c.format for c in recipe.grad_output_casts[:2]} == {gradient_format}
@@ -102,8 +98,7 @@ def test_a_head_with_its_output_in_high_precision():
         losses.append(nn.functional.cross_entropy(logits[-1].float(), targets))
         losses[-1].backward()
     assert torch.equal(*logits) and torch.equal(*losses)
-    pairs = [leaf.grad for leaf in inputs], [model["head"].weight.grad, plain.weight.grad]
-    for ours, theirs in pairs:
+    for ours, theirs in ([leaf.grad for leaf in inputs], [model["head"].weight.grad, plain.weight.grad]):
         error = (ours - theirs).float().norm() / theirs.float().norm()
         assert 0.01 < error < 0.08, error  # a code of E5M2 is off by at most 1/8, of E4M3 by 1/16
 
@@ -114,8 +109,7 @@ def mx_pairs(x, format, mode):
     ours = octavo.quantize(x, format, PerBlock(1, 32), power_of_two=True)
     exponents, codes = mx_tensor.to_mx(x, format.dtype, 32, mx_tensor.ScaleCalculationMode(mode))
     assert ours.scale_inv.dtype == exponents.dtype == torch.float8_e8m0fnu
-    tensors = ours.scale_inv, ours.qdata, exponents, codes
-    return [each.view(torch.uint8) for each in tensors]
+    return [each.view(torch.uint8) for each in (ours.scale_inv, ours.qdata, exponents, codes)]
 
 
 def test_mx_codes_and_scales_are_torchaos():

@@ -2,9 +2,6 @@
 
 import ast
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +10,8 @@ import pytest
 import octavo
 from octavo import private
 from tests.support.private_attributes import ANYWHERE, IN_PRIVATE_FILE
+from tests.support.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -106,12 +103,6 @@ def copied_runs(modules: dict[str, list[str]], length: int) -> list[str]:
                 copies.append(f"{seen[run]} and {module}: {run[0]}")
             seen[run] = module
     return copies
-
-
-def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = {"env": environment, "timeout": 300, **options}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
 def test_tests_mirror_sources() -> None:
@@ -206,20 +197,15 @@ def of_defaults(code: str) -> list[int]:
     makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
     calls = [node for node in nodes(code) if getattr(getattr(node, "func", None), "attr", None) in makers]
     calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
-    arguments_of_calls = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
-    return [
-        call.lineno
-        for call, named in arguments_of_calls
-        if named.get("device") != "'meta'" and not {"dtype", "device"} <= {*named}
-    ]
+    options = [(call.lineno, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
+    return [line for line, of in options if of.get("device") != "'meta'" and not {"dtype", "device"} <= {*of}]
 
 
 def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
     assert of_defaults("import torch\na = torch.zeros(3)\nb = torch.ones(2, dtype=torch.float32, device='cpu')") == [2]
     may = {"octavo/train/model.py", "octavo/kernels/triton/cases.py"}  # a model is built where its user says; cases
-    assert not {
-        name(path): lines for path in SOURCES if (lines := of_defaults(text_of(path))) and name(path) not in may
-    }
+    lines_of = {name(path): of_defaults(text_of(path)) for path in SOURCES}
+    assert {file for file, lines in lines_of.items() if lines} <= may, lines_of
 
 
 def test_examples_are_short() -> None:
@@ -284,10 +270,7 @@ def test_private_names() -> None:
 def test_mirrors() -> None:
     assert mirrors("octavo/formats.py") == ["tests/test_formats.py"]
     assert mirrors("octavo/nn/linear.py") == ["tests/nn/test_linear.py"]
-    assert mirrors("octavo/kernels/triton/cast.py") == [
-        "tests/kernels/triton/test_cast.py",
-        "tests/kernels/test_cast.py",
-    ]
+    assert mirrors("octavo/kernels/triton/cast.py") == [f"tests/kernels/{room}test_cast.py" for room in ("triton/", "")]
 
 
 def test_unsafe_reads() -> None:

@@ -83,12 +83,9 @@ def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activa
 def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_sum, monkeypatch):
     grad, recipe = torch.randn(48, 32), recipe()
     source = CastSource(grad, "gelu_tanh", torch.randn(48, 32)) if activated else grad
-    amax = torch.full((1, 1), 2.0)
+    request, amaxes = CastRequest(recipe, GRAD_OUTPUT, *asked, column_sum), (torch.full((1, 1), 2.0), None)
     plain, laid, state = on_both_devices(
-        monkeypatch,
-        lambda state: cast_and_commit(
-            source, CastRequest(recipe, GRAD_OUTPUT, *asked, column_sum), state, (amax, None), DENSE
-        ),
+        monkeypatch, lambda state: cast_and_commit(source, request, state, amaxes, DENSE)
     )
     if recipe.delayed is None:
         return
@@ -110,10 +107,8 @@ def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatc
     assert_same_operands(plain, laid, (True, transposed))
     state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
     y = cast_norm(norm, recipe, state, needs_dw=transposed, keep=True).norm.y
-    request = CastRequest(recipe, INPUT, True, transposed)
-    assert_same_operands(plain, cast_role(y, request, state), (True, transposed))
-    written = plain.norm.y is not None and plain.norm.y.numel() > 0
-    assert written == keep
+    assert_same_operands(plain, cast_role(y, CastRequest(recipe, INPUT, True, transposed), state), (True, transposed))
+    assert (plain.norm.y is not None and plain.norm.y.numel() > 0) == keep
 
 
 def test_one_op_reads_a_gradient_or_makes_a_norm():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import octavo
 from octavo import recipes
@@ -11,16 +10,8 @@ from tests.support.expert_models import batch, built
 from tests.support.helpers import FP8_RECIPES, gradients, padded_as_on_gpu
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", FP8_RECIPES)
-def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
+def test_layouts_that_a_gpu_wants(lone_mesh, name, monkeypatch):
     """Codes written transposed, contractions padded to 16: as without expert parallelism."""
     for module in ("autograd.casts", "autograd.grouped", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{module}.needs_transposed_codes", lambda device: True)
@@ -33,7 +24,7 @@ def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
         for recipe in power_of_two.values():
             octavo.set_recipe(net, recipe)
         if parallel:
-            expert_parallel(net, mesh)
+            expert_parallel(net, lone_mesh)
         y = net(batch(0, 0))
         y.sum().backward()
         of = gradients(net.experts)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
@@ -118,23 +117,17 @@ def test_sums_in_fp8(pool, ranks):
 
 
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
-def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
+def test_layouts_that_a_gpu_wants(recipe, lone_mesh, monkeypatch):
     """Codes written transposed, contractions padded to 16: as of a tensor that was not gathered."""
     for where in ("autograd.casts", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{where}.needs_transposed_codes", lambda device: True)
         monkeypatch.setattr(f"octavo.{where}.contraction_multiple", padded_as_on_gpu)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = small(1000, 296)
-        wire = Wire(dist.group.WORLD.group_name, 1, 1)
-        operands = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
-    finally:
-        dist.destroy_process_group()
+    x, wire = small(1000, 296), Wire(lone_mesh.get_group().group_name, 1, 1)
+    operands = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
     expected = cast_role(x, CastRequest(RECIPES[recipe], INPUT, True, True), None)
     assert same(operands, expected) == [True] * 4
-    assert [part.stride() for part in (*operands.as_is, *operands.transposed)] == [
-        part.stride() for part in (*expected.as_is, *expected.transposed)
-    ]
+    strides = [[part.stride() for part in (*one.as_is, *one.transposed)] for one in (operands, expected)]
+    assert strides[0] == strides[1]
 
 
 # --- what stands for a gathered input or gradient

@@ -75,15 +75,12 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype: torch.dtype) -> None
 
 
 def test_gradients_of_gradients_in_high_precision() -> None:
-    sizes = [3, 0, 4]
-    groups = slices_of(sizes)
+    groups, ends = slices_of([3, 0, 4]), offsets_of([3, 0, 4])
 
     def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if b.ndim == 3:
-            return grouped_mm(a, b, offsets_of(sizes)), torch.cat(
-                [a[of] @ one for of, one in zip(groups, b, strict=True)]
-            )
-        return grouped_mm(a, b, offsets_of(sizes)), torch.stack([a[:, of] @ b[of] for of in groups])
+            return grouped_mm(a, b, ends), torch.cat([a[of] @ one for of, one in zip(groups, b, strict=True)])
+        return grouped_mm(a, b, ends), torch.stack([a[:, of] @ b[of] for of in groups])
 
     x, b, a = torch.randn(7, 4), torch.randn(3, 4, 2), torch.randn(2, 7)
     for operands in ((x, b), (a, x)):
@@ -91,8 +88,7 @@ def test_gradients_of_gradients_in_high_precision() -> None:
         for which in range(2):
             leaves = [operand.clone().requires_grad_() for operand in operands]
             first = torch.autograd.grad(both(*leaves)[which].square().sum(), leaves, create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-            derivatives.append([*first, *second])
+            derivatives.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
         torch.testing.assert_close(derivatives[0], derivatives[1])
 
 

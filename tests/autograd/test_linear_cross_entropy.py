@@ -45,12 +45,8 @@ MIXED = {  # casts of grad_output by scales that need an amax and by others, and
         grad_weight=(Cast(E5M2, PerTensor(), Delayed(4)), Cast(E4M3, PerTensor(), Delayed(4))),
     ),
 }
-HIGH = {"high_precision": octavo.recipes.high_precision}
-ALL_RECIPES: dict[str, Any] = {
-    **FP8_RECIPES,
-    **HIGH,
-    **{name: (lambda recipe=recipe: recipe) for name, recipe in MIXED.items()},
-}
+ALL_RECIPES: dict[str, Any] = FP8_RECIPES | {"high_precision": octavo.recipes.high_precision}
+ALL_RECIPES |= {name: (lambda recipe=recipe: recipe) for name, recipe in MIXED.items()}
 
 
 def head_of(recipe: Recipe, dtype: torch.dtype = torch.float32, bias: bool = False) -> octavo.nn.Linear:
@@ -165,10 +161,8 @@ def test_the_history_advances_as_by_one_call_of_the_head(monkeypatch: pytest.Mon
         for ours, other in zip(head.fp8.state[:2], twin.fp8.state[:2], strict=True):
             assert torch.equal(ours[:2], other[:2])  # input and weight
             assert not ours[2].any() and other[2].any()  # no cast of grad_output read a history
-    state = octavo.nn.delayed_state_dict(head)
-    assert {name: one.shape for name, one in state.items()} == {
-        name: one.shape for name, one in octavo.nn.delayed_state_dict(twin).items()
-    }
+    state, of_twin = octavo.nn.delayed_state_dict(head), octavo.nn.delayed_state_dict(twin)
+    assert state.keys() == of_twin.keys() and all(one.shape == of_twin[name].shape for name, one in state.items())
     with torch.no_grad():
         linear_cross_entropy(x, head, target)
     assert torch.equal(octavo.nn.delayed_state_dict(head)["delayed_amax_history"], state["delayed_amax_history"])
@@ -181,24 +175,21 @@ def test_backward_twice_and_parts_of_it() -> None:
         loss = linear_cross_entropy(x, head, target)
         leaves = [x, *head.parameters()]
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        second = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
-        assert all(map(torch.equal, first, second))
+        assert all(map(torch.equal, first, [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]))
         with pytest.raises(HigherOrderGradientError):
             torch.autograd.grad(loss, x, create_graph=True)
         frozen = linear_cross_entropy(x, head.requires_grad_(False), target)  # the input's gradient alone
         assert torch.equal(torch.autograd.grad(frozen, x)[0], first[0])
         head.requires_grad_(True)
-        assert torch.equal(
-            torch.autograd.grad(linear_cross_entropy(x.detach(), head, target), head.weight)[0], first[1]
-        )
+        loss = linear_cross_entropy(x.detach(), head, target)  # the weight's alone
+        assert torch.equal(torch.autograd.grad(loss, head.weight)[0], first[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, E8M0])
 def test_scales_of_chunks_lie_as_their_fake_says(dtype: torch.dtype) -> None:
     chunks = [torch.exp2(torch.arange(3 * columns).view(3, columns) % 7).to(dtype) for columns in (2, 1, 4)]
     joined = join_scales(chunks)
-    wide = torch.cat([chunk.float() for chunk in chunks], 1)
-    assert torch.equal(joined.float(), wide) and joined.dtype == dtype
+    assert torch.equal(joined.float(), torch.cat([chunk.float() for chunk in chunks], 1)) and joined.dtype == dtype
     with FakeTensorMode() as mode:
         fake = join_scales([mode.from_tensor(chunk) for chunk in chunks])
     assert (fake.shape, fake.stride(), fake.dtype) == (joined.shape, joined.stride(), dtype)

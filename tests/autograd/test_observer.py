@@ -28,9 +28,8 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
     for place, (tensor, cast) in enumerate(zip((x, layer.weight, grad), recipes.dynamic().casts, strict=True)):
         numbers = tensor.detach().double()
         read = octavo.quantize(tensor.detach(), cast.as_is.format, PerTensor()).dequantize().double()
-        flushed = ((read == 0) & (numbers != 0)).sum() / (numbers != 0).sum()
         expected = {
-            "flushed": float(flushed),
+            "flushed": float(((read == 0) & (numbers != 0)).sum() / (numbers != 0).sum()),
             "sqnr": float(10 * torch.log10(numbers.square().sum() / (numbers - read).square().sum())),
             "amax": float(numbers.abs().max()),
             "clipped": 0.0,
@@ -53,9 +52,7 @@ def test_a_fault_of_a_gradient_is_noted_once(needs: tuple[bool, bool], noted: li
     of_input, of_gradient = (
         (torch.tensor([7]).int(), torch.zeros(len(Counted.faults)), torch.zeros(1).int()) for _ in range(2)
     )
-    x, weight = (
-        torch.randn(shape).requires_grad_(need) for shape, need in zip(((40, 32), (48, 32)), needs, strict=True)
-    )
+    x, weight = (torch.randn(rows, 32, requires_grad=need) for rows, need in zip((40, 48), needs, strict=True))
     operands = cast_role(weight.detach(), CastRequest(recipes.dynamic(), WEIGHT, True, True), None)
     layer = Layer(operands, recipes.dynamic(), None, True, (Observer(notes=(of_input, of_gradient)),))
     grad = torch.randn(40, 48)

@@ -50,12 +50,7 @@ def run(recipe, x, weight, bias, grad, state=None):
 
 
 def data(dtype=torch.float32):
-    return (
-        torch.randn(T, K, dtype=dtype),
-        torch.randn(N, K, dtype=dtype),
-        torch.randn(N, dtype=dtype),
-        torch.randn(T, N, dtype=dtype),
-    )
+    return tuple(torch.randn(shape, dtype=dtype) for shape in ((T, K), (N, K), N, (T, N)))
 
 
 def truth(x, weight, bias, grad):
@@ -185,14 +180,12 @@ def test_heads_that_are_turned_are_unrounded_as_they_are_computed():
 
 
 def test_nothing_asks_for_a_gradient():
-    x, weight, bias, grad = data()
-    layer = Layer(
-        cast_role(weight, CastRequest(recipes.dynamic(), WEIGHT, True, True), None), recipes.dynamic(), None, True
-    )
+    (x, weight, bias, grad), recipe = data(), recipes.dynamic()
+    layer = Layer(cast_role(weight, CastRequest(recipe, WEIGHT, True, True), None), recipe, None, True)
     for bias_or_none in (bias, None):
         y = linear(x, weight, bias_or_none, layer)
         assert not y.requires_grad
-        assert torch.equal(y, run(recipes.dynamic(), x, weight, bias_or_none, grad)[0])
+        assert torch.equal(y, run(recipe, x, weight, bias_or_none, grad)[0])
 
 
 @pytest.mark.parametrize("fast_accum", [("output",), ("grad_weight", "grad_input"), ()])
@@ -217,10 +210,6 @@ class Grouped(octavo.nn.GroupedLinear):
         return super().forward(x, torch.tensor([5, 16], dtype=torch.int32))
 
 
-def compiled(module):
-    return torch.compile(module, backend="aot_eager")
-
-
 def checkpointed(module, reentrant):
     return lambda x: checkpoint(module, x, use_reentrant=reentrant)
 
@@ -232,7 +221,7 @@ MODULES = {
 }
 CALLS = {
     "eager": lambda module: module,
-    "compiled": compiled,
+    "compiled": functools.partial(torch.compile, backend="aot_eager"),
     "checkpointed": functools.partial(checkpointed, reentrant=False),
     "reentrant": functools.partial(checkpointed, reentrant=True),
 }
@@ -264,9 +253,8 @@ def two_losses(recipe, make, call):
 def test_a_larger_loss_over_the_same_graph_is_not_clipped_to_the_first(make, call):
     """A second, larger loss is rounded nearly as well as with each tensor's own amax, which remembers nothing."""
     how = MODULES[make], CALLS[call]
-    (delayed, module), (fresh, _), (exact, _) = (
-        two_losses(recipe, *how) for recipe in (recipes.delayed(4), recipes.dynamic(), recipes.high_precision())
-    )
+    by_each = recipes.delayed(4), recipes.dynamic(), recipes.high_precision()
+    (delayed, module), (fresh, _), (exact, _) = (two_losses(recipe, *how) for recipe in by_each)
     assert sqnr(delayed, exact) > sqnr(fresh, exact) - 3
     for name, history in octavo.nn.delayed_state_dict(module).items():
         if name.endswith("history"):

@@ -15,9 +15,7 @@ def by_formula(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[
         first, second = x.chunk(2, -1)
         return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
-    query, key, value = (
-        part.transpose(1, 2) for part in qkv.unflatten(2, (-1, D)).split([COUNTS[0], COUNTS[1], COUNTS[1]], 2)
-    )
+    query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(2, (-1, D)).split([*COUNTS, COUNTS[1]], 2))
     return [turned(query), turned(key), value]
 
 

@@ -22,7 +22,6 @@ from octavo.scaling.recipe import INPUT, WEIGHT
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
-each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
 
 
 def layers(recipe, count=3, **options):
@@ -46,7 +45,7 @@ def casts_in(call):
     return ops.calls["cast"] + ops.calls["cast_two_scalings"], result
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
     model, saved = layers(FP8_RECIPES[recipe]()), {}
     x = input_of(dtype=torch.float32)
@@ -59,8 +58,7 @@ def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         casts, outputs = casts_in(lambda: [layer(x) for layer in model])
     assert casts == 1 + len(model)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert len(saved.keys() - weights) == 1
+    assert len(saved.keys() - {p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
     sum(outputs).sum().backward()
 
 
@@ -179,11 +177,9 @@ def test_histories_are_compared_once(monkeypatch):
         monkeypatch.setattr(delayed, "no_modes", lambda: pytest.fail("compared again"))
         with torch.no_grad():
             model[1].weight.mul_(0.5)  # by hand: its weight's history is forgotten, its input's is not
-    of_weights = dataclasses.replace(
-        recipes.dynamic(),
-        output=(recipes.dynamic().output[0], recipes.delayed().output[1]),
-        grad_input=(recipes.dynamic().grad_input[0], recipes.delayed().grad_input[1]),
-    )
+    pairs = zip(*((recipe.output, recipe.grad_input) for recipe in (recipes.dynamic(), recipes.delayed())), strict=True)
+    output, grad_input = ((one[0], delayed_one[1]) for one, delayed_one in pairs)
+    of_weights = dataclasses.replace(recipes.dynamic(), output=output, grad_input=grad_input)
     assert casts_in(lambda: region(layers(of_weights), input_of()))[0] == 4
 
 

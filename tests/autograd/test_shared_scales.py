@@ -29,11 +29,9 @@ def largest_on_ranks(mesh):
     parts = Parts(mesh.get_group().group_name, (True, True, True))
     x = torch.full((2, 2), float(mesh.get_local_rank() - 3))
     amax_of_rank = x.abs().amax().view(1, 1)
-    scale = scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, parts)
-    squared = scale_for(CastSource(x, "squared_relu"), Cast(E4M3, PerTensor()), None, INPUT, parts)
     return (
-        scale.tolist(),
-        squared.tolist(),
+        scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, parts).tolist(),
+        scale_for(CastSource(x, "squared_relu"), Cast(E4M3, PerTensor()), None, INPUT, parts).tolist(),
         [None if amax is None else amax.item() for amax in shared_amax((amax_of_rank, None, amax_of_rank), parts)],
     )
 

@@ -72,13 +72,11 @@ def test_to_halves(kind: str) -> None:
         want = numbers.astype(dtype).view(np.uint16)
     nan = np.isnan(numbers)
     want[nan] = 0x7FFF
-    nearest = compute(f"cvt.rn.{kind}.f32", numbers, out=np.uint16)
-    assert (nearest == want).all()
+    assert (compute(f"cvt.rn.{kind}.f32", numbers, out=np.uint16) == want).all()
     if kind == "f16":  # toward zero: the nearest, but where that is farther from zero one less
         with np.errstate(all="ignore"):
             beyond = np.abs(want.view(dtype).astype(np.float64)) > np.abs(numbers.astype(np.float64))
-        zero = compute("cvt.rz.f16.f32", numbers, out=np.uint16)
-        assert (zero == want - (beyond & ~nan)).all() and beyond.any()
+        assert (compute("cvt.rz.f16.f32", numbers, out=np.uint16) == want - (beyond & ~nan)).all() and beyond.any()
     pair = compute(f"cvt.rn.{kind}x2.f32", numbers, numbers[::-1], out=np.uint32)
     assert (pair >> 16 == want).all() and (pair & 0xFFFF == want[::-1]).all()
 
@@ -97,9 +95,8 @@ def test_between_float32_and_float64() -> None:
     wide = compute("cvt.f64.f32", numbers, out=np.float64)
     assert (wide[number] == numbers[number]).all() and np.isnan(wide[~number]).all()
     random = np.random.default_rng(1)
-    wide = np.concatenate(
-        [wide, wide * (1 + 2.0**-24), random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))]
-    )
+    drawn = random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))
+    wide = np.concatenate([wide, wide * (1 + 2.0**-24), drawn])
     with np.errstate(all="ignore"):
         want = wide.astype(np.float32)
     number = ~np.isnan(wide)
@@ -122,12 +119,10 @@ def test_between_integers(source: str, to: str) -> None:
 @pytest.mark.parametrize("source", ["s32", "u32", "s64", "u64"])
 @pytest.mark.parametrize("to", ["f32", "f64"])
 def test_integers_to_floats(source: str, to: str) -> None:
-    size = int(source[1:]) // 8
-    dtype = f"{source[0]}{size}".replace("s", "i")
+    dtype = f"{source[0]}{int(source[1:]) // 8}".replace("s", "i")
     numbers = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500) >> np.arange(500) % 63
-    numbers = np.r_[
-        numbers.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3
-    ].astype(dtype)
+    ends = np.iinfo(dtype)
+    numbers = np.r_[numbers.astype(dtype), ends.max, ends.min, (1 << 24) + 1, (1 << 24) + 3].astype(dtype)
     got = compute(f"cvt.rn.{to}.{source}", numbers, out=f"f{int(to[1:]) // 8}")
     assert (got == numbers.astype(got.dtype)).all()
 

@@ -199,12 +199,8 @@ def test_a_copy_that_is_read_before_its_wait(schedule: str) -> None:
     data, out = source(), words()
     launch(COPY + COMMIT + WAIT.format(0) + LOOK, data, out, shared=512, schedule=schedule)
     assert (out == data[::4]).all()
-    for body in (
-        COPY + LOOK,
-        COPY + COMMIT + LOOK,
-        COPY + COMMIT + WAIT.format(1) + LOOK,
-        COPY + WAIT.format(0) + LOOK,
-    ):
+    for wait in ("", COMMIT, COMMIT + WAIT.format(1), WAIT.format(0)):
+        body = COPY + wait + LOOK
         finds("a copy under way writes shared bytes that are read", body, data, out, shared=512, schedule=schedule)
 
 

@@ -38,15 +38,10 @@ def rounded(value: Fraction, kind: str) -> float:
 def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, y, z of any size, near each other, where z takes x * y away but for its last bits, and where z tips a tie."""
     random, dtype, digits = np.random.default_rng(0), DTYPES[kind], FORMATS[kind][0]
-    whole = random.integers(0, 1 << 63, (3, count), dtype=np.uint64) * np.uint64(2) >> np.uint64(
-        64 - dtype.itemsize * 8
-    )
+    whole = random.integers(0, 1 << 63, (3, count), np.uint64) * np.uint64(2) >> np.uint64(64 - dtype.itemsize * 8)
     x, y, z = whole.astype(f"u{dtype.itemsize}").view(dtype)
     near = random.standard_normal((3, count)) * np.exp2(random.integers(-digits, digits, (3, count)))
-    x, y, z = (
-        np.where(random.random(count) < 0.5, a, b.astype(dtype)).astype(dtype)
-        for a, b in zip((x, y, z), near, strict=True)
-    )
+    x, y, z = (np.where(random.random(count) < 0.5, a, b).astype(dtype) for a, b in zip((x, y, z), near, strict=True))
     product = x.astype(np.longdouble) * y.astype(np.longdouble)
     third = random.integers(0, 4, count)
     lost = np.where(third == 0, -product * (1 + np.exp2(-digits)), z.astype(np.longdouble))

@@ -17,9 +17,7 @@ def numbers(kind: str, seed: int) -> np.ndarray:
     """Random numbers of every length, and the ends."""
     bits, random = int(kind[1:]), np.random.default_rng(seed)
     values = random.integers(0, 1 << 63, COUNT, dtype=np.uint64) << np.uint64(1) | np.uint64(seed & 1)
-    values = (values >> random.integers(0, 64, COUNT, dtype=np.uint64)) * random.choice([1, -1], COUNT).astype(
-        np.uint64
-    )
+    values = (values >> random.integers(0, 64, COUNT, np.uint64)) * random.choice([1, -1], COUNT).astype(np.uint64)
     ends = np.array([0, 1, -1, 2, (1 << bits - 1) - 1, -(1 << bits - 1), 1 << (bits // 2)], object) & ((1 << bits) - 1)
     values[: ends.size] = random.permutation(ends).astype(np.uint64)
     return values.astype(f"u{bits // 8}")
@@ -110,9 +108,7 @@ def inserted(a: int, b: int, start: int, length: int) -> int:
 @pytest.mark.parametrize("kind", ["s32", "u32"])
 def test_fields(kind: str) -> None:
     random = np.random.default_rng(3)
-    start, length = (
-        random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], COUNT).astype(np.uint32) for _ in range(2)
-    )
+    start, length = random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], (2, COUNT)).astype(np.uint32)
     a, b = numbers(kind, 1), numbers(kind, 2)
     holds(f"bfe.{kind}", "u32 u32 u32 u32", lambda *operands: extracted(*operands, kind), a, start, length)
     holds("bfi.b32", "u32 u32 u32 u32 u32", inserted, a, b, start, length)
@@ -157,8 +153,7 @@ def test_selection(bits: int) -> None:
     a, b = numbers(f"u{bits}", 1), numbers(f"u{bits}", 2)
     letter = {16: "h", 32: "r", 64: "d"}[bits]
     name = f"setp.lt.u{bits} %p2, %{letter}1, %{letter}2; selp.b{bits}"
-    got = compute(name, a, b, form="{d}, {s}, %p2")
-    assert (got == np.where(a < b, a, b)).all()
+    assert (compute(name, a, b, form="{d}, {s}, %p2") == np.where(a < b, a, b)).all()
 
 
 def test_vectors_of_registers() -> None:

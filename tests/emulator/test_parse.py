@@ -18,11 +18,8 @@ def test_statements_and_their_lines() -> None:
     first = module("").count("\n", 0, module("").index("ret;"))  # the body begins on the line before
     body = "mov.b32 %r1, 0; // a comment; with a point\n$L__1:\n.loc 1 2 3\n@!%p1 bra $L__1;\n"
     body += "{ .reg .b32 tmp; mov.b32\n tmp, 1; }"
-    assert lines_of(body) == [
-        f"line {first}: mov.b32 %r1, 0",
-        f"line {first + 3}: @!%p1 bra $L__1",
-        f"line {first + 4}: mov.b32 tmp, 1",
-    ]
+    statements = {0: "mov.b32 %r1, 0", 3: "@!%p1 bra $L__1", 4: "mov.b32 tmp, 1"}
+    assert lines_of(body) == [f"line {first + below}: {text}" for below, text in statements.items()]
     program = emulator.parse(module(body))
     assert program.instructions[4].negated and program.labels == {"$L__1": 4}
 
@@ -37,9 +34,8 @@ def test_a_kernel_whose_last_statement_is_a_jump() -> None:
 
 
 def test_operands() -> None:
-    program = emulator.parse(
-        module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;")
-    )
+    body = "st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;"
+    program = emulator.parse(module(body))
     store, elect, move = program.instructions[3:6]
     address, (first, second) = store.operands
     assert address.offset == -8 and program.registers[address.base.number] == 32
@@ -61,8 +57,7 @@ def test_loops_and_branches_over_lanes() -> None:
         out,
         programs=2,
     )
-    counted = [sum(range(max(thread, 1) + 1)) + (2000 if thread & 1 else 1000) for thread in range(32)]
-    assert out.tolist() == counted * 2
+    assert out.tolist() == [sum(range(max(thread, 1) + 1)) + (2000 if thread & 1 else 1000) for thread in range(32)] * 2
 
 
 def test_jumps_by_a_table() -> None:

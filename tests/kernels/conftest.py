@@ -24,5 +24,4 @@ def ops_of(kernels: TritonKernels) -> Ops:
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "Triton":
         return ops_of(request.getfixturevalue("kernels"))
-    module = {"reference": reference, "cpu": cpu}[request.param]
-    return Ops(module.KERNELS.__getitem__, request.param)
+    return Ops({"reference": reference, "cpu": cpu}[request.param].KERNELS.__getitem__, request.param)

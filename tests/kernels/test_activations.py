@@ -26,10 +26,11 @@ def test_every_implementation_has_each(ops: Ops, name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_in_the_operations_of_torch_too(name: str) -> None:
-    h, dy = torch.randn(200) * 3, torch.rand(200) - 0.5
-    torch.testing.assert_close(FUNCTIONS[name].value(h).double(), exact(h.double(), name), rtol=1e-5, atol=1e-5)
-    truth = exact_gradient(dy, h, name)
-    torch.testing.assert_close(FUNCTIONS[name].gradient(dy, h).double(), truth, rtol=1e-5, atol=1e-5)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        h, dy = torch.randn(200, dtype=dtype) * 3, torch.rand(200, dtype=dtype) - 0.5
+        results = FUNCTIONS[name].value(h).double(), FUNCTIONS[name].gradient(dy, h).double()
+        truth = exact(h.double(), name), exact_gradient(dy, h, name)
+        torch.testing.assert_close(results, truth, rtol=tolerance, atol=tolerance)
 
 
 def test_tables_and_pages_name_each() -> None:

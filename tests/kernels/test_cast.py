@@ -112,13 +112,12 @@ def test_outputs_share_no_memory(shape: tuple[int, int], ops: Ops) -> None:
         x, state = torch.randn(shape), State.empty(1)
         how = 0, E4M3, tile, False, 0
         delayed, one = state.scale if tile == ALL else None, torch.ones(1, 1)
-        commit = (*state, one, None, E4M3, False, 0, *update_args("max"), True, 1, True)
         for result in (
             ops.of("cast")(x, delayed, *how, False, 1, True),
             ops.of("cast")(x, delayed, *how, True, 1, True),
             ops.of("cast")(x, None, *how, True, 1, True, **second(E4M3, tile, False, 0)),
             ops.of("cast")(x, None, *how, False, 2, True, **second(E4M3, tile, False, 0)),
-            ops.of("cast_and_commit")(x, *commit),
+            ops.of("cast_and_commit")(x, *state, one, None, E4M3, False, 0, *update_args("max"), True, 1, True),
         ):
             tensors = [x, *state, *result]
             assert not any(shares_memory(a, b) for i, a in enumerate(tensors) for b in tensors[:i])

@@ -63,17 +63,19 @@ def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
     return x, q, scale_inv, tile
 
 
+def nothing_counted(*groups: int) -> tuple[Tensor, Tensor]:
+    """Return sums and extremes before the first tensor, or before the first one of so many groups."""
+    sums = torch.zeros(*groups, len(Counted.sums) + Counted.exponents, dtype=torch.float64)
+    return sums, torch.zeros(*groups, len(Counted.extremes))
+
+
 def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     x, q, scale_inv, tile = pair_of(case)
-    sums, extremes = counts = (
-        torch.zeros(len(Counted.sums) + Counted.exponents, dtype=torch.float64),
-        torch.zeros(len(Counted.extremes)),
-    )
+    sums, extremes = counts = nothing_counted()
     for _ in range(times):  # counts are added to
         ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *counts)
     codes = q[:, : x.shape[1]]
-    ones = torch.ones_like(codes.float()).to(codes.dtype)
-    scales = REFERENCE["dequantize"](ones, scale_inv, tile, torch.float32)
+    scales = REFERENCE["dequantize"](torch.ones_like(codes.float()).to(codes.dtype), scale_inv, tile, torch.float32)
     expected = times * torch.tensor(counted(x, codes, scales), dtype=torch.float64)
     error, power = Counted.sums.index("error"), Counted.sums.index("power")
     # a code is read by a product that float32 rounds
@@ -109,13 +111,10 @@ def check_groups(ops: Ops, case: dict[str, Any]) -> None:
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, cast = values_of(case["values"], (sum(sizes) + 2, case["cols"]), case["dtype"]), (case["fmt"], tile, False, 0)
     q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, *cast, offsets=offsets)
-    counts = (
-        torch.zeros(len(sizes), len(Counted.sums) + Counted.exponents, dtype=torch.float64),
-        torch.zeros(len(sizes), len(Counted.extremes)),
-    )
+    counts = nothing_counted(len(sizes))
     ops.of("cast_statistics")(x, q, scale_inv, tile, *counts, offsets)
     for x_of_group, sums, extremes in zip(x.split([*sizes, 2])[:-1], *counts, strict=True):
-        alone = torch.zeros_like(counts[0][0]), torch.zeros_like(counts[1][0])
+        alone = nothing_counted()
         own_q, _, own_inv, *_ = REFERENCE["cast"](x_of_group, None, 0, *cast)
         REFERENCE["cast_statistics"](x_of_group, own_q, own_inv, tile, *alone)
         torch.testing.assert_close(sums, alone[0], rtol=1e-12, atol=0)

@@ -70,8 +70,7 @@ def test_a_lone_nan_is_read(dtype: torch.dtype, size: int, ops: Ops) -> None:
 
 @pytest.mark.parametrize("faulty", [True, False])  # finite tensors and others are rounded in two ways
 def test_every_number_of_16_bits_and_float32_around_every_boundary(dtype: torch.dtype, faulty: bool, ops: Ops) -> None:
-    every_float16 = all_bfloat16().view(torch.int16).view(torch.float16)
-    for x in (all_bfloat16(), every_float16, boundaries(dtype)):
+    for x in (all_bfloat16(), all_bfloat16().view(torch.int16).view(torch.float16), boundaries(dtype)):
         if faulty:
             x = torch.cat([x, torch.tensor([math.inf, math.nan, -math.inf, 1.0, -math.nan], dtype=x.dtype)])
         else:

@@ -17,12 +17,10 @@ from octavo.kernels.groups import (
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, random_sizes, scale_slices, slices_of
 
-SEQUENCES = [*SIZES, *map(random_sizes, range(200))]
-
 
 @pytest.mark.parametrize("tile_rows", [-1, 1, 3, 32, 128])
 def test_groups_follow_each_other_within_their_capacity(tile_rows: int) -> None:
-    for sizes, ungrouped in SEQUENCES:
+    for sizes, ungrouped in (*SIZES, *map(random_sizes, range(200))):
         rows, groups = sum(sizes) + ungrouped, len(sizes)
         for pad in (1, 16):
             group_places = places(offsets_of(sizes).tolist(), tile_rows, pad)

@@ -15,8 +15,6 @@ from octavo.kernels.layouts import (
 from octavo.numerics import E8M0
 from tests.support.definitions import scale_grid
 
-TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
-
 
 @pytest.mark.parametrize("native", [False, True])
 def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +46,7 @@ def test_small_blocks_are_powers_of_two_up_to_128() -> None:
 
 
 def test_multiplying_is_in_place_where_no_tile_is_ragged() -> None:
-    for tile in TILES:
+    for tile in ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)):
         x = torch.ones(128, 128)
         whole = all(size < 2 or 128 % size == 0 for size in tile)
         result = multiply_tiles_(x, torch.full(scale_grid(x.shape, tile), 2.0), tile)

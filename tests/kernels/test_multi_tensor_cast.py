@@ -139,9 +139,7 @@ def test_a_table_that_a_graph_reads_outlives_all_others(kernels, monkeypatch):
     monkeypatch.setattr(module, "launch", lambda *_: None)
     monkeypatch.setattr(module, "_captured", set())
 
-    tensors = {
-        rows: (torch.empty(rows, 16), torch.empty(rows, 16, dtype=E4M3), torch.empty(1, 1)) for rows in range(80)
-    }
+    tensors = [(torch.empty(rows, 16), torch.empty(rows, 16, dtype=E4M3), torch.empty(1, 1)) for rows in range(80)]
 
     def cast(rows: int) -> None:
         x, q, scale_inv = tensors[rows]

@@ -34,8 +34,7 @@ def test_any_product(ops: Ops) -> None:
         amax = None if case["amax"] is None else torch.tensor([[case["amax"]]])
         notes, faulty = torch.tensor([1.0, 2.0, 0.25, 0.0]), ~x.float().isfinite().all(1)
         written = torch.tensor([7]).int(), notes.clone(), torch.tensor([case["known"]]).int()
-        operands = [laid(t, "strided") for t in (y.bfloat16(), x)]
-        ops.of("note_faults")(*operands, scale_inv, amax, *written)
+        ops.of("note_faults")(*[laid(t, "strided") for t in (y.bfloat16(), x)], scale_inv, amax, *written)
         first = case["known"]
         if y.numel():
             notes[:2] += torch.tensor([faulty.sum(), len(y)])

@@ -1,5 +1,7 @@
 """NVFP4's arithmetic, against ml_dtypes, a definition in NumPy, float64 and the statistics of random bits."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from octavo.scaling.recipe import Rotation
 from tests.kernels.conftest import Ops
 from tests.support import definitions
 from tests.support.casts import DTYPES
-from tests.support.definitions import same_bits
+from tests.support.definitions import all_bfloat16, same_bits
 
 ROWS, COLUMNS, SQUARE = (1, 16), (16, 1), (16, 16)
 FLT_MAX = torch.finfo(torch.float32).max
@@ -48,12 +50,6 @@ def read(ops: Ops, x: Tensor, tile: tuple[int, int] = ROWS, outer: float | None 
 # --- Rounding, scales and products ------------------------------------------------------------------------------------
 
 
-def all_bf16() -> Tensor:
-    """Every finite bfloat16, float32."""
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    return values[values.isfinite()]
-
-
 def nearest(values: np.ndarray) -> np.ndarray:
     """Return ml_dtypes' codes of float32 numbers, which saturate."""
     return np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -65,10 +61,10 @@ def test_codes_are_ml_dtypes() -> None:
     beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 9.0)]
     drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).to(torch.int32).view(torch.float32)
     positive = torch.cat([ties, *beside])
-    x = torch.cat([all_bf16(), positive, -positive, drawn[drawn.isfinite()]])
+    x = torch.cat([all_bfloat16().float(), positive, -positive, drawn])
+    x = x[x.isfinite()]
     x = F.pad(x, (0, -len(x) % 16)).view(-1, 16)
-    codes = encode_packed(x, torch.ones(len(x), 1), ROWS, None)
-    assert np.array_equal(codes.numpy(), nearest(x.numpy()))
+    assert np.array_equal(encode_packed(x, torch.ones(len(x), 1), ROWS, None).numpy(), nearest(x.numpy()))
     all_codes = np.arange(16, dtype=np.uint8)
     assert torch.equal(unpack_pairs(pack_pairs(torch.arange(16).to(torch.uint8))), torch.arange(16).to(torch.uint8))
     truth = torch.from_numpy(all_codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
@@ -77,7 +73,7 @@ def test_codes_are_ml_dtypes() -> None:
 
 
 def test_every_number_that_a_block_of_scale_1_has_is_rounded_so(ops: Ops) -> None:
-    values = all_bf16()
+    values = all_bfloat16().float()
     values = values[values.abs() <= 6]
     x = F.pad(values, (0, -len(values) % 15)).view(-1, 15)
     x = torch.cat([torch.full((len(x), 1), -6.0), x], 1)
@@ -119,20 +115,8 @@ def test_outer_scales_at_their_edges(ops: Ops) -> None:
     """An outer scale between 2^-117 and 2^117, whatever is delayed; what float32 has no room for reads inf."""
     smallest = cast(ops, torch.full((1, 16), 2.0**-122), outer=2.0**126)[1]
     assert float(smallest) == 3 * 2.0**-126  # E4M3(2^-5 / 6), of which 2^-9 is the unit, over 2^117
-    largest = cast(ops, torch.full((1, 16), 2.0**120), outer=2.0**-126)[1]
-    assert float(largest) == 1.375 * 2.0**117  # E4M3(8 / 6)
+    assert float(cast(ops, torch.full((1, 16), 2.0**120), outer=2.0**-126)[1]) == 1.375 * 2.0**117  # E4M3(8 / 6)
     assert read(ops, torch.full((1, 16), FLT_MAX)).isinf().all()  # 6 x 352 x 2^117: rounded up beyond float32
-
-
-def test_every_value_is_exact_in_bfloat16() -> None:
-    codes = values_of_packed(pack_pairs(torch.arange(16).to(torch.uint8)))
-    inner = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    outers = torch.exp2(torch.arange(-117.0, 118.0))
-    scale_inv = inner[:, None] / outers
-    assert same_bits(scale_inv.bfloat16().float(), scale_inv)
-    values = scale_inv[..., None] * codes
-    values = values[values.isfinite()]  # those beyond the largest float32 are
-    assert same_bits(values.bfloat16().float(), values)
 
 
 def test_products_are_float64s(ops: Ops) -> None:
@@ -142,8 +126,7 @@ def test_products_are_float64s(ops: Ops) -> None:
         pairs, values = [], []
         for rows, tile in ((m, ROWS), (n, SQUARE)):
             codes = pack_pairs(torch.randint(16, (rows, k)).to(torch.uint8)).view(E2M1.dtype)
-            grid = -(-rows // tile[0]), k // 16
-            inner = torch.randint(8, 16, grid) * 8.0  # E4M3 from 64 to 120, multiples of 8
+            inner = torch.randint(8, 16, (-(-rows // tile[0]), k // 16)) * 8.0  # E4M3 from 64 to 120, multiples of 8
             pairs += [codes, inner.bfloat16() / 64, tile]
             values.append(ops.of("dequantize")(*pairs[-3:], torch.float32).double())
         bias = torch.randint(-8, 8, (n,)).to(dtype)
@@ -184,12 +167,9 @@ def test_layouts_strides_dtypes_and_two_scalings(ops: Ops) -> None:
     options = None, 0, E2M1.dtype, ROWS, True, 0, True, 16, False
     second = {"second_dtype": E2M1.dtype, "second_tile": COLUMNS, "second_power_of_two": True}
     q, second_q, s, second_s, *_ = ops.of("cast")(x, *options, seed=1, second_seed=3, second_rotation=SIGNS, **second)
-    for (codes, scale_inv), wanted in (
-        ((q, s), cast(ops, x, seed=1)),
-        ((second_q, second_s), cast(ops, x, COLUMNS, **named)),
-    ):
-        assert same_bits(codes.view(torch.uint8), wanted[0].view(torch.uint8))
-        assert same_bits(scale_inv.contiguous(), wanted[1].contiguous())
+    for pair, wanted in (((q, s), cast(ops, x, seed=1)), ((second_q, second_s), cast(ops, x, COLUMNS, **named))):
+        assert same_bits(pair[0].view(torch.uint8), wanted[0].view(torch.uint8))
+        assert same_bits(pair[1].contiguous(), wanted[1].contiguous())
         assert float(wanted[2]) == float(x.abs().max())
 
 
@@ -239,18 +219,16 @@ def test_what_has_no_packed_codes_is_refused(ops: Ops, tile: tuple[int, int], tr
 
 
 def test_the_ops_fakes_have_its_shapes() -> None:
+    check = functools.partial(torch.library.opcheck, test_utils="test_faketensor")
     for shape, tile in (((33, 50), ROWS), ((33, 50), COLUMNS), ((16, 48), SQUARE)):
         x, is_columns = torch.randn(*shape), tile == COLUMNS
         options = x, None, 0, E2M1.dtype, tile, True, 0, is_columns or tile == SQUARE, 16, True
         named = {} if tile == SQUARE else {"seed": 1, "rotation": SIGNS, "place": [16, 32]}
-        torch.library.opcheck(torch.ops.octavo.cast.default, options, named, test_utils="test_faketensor")
+        check(torch.ops.octavo.cast.default, options, named)
         codes, transposed, scale_inv, *_ = torch.ops.octavo.cast(*options, **named)
         pair = (transposed, scale_inv.t(), ROWS) if is_columns else (codes, scale_inv, tile)
-        torch.library.opcheck(
-            torch.ops.octavo.dequantize.default, (*pair, torch.bfloat16), test_utils="test_faketensor"
-        )
-        product = *pair, *pair, None, torch.float32, False
-        torch.library.opcheck(torch.ops.octavo.matmul.default, product, test_utils="test_faketensor")
+        check(torch.ops.octavo.dequantize.default, (*pair, torch.bfloat16))
+        check(torch.ops.octavo.matmul.default, (*pair, *pair, None, torch.float32, False))
 
 
 # --- The rotation -----------------------------------------------------------------------------------------------------
@@ -298,8 +276,7 @@ def test_a_rotated_cast_has_a_quarter_of_the_outer_scale(ops: Ops) -> None:
     codes, scale_inv, amax = cast(ops, x, rotation=SIGNS)
     assert float(amax) == 1.0
     turned = rotated(x, SIGNS)
-    values = read(ops, x, rotation=SIGNS)
-    assert abs(float(values[0, 0]) - 4) <= 4 / 16
+    assert abs(float(read(ops, x, rotation=SIGNS)[0, 0]) - 4) <= 4 / 16
     wanted, scales = definitions.nvfp4(turned, ROWS, scale=2.0**11 / 4)
     assert same_bits(codes.view(torch.uint8), wanted) and same_bits(scale_inv, scales)
 
@@ -425,8 +402,7 @@ def test_rotated_and_stochastic_codes_are_the_definitions(ops: Ops, content: str
             codes, scale_inv, _ = cast(ops, x, rotation=rotation, seed=seed)
             wanted, wanted_scales = definitions.nvfp4(x, ROWS, 0, 0.0, rotation, seed)
             assert same_bits(codes.view(torch.uint8), wanted) and same_bits(scale_inv, wanted_scales)
-            values = [read(ops, one, rotation=rotation, seed=seed) for one in (x, other)]
-            assert torch.equal(*values)
+            assert torch.equal(*[read(ops, one, rotation=rotation, seed=seed) for one in (x, other)])
 
 
 @pytest.mark.parametrize("rotation", [None, SIGNS])

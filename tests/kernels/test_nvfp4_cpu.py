@@ -113,8 +113,7 @@ def test_any_cast_is_the_references(seed: int) -> None:
 @pytest.mark.full
 def test_casts_without_vector_instructions_are_the_references() -> None:
     program = "from tests.kernels.test_nvfp4_cpu import differing; assert differing(150, 20) == []"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": "default"})
 
 
 def test_codes_of_a_block_with_a_fault_are_all_the_same() -> None:
@@ -131,9 +130,8 @@ def test_codes_of_a_block_with_a_fault_are_all_the_same() -> None:
 
 
 def pair_of(shape: tuple[int, int], values: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    q, _, scale_inv, *_ = reference.KERNELS["cast"](
-        values_of(values, shape, torch.bfloat16), None, 0, E2M1.dtype, tile, True, 0, False, 16
-    )
+    x = values_of(values, shape, torch.bfloat16)
+    q, _, scale_inv, *_ = reference.KERNELS["cast"](x, None, 0, E2M1.dtype, tile, True, 0, False, 16)
     return q, scale_inv, tile
 
 
@@ -205,8 +203,7 @@ def test_casts_are_counted(values: str, tile: tuple[int, int], scale: float, mon
     x = values_of(values, (35, 40), torch.bfloat16)
     q, _, scale_inv, *_ = reference.KERNELS["cast"](x, torch.full((3,), scale), 0, E2M1.dtype, tile, True, 0, False, 16)
     read = reference.KERNELS["dequantize"](q, scale_inv, tile, torch.float32)[:, :40]
-    ones = torch.ones_like(scale_inv)
-    magnitudes = reference.KERNELS["dequantize"](q, ones, tile, torch.float32)[:, :40].abs()
+    magnitudes = reference.KERNELS["dequantize"](q, torch.ones_like(scale_inv), tile, torch.float32)[:, :40].abs()
     expected = counted(x, read, magnitudes)
     positive = scale_inv.float()[scale_inv > 0]
     for kernels, chunk in ((reference.KERNELS, 1), (cpu.KERNELS, 1000), (cpu.KERNELS, 1 << 18)):

@@ -74,8 +74,7 @@ def test_casts_that_onnx_can_not_express(source, scaling, says):
 
 
 def test_powers_of_two_by_comparison():
-    exponents = torch.arange(-126, 127)
-    exact = 2.0 ** exponents.float()
+    exact = 2.0 ** torch.arange(-126, 127).float()
     near = [torch.nextafter(exact, torch.full_like(exact, to)) for to in (0.0, torch.inf)]
     for scale in (exact, *near, exact * 1.5, torch.rand(10_000) + 1e-3):
         scale = scale.clamp(2.0**-126, 2.0**126)

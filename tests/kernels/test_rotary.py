@@ -19,8 +19,7 @@ def heads_of(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) 
         return torch.randn(batch, heads, positions, width).to(dtype).transpose(1, 2)
     if layout == "columns":  # no head's elements lie beside each other
         return torch.randn(width, batch, positions, heads).to(dtype).permute(1, 2, 3, 0)
-    wide = torch.randn(batch, positions, heads + 3, width).to(dtype)  # a part of a larger product
-    return wide[:, :, 1 : 1 + heads]
+    return torch.randn(batch, positions, heads + 3, width).to(dtype)[:, :, 1 : 1 + heads]  # a part of a larger product
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -34,17 +33,23 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return (matrix.unsqueeze(2) @ x.double().unsqueeze(-1)).squeeze(-1)
 
 
-def check(ops: Ops, case: dict[str, Any]) -> None:
-    """Check against float64, and against the reference bit for bit."""
+def drawn_heads(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, and the cosines and sines of angles whose halves differ."""
     batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
     queries, keys = case["heads"]
     q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
     angles = torch.randn(1 if case["shared"] else batch, positions, width // 2 if case["half"] else width) * 3
-    cos, sin = (one.to(case["of_angles"]) for one in (angles.cos(), angles.sin()))  # halves differ
+    return q, k, v, angles.cos().to(case["of_angles"]), angles.sin().to(case["of_angles"])
+
+
+def check(ops: Ops, case: dict[str, Any]) -> None:
+    """Check against float64, and against the reference bit for bit."""
+    q, k, v, cos, sin = drawn_heads(case)
+    counts, dtype = [x.shape[2] for x in (q, k, v)], q.dtype
     with poisoned_memory():
         result = ops.of("rotary")(q, k, v, cos, sin, case["inverse"])
-    assert result.shape == (batch, positions, (queries + 2 * keys) * width) and result.dtype == dtype
-    parts = result.unflatten(2, (-1, width)).split([queries, keys, keys], 2)
+    assert result.shape == (*q.shape[:2], sum(counts) * q.shape[3]) and result.dtype == dtype
+    parts = result.unflatten(2, (-1, q.shape[3])).split(counts, 2)
     for x, part in zip((q, k), parts, strict=False):
         angles = (one.repeat(1, 1, 2) if case["half"] else one for one in (cos, sin))
         truth, sizes = turned(x, *angles, case["inverse"]), x.double().abs().amax(-1, keepdim=True)
@@ -53,18 +58,19 @@ def check(ops: Ops, case: dict[str, Any]) -> None:
     assert same_bits(result, reference.KERNELS["rotary"](q, k, v, cos, sin, case["inverse"]))
 
 
-@each_pair(
-    batch=[1, 3],
-    positions=[0, 1, 37],
-    heads=[(1, 1), (4, 1), (9, 3)],
-    width=[2, 16, 34, 64],
-    dtype=DTYPES,
-    of_angles=DTYPES,
-    layout=["slice", "attention's", "columns"],
-    shared=[False, True],
-    inverse=[False, True],
-    half=[False, True],
-)
+OPTIONS: dict[str, Any] = {
+    "positions": [0, 1, 37],
+    "heads": [(1, 1), (4, 1), (9, 3)],
+    "width": [2, 16, 34, 64],
+    "dtype": DTYPES,
+    "of_angles": DTYPES,
+    "layout": ["slice", "attention's", "columns"],
+    "shared": [False, True],
+    "half": [False, True],
+}
+
+
+@each_pair(batch=[1, 3], **OPTIONS, inverse=[False, True])
 def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
     check(ops, case)
 
@@ -82,12 +88,9 @@ HOW = {
 
 def check_casts(ops: Ops, case: dict[str, Any], how: str) -> None:
     """Casts of heads' gradients have the bits of casts of the matrix that the op rotary makes of them."""
-    batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
-    queries, keys = case["heads"]
-    q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
-    angles = torch.randn(1 if case["shared"] else batch, positions, width // 2 if case["half"] else width) * 3
-    heads = {"k": k, "v": v, "cos": angles.cos().to(case["of_angles"]), "sin": angles.sin().to(case["of_angles"])}
-    whole = reference.KERNELS["rotary"](q, *heads.values(), True).view(batch * positions, (queries + 2 * keys) * width)
+    q, *others_of_heads = drawn_heads(case)
+    heads = dict(zip(("k", "v", "cos", "sin"), others_of_heads, strict=True))
+    whole, dtype = reference.KERNELS["rotary"](q, *heads.values(), True).flatten(0, 1), q.dtype
     (tile, *others), named = HOW[how]
     calls = [("cast", (None, 2, E5M2, tile, *others))]
     if how == "tensor":
@@ -105,58 +108,38 @@ def check_casts(ops: Ops, case: dict[str, Any], how: str) -> None:
             [one if one.dtype != torch.int32 else one[1] for one in copy if isinstance(one, Tensor)] for copy in copies
         ]
         for result, truth in zip((*results, *tensors[0]), (*expected, *tensors[1]), strict=True):
-            is_sum = result.dtype == dtype and result.shape == whole.shape[1:]
-            if is_sum:  # in any order
-                torch.testing.assert_close(result, truth, atol=1e-4 * positions, rtol=2 * torch.finfo(dtype).eps)
+            if result.dtype == dtype and result.shape == whole.shape[1:]:  # a sum, in any order
+                torch.testing.assert_close(result, truth, atol=1e-4 * q.shape[1], rtol=2 * torch.finfo(dtype).eps)
             else:
                 assert result.stride() == truth.stride() and same_bits(result, truth), op
 
 
-@each_pair(
-    batch=[1, 2],
-    positions=[0, 1, 37],
-    heads=[(1, 1), (4, 1), (9, 3)],
-    width=[2, 16, 34, 64],
-    dtype=DTYPES,
-    of_angles=DTYPES,
-    layout=["slice", "attention's", "columns"],
-    shared=[False, True],
-    half=[False, True],
-    how=[*HOW],
-)
+@each_pair(batch=[1, 2], **OPTIONS, how=[*HOW])
 def test_casts_of_gradients(case: dict[str, Any], ops: Ops) -> None:
     check_casts(ops, case, case["how"])
 
 
 def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     q, angles = torch.ones(2, 5, 4, 8), torch.ones(1, 5, 8)
+    odd = dict.fromkeys("qkv", torch.ones(2, 5, 4, 7)) | dict.fromkeys(("cos", "sin"), torch.ones(1, 5, 7))
     for change, said in (
         ({"k": torch.ones(2, 5, 4, 6)}, r"k \[2, 5, 4, 6\] of torch.float32 needs q's sizes"),
         ({"v": torch.ones(2, 5, 4, 8).half()}, "v .* of torch.float16"),
         ({"sin": torch.ones(3, 5, 8)}, r"sin \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
         ({"sin": torch.ones(1, 5, 4)}, r"cos \[1, 5, 8\] needs sin's shape, \[1, 5, 4\]"),
-        (
-            {name: torch.ones(2, 5, 4, 7)[:, :, :4] for name in "qkv"}
-            | {"cos": torch.ones(1, 5, 7), "sin": torch.ones(1, 5, 7)},
-            "heads of 7",
-        ),
+        (odd, "heads of 7"),
     ):
         arguments = {"q": q, "k": q, "v": q, "cos": angles, "sin": angles, "inverse": False} | change
         with pytest.raises(ValueError, match=said):
             ops.of("rotary")(*arguments.values())
     heads = {"k": q, "v": q, "cos": angles, "sin": angles}
+    commit = *torch.ones(2, 3, 1).unbind(), angles, None, None, E5M2, False, 0, *update_args("max"), 0
     for change, said in (
         ({"sin": None}, "k is cast with x, v, cos and sin: give all"),
         ({"v": q.half()}, "v .* of torch.float16 needs q's sizes"),
         ({"activation": "gelu"}, "activation is not taken where gradients of heads are cast"),
     ):
-        for op, how in (
-            ("cast", (None, 2, E5M2, ALL, False, 0)),
-            (
-                "cast_and_commit",
-                (*torch.ones(2, 3, 1).unbind(), angles, None, None, E5M2, False, 0, *update_args("max"), 0),
-            ),
-        ):
+        for op, how in (("cast", (None, 2, E5M2, ALL, False, 0)), ("cast_and_commit", commit)):
             with pytest.raises(ValueError, match=said):
                 ops.of(op)(q, *how, **heads | change)
     with pytest.raises(ValueError, match="gamma is not taken where gradients of heads are cast"):

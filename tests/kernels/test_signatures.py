@@ -49,24 +49,17 @@ def others(shape: tuple[int, int]) -> list[Call]:
             all_calls.append(Call("note_faults", (x, codes[0], *scales, *notes)))
         for dtype in (torch.bfloat16, torch.float32):
             all_calls.append(Call("dequantize", (*codes, dtype)))
-            turned = codes[0].t(), codes[1].t(), tile[::-1]
-            all_calls.append(Call("dequantize", (*turned, dtype)))
+            all_calls.append(Call("dequantize", (codes[0].t(), codes[1].t(), tile[::-1], dtype)))
     for tile, delayed in ((ALL, [state()[0]]), (SQUARE, [])):
         written = kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16)[:4]
         all_calls.append(Call("multi_tensor_cast", ([x], *([out] for out in written), delayed, 1, tile, True, 1)))
     for tiles in ((ALL, ALL), (MX, MX), (BLOCK, SQUARE)):
         for bias, dtype in ((None, torch.float32), (torch.randn(4), torch.bfloat16)):
             all_calls.append(Call("matmul", (*operands((rows, 4, cols), tiles, FORMATS), bias, dtype, True)))
-            groups = rows_in_groups([rows, 0], 1, tiles, 4, cols)
-            all_calls.append(
-                Call("grouped_matmul", (*groups, None if bias is None else bias.expand(2, 4), dtype, False))
-            )
-        all_calls.append(
-            Call(
-                "grouped_matmul",
-                (*terms_in_groups([rows, 0], 1, (tiles[0],) * 2, 4, cols), None, torch.float32, False, 16),
-            )
-        )
+            groups, biases = rows_in_groups([rows, 0], 1, tiles, 4, cols), None if bias is None else bias.expand(2, 4)
+            all_calls.append(Call("grouped_matmul", (*groups, biases, dtype, False)))
+        terms = terms_in_groups([rows, 0], 1, (tiles[0],) * 2, 4, cols)
+        all_calls.append(Call("grouped_matmul", (*terms, None, torch.float32, False, 16)))
     if cols:
         how = x, torch.zeros(rows).long(), -100, 0.1, 30.0
         all_calls += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
@@ -80,9 +73,8 @@ def others(shape: tuple[int, int]) -> list[Call]:
     all_calls.append(Call("cast_and_commit", (heads[:, :, :2], *commit), named))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
         all_calls.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
-        all_calls.append(
-            Call("norm_backward", (dy, x, gamma, mean, torch.rand(rows), kind, True, residual is None, residual))
-        )
+        backward = dy, x, gamma, mean, torch.rand(rows), kind, True, residual is None, residual
+        all_calls.append(Call("norm_backward", backward))
     return all_calls
 
 
@@ -121,21 +113,17 @@ def describe(result: Any) -> list[tuple[Any, ...]]:
 def test_a_call_by_name_is_the_op_and_fakes_agree_with_it(shape: tuple[int, int]) -> None:
     """A call by name, past the dispatcher, gives what the op and its fake give; nobody reads unwritten memory."""
     seen = set()
-    for name, *arguments_of_call in calls(shape, 15):
+    for name, *of_call in calls(shape, 15):
         seen.add(name)
-        by_name, arguments = getattr(kernels, name), (copied(arguments_of_call), copied(arguments_of_call))
-        results = one_pass(
-            partial(call, by_name, arguments[0]), partial(in_filled_memory, call, op_of(name), arguments[1])
-        )
-        for a, b in zip(*map(tree_leaves, zip(results, arguments, strict=True)), strict=True):
+        by_name, copies = getattr(kernels, name), (copied(of_call), copied(of_call))
+        results = one_pass(partial(call, by_name, copies[0]), partial(in_filled_memory, call, op_of(name), copies[1]))
+        for a, b in zip(*map(tree_leaves, zip(results, copies, strict=True)), strict=True):
             assert same_bits(a, b) if isinstance(a, Tensor) else a == b, name
         real = describe(results[0])
         with FakeTensorMode() as mode:
-            fake = call(
-                by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, arguments_of_call)
-            )
+            fake = call(by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, of_call))
             assert describe(fake) == real, name
-        meta = call(by_name, copied(arguments_of_call, "meta"))
+        meta = call(by_name, copied(of_call, "meta"))
         assert [d[:2] for d in describe(meta)] == [d[:2] for d in real], name
     assert seen == {name for name in SCHEMAS if shape[1] or not name.startswith("cross_entropy")}  # targets are columns
 
@@ -145,8 +133,7 @@ def test_opcheck(shape: tuple[int, int]) -> None:
     for name, args, named in calls(shape, 20):
         # the schema check compares arguments by allclose, which torch lacks for float8: test_cast.py looks itself
         # whether they are left alone, test_multi_tensor_cast.py at what is written
-        with_codes = any(isinstance(a, Tensor) and a.dtype.itemsize == 1 for a in tree_leaves((args, named)))
-        if not with_codes:
+        if not any(isinstance(a, Tensor) and a.dtype.itemsize == 1 for a in tree_leaves((args, named))):
             torch.library.opcheck(op_of(name), args, named, test_utils="test_schema")
 
 
@@ -167,10 +154,8 @@ def test_every_op_has_its_parts() -> None:
 
 
 def test_only_the_state_is_written() -> None:
-    written = {
-        name: [a.name for a in op_of(name)._schema.arguments if a.alias_info and a.alias_info.is_write]
-        for name in SCHEMAS
-    }
+    arguments = {name: op_of(name)._schema.arguments for name in SCHEMAS}
+    written = {name: [a.name for a in of if a.alias_info and a.alias_info.is_write] for name, of in arguments.items()}
     state = ["delayed_scale", "delayed_amax_history", "delayed_before"]
     assert {name: names for name, names in written.items() if names} == {
         "cast_and_commit": state,
@@ -190,8 +175,7 @@ def test_groups_of_other_sizes_need_no_other_graph() -> None:
     def step(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         q, _, scale_inv, _ = kernels.cast(x, None, 0, E4M3, (1, 32), True, 0, offsets=offsets)
         y = kernels.grouped_matmul(q, scale_inv, (1, 32), *operand, offsets, None, torch.float32, False)
-        columns = None, 0, E4M3, (32, 1), True, 0, True, 16
-        _, t, scale_inv, _ = kernels.cast(x, *columns, offsets=offsets, as_is=False)
+        _, t, scale_inv, _ = kernels.cast(x, None, 0, E4M3, (32, 1), True, 0, True, 16, offsets=offsets, as_is=False)
         laid = t, scale_inv.t(), (1, 32)
         return y, kernels.grouped_matmul(*laid, *laid, offsets, None, torch.float32, False, 16)
 
@@ -273,8 +257,7 @@ def test_who_watches_the_dispatcher_sees_every_op(watcher: str) -> None:
 
 def test_an_exported_program_runs_with_gradients_on_and_says_that_it_has_none() -> None:
     layer, x = octavo.nn.Linear(16, 8), torch.randn(4, 16)
-    program = torch.export.export(layer, (x,)).module()
-    y = program(x)
+    y = torch.export.export(layer, (x,)).module()(x)
     assert torch.equal(y, layer(x))
     with pytest.warns(UserWarning, match=r"octavo::matmul.*backprop"):
         y.sum().backward()

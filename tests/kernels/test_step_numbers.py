@@ -7,10 +7,8 @@ from torch import Tensor
 
 from octavo.kernels.step_numbers import adam_max_update, bound_after, key_of, power, random_bits, ratio_of
 
-BASES = [0.0, 0.25, 0.5, 0.9, 0.95, 0.99, 0.999, 1 - 1e-7, 1.0, 1.01, 1.62]
 
-
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [0.0, 0.25, 0.5, 0.9, 0.95, 0.99, 0.999, 1 - 1e-7, 1.0, 1.01, 1.62])
 def test_a_power_is_maths_to_rounding(base: float) -> None:
     for exponent in (1, 2, 3, 4, 5, 7, 8, 31, 64, 100, 1000):
         exact = Fraction(base) ** exponent
@@ -78,22 +76,12 @@ def lowbias32(x: int) -> int:
 
 
 @pytest.mark.parametrize("key", [0, 1, 0x80000000, 0xDEADBEEF])
-def test_it_is_the_finaliser_of_index_and_key(key):
-    assert bits_of(key, 0, 300).tolist() == [lowbias32(i ^ key) for i in range(300)]
-    past = 3 << 32
-    expected = [lowbias32((i ^ 3 * 0x9E3779B9) & 0xFFFFFFFF ^ key) for i in range(300)]
-    assert bits_of(key, past, 300).tolist() == expected
-
-
-@pytest.mark.parametrize("first", [0, (1 << 31) - 50, (1 << 32) - 50, (5 << 32) - 50])
-def test_any_split_of_the_elements_gives_the_same_bits(first):
-    whole = bits_of(7, first, 100)
-    for cut in (1, 49, 50, 51, 99):
-        assert torch.equal(torch.cat([bits_of(7, first, cut), bits_of(7, first + cut, 100 - cut)]), whole)
-    assert torch.equal(
-        random_bits(7, torch.arange(first, first + 100).view(2, 5, 10)).view(-1).long() & 0xFFFFFFFF, whole
-    )
-    assert random_bits(7, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
+@pytest.mark.parametrize("first", [0, (1 << 31) - 150, (1 << 32) - 150, 3 << 32, (5 << 32) - 150])
+def test_it_is_the_finaliser_of_index_and_key(first, key):
+    """Each element's bits are of its own index, whose upper half enters too: any part has the whole's."""
+    expected = [lowbias32((i ^ (i >> 32) * 0x9E3779B9) & 0xFFFFFFFF ^ key) for i in range(first, first + 300)]
+    assert bits_of(key, first, 300).tolist() == expected
+    assert random_bits(key, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
 
 
 def test_a_key_is_the_finaliser_of_one_word_after_the_other():

@@ -130,8 +130,7 @@ def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
     for make in (recipes.dynamic, recipes.delayed, recipes.rowwise, recipes.blockwise, recipes.mx):
         assert make().pads
     assert recipes.high_precision().pads
-    odd = Cast(E4M3, PerBlock(16, 24))
-    assert not Recipe(output=(TENSOR, odd)).pads
+    assert not Recipe(output=(TENSOR, Cast(E4M3, PerBlock(16, 24)))).pads
     assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).pads
 
 
@@ -146,10 +145,8 @@ def test_saved_is_a_dynamic_cast_and_part_of_the_value():
 
 
 def test_a_map_takes_fast_accum_as_a_list_as_json_has_it():
-    by_list, by_tuple = (
-        octavo.RecipeMap(recipes.dynamic(), {"*": {"fast_accum": value}})
-        for value in (["grad_input", "output"], ("output", "grad_input"))
-    )
+    values = ["grad_input", "output"], ("output", "grad_input")
+    by_list, by_tuple = (octavo.RecipeMap(recipes.dynamic(), {"*": {"fast_accum": value}}) for value in values)
     assert by_list == by_tuple and by_list.of("0").fast_accum == ("output", "grad_input")
 
 
@@ -168,8 +165,7 @@ BLOCK = Cast(E4M3, PerBlock(1, 128))
 
 
 def test_patterns_match_whole_names_dots_too():
-    rules = {"head": None, "blocks.0.*": MX, "*.fc2": recipes.rowwise(), "x.[ab]": MX, "y.?": MX}
-    recipe = RecipeMap(DYNAMIC, rules)
+    recipe = RecipeMap(DYNAMIC, {"head": None, "blocks.0.*": MX, "*.fc2": recipes.rowwise(), "x.[ab]": MX, "y.?": MX})
     expected = {
         "head": "high_precision",
         "head.weight": "dynamic",
@@ -278,12 +274,8 @@ def test_convert_and_set_recipe_take_it(call):
     options = {"select": every_layer} if call is octavo.convert else {}
     delayed = recipes.delayed(4)
     call(net, RecipeMap(delayed, {"layers.0": MX, "head": None, "layers.[01]": {"grad_weight": None}}), **options)
-    assert [m.recipe.name for m in octavo.summary(net).modules] == [
-        "mx with grad_weight changed",
-        "delayed with grad_weight changed",
-        "delayed",
-        "high_precision",
-    ]
+    names = ["mx with grad_weight changed", "delayed with grad_weight changed", "delayed", "high_precision"]
+    assert [m.recipe.name for m in octavo.summary(net).modules] == names
     assert net["layers"][2].delayed_amax_history.shape == (3, 4)
     assert not hasattr(net["head"], "delayed_scale")
     with pytest.warns(UserWarning, match=r"match no module: \['lm_head', 'layer\.0'\]") as caught:

@@ -66,9 +66,8 @@ class ByteCounter(TorchDispatchMode):
             shares = [count * row for count in splits or [len(sent) // size] * size]
         for other, share in zip(ranks, shares, strict=True):
             if other != ranks[this_rank]:
-                link = (
-                    INSIDE if self.servers is None or self.servers[other] == self.servers[ranks[this_rank]] else BETWEEN
-                )
+                is_inside = self.servers is None or self.servers[other] == self.servers[ranks[this_rank]]
+                link = INSIDE if is_inside else BETWEEN
                 self.sent[link] += share
                 self.by_kind[kind, link] += share
 

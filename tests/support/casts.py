@@ -39,7 +39,6 @@ FORMATS = [*formats.FORMATS]  # dtypes: a format that is added is cast by every 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALL, COLUMN = (-1, -1), (32, 1)
 LAYOUTS = ["rows", "columns", "strided", "offset"]
-VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
 ROUNDINGS = 2.0**-20  # what float32's make of an activation, a slope or a norm, relative to what went into it
 
 SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (270, 1), (128, 17), (64, 256), (33, 270), (130, 140)]
@@ -54,7 +53,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "sizes": [*SIZES, None],
     **{f"{which}dtype": DTYPES for which in ("", "h_", "gamma_")},
     **{f"{which}layout": LAYOUTS for which in ("", "h_", "scale_")},
-    **{f"{which}values": VALUES for which in ("", "h_")},
+    **{f"{which}values": ["varied", "faults", "only faults", "zeros", "edge"] for which in ("", "h_")},
     "activation": [*ACTIVATIONS],
     "h_tile": [None, None, ALL, (1, -1), (1, 32), (128, 128), (48, 1), (3, 5)],
     "h_format": FORMATS,
@@ -180,10 +179,8 @@ class Call(NamedTuple):
     def by_name(self) -> dict[str, Any]:
         """Return all arguments, on the CPU, by the names of the op's schema."""
         schema = getattr(torch.ops.octavo, self.op).default._schema.arguments
-        arguments = {a.name: a.default_value for a in schema} | dict(
-            zip((a.name for a in schema), self.args, strict=False)
-        )
-        return to("cpu", arguments | self.named)
+        arguments = {a.name: a.default_value for a in schema}
+        return to("cpu", arguments | dict(zip(arguments, self.args, strict=False)) | self.named)
 
     @property
     def is_exact(self) -> bool:
@@ -307,8 +304,7 @@ def values_due(arguments: dict[str, Any]) -> Values:
     growth = 1 + (size * exact) ** 2  # of roundings, where the mean is far from 0
     size = (wide.abs() + size[:, None]) * (exact * growth)[:, None] * (gamma.double().abs() + zero_centered)
     size = size.nan_to_num(0.0) + (0.0 if beta is None else beta.double().abs())
-    besides = {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if arguments["keep"] else x.new_empty(0, 0)}
-    return Values(y, size, besides)
+    return Values(y, size, {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if arguments["keep"] else x.new_empty(0, 0)})
 
 
 def magnitude(
@@ -417,9 +413,8 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
         if sums and "sums" in actual and arguments["column_sum"]:
             assert_sums(actual["sums"], values, torch.float32 if arguments["x"].itemsize == 1 else arguments["x"].dtype)
     written = assert_committed(arguments, left, expected["amax"], is_exact) if call.op == "cast_and_commit" else ()
-    assert all(
-        not isinstance(a, Tensor) or name in written or same_bits(a, left[name]) for name, a in arguments.items()
-    )
+    read = {name: a for name, a in arguments.items() if isinstance(a, Tensor) and name not in written}
+    assert all(same_bits(a, left[name]) for name, a in read.items())
     return actual
 
 

@@ -6,7 +6,7 @@ NumPy rounds to float32, and down to powers of two, as gfloat does (tests/test_n
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import gfloat
 import ml_dtypes
@@ -18,16 +18,8 @@ from torch import Tensor
 from octavo import PerBlock, PerRow, PerTensor
 
 # one of each kind, and blocks that leave every other size ragged
-GRANULARITIES = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 32),
-    PerBlock(128, 1),
-    PerBlock(3, 5),
-]
+GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32)]
+GRANULARITIES += [PerBlock(128, 1), PerBlock(3, 5)]
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The formats as gfloat describes them. E4M4 is our own: E4M3 without its sign, and its bit in the mantissa.
 FORMAT_INFO = {
@@ -120,16 +112,6 @@ def scale_invs_of(scale: Tensor) -> Tensor:
     return torch.from_numpy((1.0 / scale.double().numpy()).astype(np.float32))
 
 
-def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, int, slice, slice]]:
-    """Yield (row of scale_inv, column of scale_inv, rows, columns) of each tile of an [R, C] tensor, one by one."""
-    starts = []
-    for size, step in zip(shape, tile, strict=True):
-        starts.append([(0, size)] if step == -1 else [(i, min(i + step, size)) for i in range(0, size, step)])
-    for i, (top, bottom) in enumerate(starts[0]):
-        for j, (left, right) in enumerate(starts[1]):
-            yield i, j, slice(top, bottom), slice(left, right)
-
-
 def scale_grid(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns of scale_inv."""
     return tuple(1 if step == -1 else math.ceil(size / step) for size, step in zip(shape, tile, strict=True))
@@ -177,8 +159,7 @@ def nvfp4(
     """
     f32 = np.float32
     padded = np.pad(x.float().numpy(), ((0, -x.shape[0] % tile[0]), (0, -x.shape[1] % 16)))
-    amax = f32(np.abs(padded[np.isfinite(padded)]).max(initial=0))
-    outer = scale or scale_of(float(amax), 2688.0, True, margin)
+    outer = scale or scale_of(float(f32(np.abs(padded[np.isfinite(padded)]).max(initial=0))), 2688.0, True, margin)
     if rotation is not None:
         outer, padded = outer / 4, rotated(padded, rotation)
     outer = f32(min(max(outer, 2.0**-117), 2.0**117))

@@ -71,13 +71,10 @@ class Unwritten(TorchDispatchMode):
                     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                     written[first * size : (first + (reach if tensor.numel() else 0)) * size] = True
         result = function(*args, **named)
-        if (
-            function._opname in ALLOCATES
-            and result.device.type == "cpu"
-            and (size := result.untyped_storage().nbytes())
-        ):
+        if function._opname in ALLOCATES and result.device.type == "cpu":
             storage = result.untyped_storage()
-            self._known[storage.data_ptr()] = StorageWeakRef(storage), np.zeros(size, bool)
+            if storage.nbytes():
+                self._known[storage.data_ptr()] = StorageWeakRef(storage), np.zeros(storage.nbytes(), bool)
         return result
 
     def _of(self, storage: Any) -> np.ndarray | None:

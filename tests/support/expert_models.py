@@ -54,17 +54,14 @@ class Mixture(nn.Module):
         self.chosen = chosen  # of experts with tokens, the first so many
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x)[..., : self.chosen]
-        weights, index = scores.flatten(0, -2).softmax(-1).topk(K)
+        weights, index = self.router(x)[..., : self.chosen].flatten(0, -2).softmax(-1).topk(K)
         return x + self.experts(x, index, weights.to(x.dtype))
 
 
-def built(
-    kind: str, recipe: str, experts: int = 4, intermediate: int = 48, storage: Any = None, **options: Any
-) -> Mixture:
+def built(kind: str, recipe: str, experts: int = 4, storage: Any = None, **options: Any) -> Mixture:
     """Return the same model on every rank; ``storage``: of the experts' weights."""
     torch.manual_seed(0)
-    net: Any = Mixture(kind, experts, intermediate, **options)
+    net: Any = Mixture(kind, experts, 48, **options)
     return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", storage)  # type: ignore[return-value]
 
 

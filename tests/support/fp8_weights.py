@@ -81,5 +81,4 @@ def codes_of(
 
 def values_of(shape: tuple[int, int]) -> Tensor:
     """Return values some of which are large, some small, by five orders of magnitude; blocks differ."""
-    sizes = torch.rand(shape).mul(-12).exp() * torch.linspace(0.1, 10, shape[1])
-    return torch.randn(shape) * sizes
+    return torch.rand(shape).mul(-12).exp() * torch.linspace(0.1, 10, shape[1]) * torch.randn(shape)

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 # no row at all; no group with one; one group; all awkward sizes and rows in no group (the last number)
-SIZES: list[tuple[list[int], int]] = [
-    ([0], 0),
-    ([0, 0, 0], 5),
-    ([17], 0),
-    ([0, 1, 17, 0, 40, 130, 0], 3),
-    ([1] * 3 + [0] * 17, 0),
-]
+SIZES = [([0], 0), ([0, 0, 0], 5), ([17], 0), ([0, 1, 17, 0, 40, 130, 0], 3), ([1] * 3 + [0] * 17, 0)]
 
 
 def random_sizes(seed: int) -> tuple[list[int], int]:

@@ -1,5 +1,6 @@
 """Functions that several tests share."""
 
+import io
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +16,7 @@ from octavo import Recipe, recipes
 from octavo.granularity import NV, PADDING
 from octavo.scaling.delayed import State
 
-FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
-    "dynamic": recipes.dynamic,
-    "delayed": recipes.delayed,
-    "rowwise": recipes.rowwise,
-    "blockwise": recipes.blockwise,
-    "mx": recipes.mx,
-}
+FP8_RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
 
 
 def every_layer(module: nn.Module, name: str) -> bool:
@@ -52,6 +47,13 @@ def sqnr(result: Tensor, truth: Tensor) -> float:
     """Return the signal to quantisation noise of ``result``, in dB."""
     truth = truth.double()
     return 20 * torch.log10(truth.norm() / (result.double() - truth).norm()).item()
+
+
+def saved_and_loaded(value: Any, weights_only: bool = True) -> Any:
+    """Return what torch reads of a file that it wrote of this value."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

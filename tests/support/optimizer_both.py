@@ -51,8 +51,6 @@ IN_FP8 = [*itertools.product(FP8_RESTS, [False, True])]  # kinds of masters, and
 BY_TURNS = [(kind, bool(number % 2)) for number, kind in enumerate(FP8_RESTS)]
 # the element that rows begin at or pass: here, in a larger tensor, past int32 and where random bits take 64
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9), (0.0, 0.0), (0.9, 0.0), (0.5, 0.25), (0.9, 0.5), (0.99, 1 - 1e-7)]
-FAULTS = [math.nan, math.inf, -math.inf, 1e30, 1e-40, -0.0]
-STARTS = [0, 1000, 1 << 31, 1 << 32, (5 << 32) + 300]
 
 
 def update_of(
@@ -205,8 +203,8 @@ def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequenc
         "scheme": [*SCHEMES],
         "gradient": [*GRADIENTS, None],  # None: in codes
         "step": [0, 0, 1, 50, 123456, (1 << 24) - 2],
-        "fault": [None, None, *FAULTS],
-        "start": STARTS,
+        "fault": [None, None, math.nan, math.inf, -math.inf, 1e30, 1e-40, -0.0],
+        "start": [0, 1000, 1 << 31, 1 << 32, (5 << 32) + 300],
         "apart": [False, False, True],
     }
     return dealt(seed, count, **options)

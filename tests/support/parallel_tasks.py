@@ -125,10 +125,8 @@ def compare(mesh: Any, recipe: str, before: bool, bias: bool, compiles: bool = F
             with torch.no_grad():
                 alone.up.weight.mul_(3), model.up.weight.mul_(3)
         steps.append(differences(step(alone, x, g), step(model, x, g)))
-    states = octavo.nn.delayed_state_dict(model)
-    same = all(
-        torch.allclose(states[name], state, 1e-6, 0.0) for name, state in octavo.nn.delayed_state_dict(alone).items()
-    )
+    states, of_alone = octavo.nn.delayed_state_dict(model), octavo.nn.delayed_state_dict(alone)
+    same = all(torch.allclose(states[name], state, 1e-6, 0.0) for name, state in of_alone.items())
     if compiles:
         return steps, None, same
     alone.eval(), model.eval()
@@ -166,13 +164,9 @@ def lies_otherwise(mesh: Any, recipe: str, layouts: str) -> dict[str, float]:
 
 def refused(mesh: Any) -> list[str]:
     """Return a layer's errors for a plain input, a weight on a mesh of two dimensions, strided shards."""
-    messages, x = [], torch.randn(2, 16)
-    placements = [
-        (mesh["shard"], [Shard(0)]),
-        (mesh, [Replicate(), Shard(0)]),
-        (mesh["shard"], [_StridedShard(0, split_factor=2)]),
-    ]
-    for its_mesh, placed in placements:
+    messages, x, line = [], torch.randn(2, 16), mesh["shard"]
+    strided = _StridedShard(0, split_factor=2)
+    for its_mesh, placed in ((line, [Shard(0)]), (mesh, [Replicate(), Shard(0)]), (line, [strided])):
         layer = convert(nn.Linear(16, 16, False), "dynamic")
         spread = [Shard(0) if isinstance(one, _StridedShard) else one for one in placed]
         local = distribute_tensor(layer.weight.detach(), its_mesh, spread).to_local()
@@ -250,8 +244,7 @@ def errors(mesh: Any, recipe: str, sending: dict[str, Any]) -> list[float]:
     alone = nn.Sequential(nn.Linear(k, 2 * k, False, dtype=bf16), nn.GELU(), nn.Linear(2 * k, k, dtype=bf16))
     model, truth = convert(copy.deepcopy(alone), recipe), alone.double()
     first = ours.ColwiseParallel(input_layouts=Shard(1), **sending)
-    second = ours.RowwiseParallel(output_layouts=Shard(1), **sending)
-    parallelize_module(model, mesh, {"0": first, "2": second})
+    parallelize_module(model, mesh, {"0": first, "2": ours.RowwiseParallel(output_layouts=Shard(1), **sending)})
     x, g = ((torch.randn(*tokens, k) * torch.exp2(torch.randn(*tokens, 1) * size)).to(bf16) for size in (1, 2))
     tokens_here, all_of_it = own_tokens(x, mesh).requires_grad_(), x.double().requires_grad_()
     (y := model(tokens_here)).backward(own_tokens(g, mesh))

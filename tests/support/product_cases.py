@@ -18,7 +18,6 @@ from tests.support.triton_kernels import TritonKernels
 
 ROWS, BLOCK, SQUARE, MX = (1, -1), (1, 128), (128, 128), (1, 32)
 TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
-Pair = tuple[Tensor, Tensor]
 
 
 def uneven(rows: int, cols: int) -> Tensor:
@@ -26,7 +25,7 @@ def uneven(rows: int, cols: int) -> Tensor:
     return torch.randn(rows, cols) * (1 + torch.arange(cols) // 3 % 4) * (1 + torch.arange(rows) // 5 % 3)[:, None]
 
 
-def pair(x: Tensor, tile: Tile, fmt: torch.dtype = E4M3, power_of_two: bool = False) -> Pair:
+def pair(x: Tensor, tile: Tile, fmt: torch.dtype = E4M3, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Return codes and scale_inv, of MX's tiles in E8M0."""
     return REFERENCE["cast"](x, None, 0, fmt, tile, power_of_two or tile == MX, 0)[:3:2]
 

@@ -33,8 +33,7 @@ def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
 
 
 def batch(step: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    x = torch.randn(32, 64, generator=generator)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 + step))
     return x.to(dtype), x[:, :8].tanh().to(dtype)
 
 

@@ -142,8 +142,7 @@ def used(source: str) -> Iterator[tuple[int, Name]]:
 def taken(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, module and name) for each name that a file takes from below UPPER and that is not public."""
     for line, (module, name) in used(source):
-        room = module.split(".")[1:2]
-        if not set(room) & set(UPPER) and (module, name) not in public() and name.isidentifier():
+        if not set(module.split(".")[1:2]) & set(UPPER) and (module, name) not in public() and name.isidentifier():
             yield line, f"{module}.{name}".removeprefix("octavo.")
 
 

@@ -14,14 +14,8 @@ from tests.support.helpers import stepped
 VOCABULARY, POSITIONS, WIDTH, FEEDFORWARD = 64, 32, 64, 176
 LAYERS, HEADS = 2, 4
 CLASSES, IMAGE, PATCH = 4, 16, 4
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": FEEDFORWARD,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": POSITIONS,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": FEEDFORWARD}
+SIZES |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": POSITIONS}
 DECODER = SIZES | {"num_key_value_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}

@@ -58,8 +58,7 @@ class Shaped(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        image = nn.functional.conv2d(x.view(-1, 4, 6, 6), self.kernel, padding=1)
-        return image.reshape(len(x), -1) * self.gain
+        return nn.functional.conv2d(x.view(-1, 4, 6, 6), self.kernel, padding=1).reshape(len(x), -1) * self.gain
 
 
 def model_of(kind: str = "bf16", shaped: bool = False) -> nn.Sequential:

@@ -188,10 +188,8 @@ def _interpreting() -> Iterator[None]:
         return block_self if element is block_self.element_ty else tl.block_type(element, block_self.shape)
 
     def broadcast(semantic: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-        of_blocks = lhs.type.is_block() and rhs.type.is_block()
-        return (
-            (lhs, rhs) if of_blocks and lhs.type.shape.values == rhs.type.shape.values else as_one(semantic, lhs, rhs)
-        )
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if alike else as_one(semantic, lhs, rhs)
 
     @functools.cache
     def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """Files of all kinds of pairs, and the message of an op that has no rule."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
 from octavo.tensor.pair import Pair
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
+from tests.support.helpers import saved_and_loaded
 
 X = torch.randn(130, 256)
 BLOCKS = PerBlock(128, 128)
@@ -23,15 +23,9 @@ PAIRS = {
 }
 
 
-def loaded(pair: Any, weights_only: bool = True) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "torch.save": loaded,
-    "torch.save, unpickled": lambda pair: loaded(pair, weights_only=False),
+    "torch.save": saved_and_loaded,
+    "torch.save, unpickled": lambda pair: saved_and_loaded(pair, weights_only=False),
     "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
     "deepcopy": copy.deepcopy,
 }
@@ -41,9 +35,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("as_parameter", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_copies_and_files_are_equal_and_share_nothing(
-    name: str, way: str, as_parameter: bool, requires_grad: bool
-) -> None:
+def test_copies_and_files_are_equal_and_apart(name: str, way: str, as_parameter: bool, requires_grad: bool) -> None:
     pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
     pair.requires_grad_(requires_grad).mark = "a user's"
     copied = COPIES[way](pair)

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 import pickle
 import re
@@ -17,19 +16,13 @@ from octavo.granularity import Granularity
 from tests.support import definitions
 from tests.support.combinations import dealt
 from tests.support.definitions import same_bits
-from tests.support.helpers import sqnr
+from tests.support.helpers import saved_and_loaded, sqnr
 
 TENSOR, ROW, COLUMN, BLOCK, WIDE = PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(3, 5), PerBlock(1, 5)
-ALL = [TENSOR, ROW, COLUMN, BLOCK, WIDE]
+BY_PARTS = [ROW, COLUMN, BLOCK, WIDE]
+ALL = [TENSOR, *BY_PARTS]
 each_granularity = pytest.mark.parametrize("granularity", ALL, ids=str)
 each_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-
-
-def saved_and_loaded(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def pair(granularity: Granularity = BLOCK, fmt: Format = E4M3, shape: tuple[int, ...] = (7, 11)) -> ScaledTensor:
@@ -167,8 +160,7 @@ def test_repr_of_what_has_no_amax() -> None:
     assert "empty" in repr(pair(shape=(0, 3)))
     assert "amax unknown" in repr(pair().to("meta")) and "device=meta" in repr(pair().to("meta"))
     assert "requires_grad=True" in repr(nn.Parameter(pair()))
-    q = quantize(torch.tensor([[float("nan"), 2.0]]), E4M3, PerTensor())
-    assert "amax 2" in repr(q)
+    assert "amax 2" in repr(quantize(torch.tensor([[float("nan"), 2.0]]), E4M3, PerTensor()))
 
 
 def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes_anew() -> None:
@@ -228,18 +220,18 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("transpose of one dimension", lambda q: q.transpose(1, -1), (7, 11), ALL, []),
     ("transpose of leading", lambda q: q.transpose(0, 1), (2, 3, 7, 11), ALL, []),
     ("transpose of rows", lambda q: q.transpose(0, 1), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("transpose of the outer two", lambda q: q.transpose(0, 2), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("transpose of the outer two", lambda q: q.transpose(0, 2), (2, 7, 11), [TENSOR], BY_PARTS),
     ("transpose of one block", lambda q: q.transpose(0, 1), (1, 2, 3), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("permute", lambda q: q.permute(1, 0, 3, 2), (2, 3, 7, 11), ALL, []),
     ("permute rows", lambda q: q.permute(2, 0, 1, 3), (2, 3, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("permute round", lambda q: q.permute(2, 0, 1), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("permute round", lambda q: q.permute(2, 0, 1), (2, 7, 11), [TENSOR], BY_PARTS),
     ("view", lambda q: q.view(7, 11), (7, 11), ALL, []),
     ("add a dimension", lambda q: q.view(1, 7, 11), (7, 11), ALL, []),
     ("merge leading", lambda q: q.view(6, 7, 11), (2, 3, 7, 11), ALL, []),
     ("merge rows", lambda q: q.view(-1, 11), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("split rows", lambda q: q.view(2, 3, 11), (6, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
-    ("flatten", lambda q: q.flatten(), (6, 10), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
-    ("other columns", lambda q: q.view(12, 5), (6, 10), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
+    ("flatten", lambda q: q.flatten(), (6, 10), [TENSOR], BY_PARTS),
+    ("other columns", lambda q: q.view(12, 5), (6, 10), [TENSOR], BY_PARTS),
     ("reshape", lambda q: q.reshape(2, 3, 11), (6, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("reshape with a copy", lambda q: q.mT.reshape(-1, 7), (2, 7, 11), [TENSOR, COLUMN], [ROW, BLOCK, WIDE]),
     ("unsafe view", lambda q: aten._unsafe_view(q, [1, 7, 11]), (7, 11), ALL, []),
@@ -266,14 +258,8 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("chunk", lambda q: q.chunk(3), (7, 11), ALL, []),
     ("as_strided as it is", lambda q: q.as_strided((7, 11), (11, 1)), (7, 11), ALL, []),
     ("as_strided as it is, offset", lambda q: q[3:].as_strided((4, 11), (11, 1), 33), (7, 11), ALL, []),
-    ("as_strided", lambda q: q.as_strided((3, 2), (2, 5), 4), (7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
-    (
-        "as_strided from its offset",
-        lambda q: q[3:].as_strided((2,), (3,)),
-        (7, 11),
-        [TENSOR],
-        [ROW, COLUMN, BLOCK, WIDE],
-    ),
+    ("as_strided", lambda q: q.as_strided((3, 2), (2, 5), 4), (7, 11), [TENSOR], BY_PARTS),
+    ("as_strided from its offset", lambda q: q[3:].as_strided((2,), (3,)), (7, 11), [TENSOR], BY_PARTS),
     ("to another dtype", lambda q: q.to(torch.bfloat16), (7, 11), ALL, []),
     ("to with a copy", lambda q: q.to("cpu", copy=True), (7, 11), ALL, []),
 ]
@@ -294,9 +280,7 @@ def shares_storage(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("op", "shape", "granularity"), CASES, ids=CASE_IDS)
-def test_a_move_reads_back_as_the_move_of_what_it_reads(
-    op: Op, shape: tuple[int, ...], granularity: Granularity
-) -> None:
+def test_a_move_reads_back_as_the_move_of_its_values(op: Op, shape: tuple[int, ...], granularity: Granularity) -> None:
     q = tiles_of(shape, granularity)
     before = q.clone()
     results, expected = tree_leaves(op(q)), tree_leaves(op(q.dequantize()))
@@ -449,8 +433,7 @@ def test_no_other_way_reads_values_silently(escape: Callable[[ScaledTensor], Any
 
 def test_gradients_of_moves() -> None:
     x = torch.randn(6, 10, requires_grad=True)
-    q = quantize(x, E4M3, BLOCK)
-    parts = q[3:].t().split(5)
+    parts = quantize(x, E4M3, BLOCK)[3:].t().split(5)
     weights = torch.randn(2, 5, 3)
     sum((part.dequantize() * w).sum() for part, w in zip(parts, weights, strict=True)).backward()
     expected = torch.zeros(6, 10)
@@ -461,7 +444,6 @@ def test_gradients_of_moves() -> None:
 # --- quantize, against its definition
 
 TILED = [*ALL, PerBlock(1, 128), PerBlock(128, 128)]
-each_tiled = pytest.mark.parametrize("granularity", TILED, ids=str)
 SHAPES = [
     (),
     (0,),
@@ -482,16 +464,14 @@ SHAPES = [
 ]
 
 
-def expected_pair(
-    x: Tensor, fmt: Format, granularity: Granularity, power_of_two: bool = False, margin: int = 0
-) -> tuple[Tensor, Tensor]:
+def expected_pair(x: Tensor, fmt: Format, granularity: Granularity, *how: Any) -> tuple[Tensor, Tensor]:
     """Codes as uint8 and scale_inv, one matrix after the other."""
     shape = granularity.scale_shape(x.shape)
     flat = x.reshape(1, -1) if x.ndim < 2 or granularity == PerTensor() else x
     matrices = flat.reshape(math.prod(flat.shape[:-2]), *flat.shape[-2:])
     codes, scales = torch.empty(matrices.shape, dtype=torch.uint8), []
     for i, matrix in enumerate(matrices):
-        codes[i], scale_inv, _ = definitions.cast(matrix, fmt.dtype, granularity.tile, power_of_two, margin)
+        codes[i], scale_inv, _ = definitions.cast(matrix, fmt.dtype, granularity.tile, *how)
         scales.append(scale_inv)
     return codes.view(x.shape), (torch.stack(scales) if scales else torch.ones(shape)).view(shape)
 
@@ -526,7 +506,7 @@ def test_quantize_and_back(seed: int) -> None:
             assert sqnr(wide, x.double()) > 18
 
 
-@each_tiled
+@pytest.mark.parametrize("granularity", TILED, ids=str)
 @each_format
 def test_the_gradient_is_straight_through_and_zero_at_faults(fmt: Format, granularity: Granularity) -> None:
     x = torch.randn(2, 7, 11)
@@ -536,8 +516,7 @@ def test_the_gradient_is_straight_through_and_zero_at_faults(fmt: Format, granul
     assert q.requires_grad
     weights = torch.randn(2, 11, 7)
     q.transpose(1, 2).dequantize().backward(weights)
-    passed = torch.where(torch.isfinite(x), weights.mT, 0)
-    assert torch.equal(x.grad, passed)
+    assert torch.equal(x.grad, torch.where(torch.isfinite(x), weights.mT, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -594,12 +573,8 @@ def test_two_numbers_in_a_byte(block: Granularity) -> None:
         assert part.format == E2M1 and torch.equal(part.dequantize(), expected)
     empty = quantize(values[:0], E2M1, block, power_of_two=True)
     assert empty.shape == (0, 32) and empty.qdata.shape == (0, 16)
-    for name, refused in (
-        ("t", lambda: q.t()),
-        ("slice", lambda: q[:, :16]),
-        ("split", lambda: q.split(16, 1)),
-        ("view", lambda: q.view(-1)),
-    ):
+    refusals = {"t": lambda: q.t(), "slice": lambda: q[:, :16], "split": lambda: q.split(16, 1)}
+    for name, refused in (refusals | {"view": lambda: q.view(-1)}).items():
         with pytest.raises(UnsupportedOpError, match=rf"aten\.{name}.* is not defined for a ScaledTensor"):
             refused()
 

@@ -12,10 +12,9 @@ from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
 from octavo.tensor import stored_gradient
 from octavo.tensor.stored_gradient import StoredGradient, UsedGradient, norm_of
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (300,), (3, 300), (2, 5, 30), (8, 4, 3, 3), (0,), (0, 5), (5, 0)]
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_foreach = pytest.mark.parametrize("foreach", [None, True, False])
 

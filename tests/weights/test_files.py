@@ -1,5 +1,3 @@
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -10,22 +8,16 @@ import octavo.export
 from octavo import recipes
 from octavo.weights.fsdp2 import whole
 from octavo.weights.stored import StoredWeight, has_powers_of_two
-from tests.support.helpers import sqnr
+from tests.support.helpers import saved_and_loaded, sqnr
 from tests.support.stored_weights import STORED, H, K, T, inputs, net, plain, store, trace, widened
 
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 
 
-def filed(model):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-
 @both
 def test_a_state_dict_holds_plain_tensors(recipe):
     model = net(recipe)
-    for state in (model.state_dict(), filed(model), model.state_dict(keep_vars=True)):
+    for state in (model.state_dict(), saved_and_loaded(model.state_dict()), model.state_dict(keep_vars=True)):
         assert set(state) == {f"{name}.weight{end}" for name in "02" for end in ("", "_scale_inv")} | {"0.bias"}
         assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
         assert state["0.weight"].dtype == torch.uint8 and state["0.weight_scale_inv"].dtype == torch.float32
@@ -43,7 +35,7 @@ def test_each_loads_the_others_file(from_stored, to_stored, assign, recipe):
     source = source if from_stored else values
     target = target if to_stored else widened(target, STORED[recipe]())
     parameter = target[0].weight
-    target.load_state_dict(filed(source), strict=True, assign=assign)
+    target.load_state_dict(saved_and_loaded(source.state_dict()), strict=True, assign=assign)
     assert assign or target[0].weight is parameter
     assert isinstance(target[0].weight, StoredWeight if to_stored and (from_stored or not assign) else nn.Parameter)
     octavo.restore(target)

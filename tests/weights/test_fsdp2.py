@@ -133,10 +133,8 @@ def test_a_plain_parameter_is_no_shard():
 def test_what_ranks_send_is_the_whole():
     for rows in (1, 7, 8):
         whole = torch.randn(rows, 3, 2)
-        sent = [
-            padded_rows(part, whole.shape, 4)
-            for part in [*whole.split(rows_on_each_rank(rows, 4)), *[whole[:0]] * 4][:4]
-        ]
+        parts = [*whole.split(rows_on_each_rank(rows, 4)), *[whole[:0]] * 4][:4]
+        sent = [padded_rows(part, whole.shape, 4) for part in parts]
         assert torch.equal(without_padding(torch.cat(sent), whole.shape), whole)
     columns = torch.randn(5, 6)
     assert padded_rows(columns[:, :3], columns.shape, 2).shape == (5, 3)  # another dimension is sharded

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.rows import Rows
 from octavo.distributed import expert_parallel
 from octavo.private import fsdp_params
@@ -35,14 +35,11 @@ def mesh():
 
 
 # a weight in blocks of several rows, of both layouts
-IN_TILES = octavo.Recipe(
-    *[(octavo.Cast(octavo.E4M3, octavo.PerRow()), octavo.Cast(octavo.E4M3, octavo.PerBlock(n, 16))) for n in (2, 4)]
-)
+IN_TILES = octavo.Recipe(*[(Cast(E4M3, PerRow()), Cast(E4M3, PerBlock(n, 16))) for n in (2, 4)])
 
 
 def layer(recipe, mesh, rows=512, cols=96, **options):
-    linear = to_fp8(nn.Linear(cols, rows), recipe)
-    return fully_shard(linear, mesh=mesh, **options)
+    return fully_shard(to_fp8(nn.Linear(cols, rows), recipe), mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +96,7 @@ def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_rea
     hook = gather.MakeWeight((1, 1), "", lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
     with pytest.raises(AttributeError):  # nothing was read
         hook((), torch.float32, None)
-    assert notes == [
-        "the current stream waits for the last casts",
-        "scales outlives the current stream",
-        "read",
-    ]
+    assert notes == ["the current stream waits for the last casts", "scales outlives the current stream", "read"]
 
 
 def test_weights_over_two_dimensions_of_a_mesh_are_gathered_as_they_are(mesh):
@@ -154,8 +147,7 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
     assert type(linear.weight._local_tensor) is ShardedWeight
     assert type(linear.state_dict()["weight"]._local_tensor) is torch.Tensor
     assert linear.state_dict()["weight"]._local_tensor.data_ptr() == linear.weight._local_tensor.data_ptr()
-    state = torch.zeros_like(linear.weight)
-    assert type(state._local_tensor) is torch.Tensor
+    assert type(torch.zeros_like(linear.weight)._local_tensor) is torch.Tensor
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
         octavo.nn.KeptWeights(linear)
 
@@ -266,8 +258,7 @@ def restored(mesh):
     net = sharded_blocks(built(EVEN, "dynamic"), mesh)
     net(batch(EVEN, 0, 0, 0)).sum().backward()
     octavo.restore(net)
-    plain = built(EVEN, "high_precision")
-    return torch.equal(net(batch(EVEN, 1, 0, 0)), plain(batch(EVEN, 1, 0, 0)))
+    return torch.equal(net(batch(EVEN, 1, 0, 0)), built(EVEN, "high_precision")(batch(EVEN, 1, 0, 0)))
 
 
 def test_restore(pool):

@@ -11,11 +11,7 @@ from octavo.step_count import _OptimizerSteps
 from octavo.weights import writes
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 
-KEPT = {
-    "dynamic": recipes.dynamic,
-    "delayed": lambda: recipes.delayed(history_length=4),
-    "blockwise": recipes.blockwise,
-}
+KEPT = {"dynamic": recipes.dynamic, "delayed": lambda: recipes.delayed(4), "blockwise": recipes.blockwise}
 
 
 def model(recipe, seed=0):
@@ -24,8 +20,7 @@ def model(recipe, seed=0):
 
 
 def batches(steps, micro_batches):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(steps, micro_batches, 16, 48, generator=generator)
+    return torch.randn(steps, micro_batches, 16, 48, generator=torch.Generator().manual_seed(1))
 
 
 def trained(net, call, kept_weights=None, device="cpu", micro_batches=3):
@@ -57,10 +52,8 @@ def test_one_op_casts_all_and_forwards_none():
     kept_weights = octavo.nn.KeptWeights(net)
     with CountOps() as ops:
         kept_weights.cast()
-    assert ops.calls == {"multi_tensor_cast": 1}
-    with CountOps() as ops:
         net(torch.randn(16, 48))
-    assert ops.casts == 2  # the inputs'
+    assert ops.calls == {"multi_tensor_cast": 1, "cast": 2, "matmul": 2}  # casts of inputs
 
 
 @pytest.mark.parametrize("recipe", KEPT)
@@ -173,8 +166,7 @@ def test_a_cast_before_backward_raises_there(recipe):
 def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
         octavo.nn.KeptWeights(model(recipes.rowwise()))
-    mixed = model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))
-    assert octavo.nn.KeptWeights(mixed).names == ("2",)
+    assert octavo.nn.KeptWeights(model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))).names == ("2",)
     experts = Experts(2, 32, 48, recipe=recipes.dynamic())  # whose parts read its weights
     assert octavo.nn.KeptWeights(nn.ModuleList([experts, model(recipes.dynamic())])).names == ("1.0", "1.2")
 
@@ -262,9 +254,7 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
 
 
 def test_blocks_that_take_no_padding():
-    row, square = (
-        recipes.Cast(recipes.E4M3, granularity) for granularity in (recipes.PerRow(), recipes.PerBlock(8, 8))
-    )
+    row, square = (recipes.Cast(recipes.E4M3, one) for one in (recipes.PerRow(), recipes.PerBlock(8, 8)))
     recipe = octavo.Recipe((row, square), (row, square), (row, row))
     plain, net = (octavo.nn.Linear(9, 7, recipe=recipe) for _ in range(2))
     net.load_state_dict(plain.state_dict())

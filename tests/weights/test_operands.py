@@ -15,29 +15,23 @@ from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 
-BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
 dynamic = recipes.dynamic()
-CAST = dynamic.output[1]
-E5M2_WEIGHT, SMALL_BLOCKS = (
-    dataclasses.replace(CAST, **change) for change in ({"format": E5M2}, {"granularity": PerBlock(64, 64)})
-)
+
+
+def with_weights(recipe, **change):
+    """Return the recipe with other casts of its weights."""
+    pair = recipe.output[0], dataclasses.replace(dynamic.output[1], **change)
+    return dataclasses.replace(recipe, output=pair, grad_input=pair)
+
+
 REFUSED = {
     "rowwise": (recipes.rowwise(), "its two layouts have different scales"),
     "mx": (recipes.mx(), "its two layouts have different scales.*; weights that are frozen before can be stored so"),
     "no grad_input": (dataclasses.replace(dynamic, grad_input=None), "a product reads the weight in high precision"),
     "no output": (dataclasses.replace(dynamic, output=None), "a product reads the weight in high precision"),
-    "E5M2": (
-        dataclasses.replace(
-            dynamic, output=(dynamic.output[0], E5M2_WEIGHT), grad_input=(dynamic.output[0], E5M2_WEIGHT)
-        ),
-        "its weights are E5M2, and stored ones E4M3",
-    ),
+    "E5M2": (with_weights(dynamic, format=E5M2), "its weights are E5M2, and stored ones E4M3"),
     "small blocks": (
-        dataclasses.replace(
-            recipes.blockwise(),
-            output=(recipes.blockwise().output[0], SMALL_BLOCKS),
-            grad_input=(recipes.blockwise().grad_input[0], SMALL_BLOCKS),
-        ),
+        with_weights(recipes.blockwise(), granularity=PerBlock(64, 64)),
         r"its weights are scaled PerBlock\(64, 64\), and stored ones per tensor or 128 x 128",
     ),
 }
@@ -104,8 +98,7 @@ def test_converted_twice():
 @each_recipe
 def test_a_weight_that_is_stored_so_already_stays_where_it_is(recipe, shape):
     for layer in (nn.Linear(*shape), octavo.nn.GroupedLinear(3, *shape, recipe=STORED[recipe]())):
-        weight = store(layer, STORED[recipe]()).weight
-        address = weight.qdata.data_ptr()
+        address = store(layer, STORED[recipe]()).weight.qdata.data_ptr()
         store(layer, STORED[recipe]())
         assert layer.weight.qdata.data_ptr() == address
 
@@ -192,7 +185,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
+@pytest.mark.parametrize("recipe", ["dynamic by powers of two", "blockwise"])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_modules(kind, recipe):
     recipe_of_module = STORED[recipe]()
@@ -219,10 +212,8 @@ def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
     assert torch.equal(trace(model, x)["dx"], expected)
     assert all(parameter.grad is None for parameter in model.parameters())
     for weight in (model[0].weight, model[2].weight):
-        tensors = [value for value in vars(weight).values() if isinstance(value, torch.Tensor)]
-        assert sum(value.untyped_storage().nbytes() for value in tensors) == weight.numel() + 4 * len(
-            weight.scale_inv.flatten()
-        )
+        storages = [value.untyped_storage() for value in vars(weight).values() if isinstance(value, torch.Tensor)]
+        assert sum(each.nbytes() for each in storages) == weight.numel() + 4 * weight.scale_inv.numel()
     with pytest.raises(ValueError, match="empty parameter list"):
         octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
 
@@ -299,8 +290,7 @@ def test_a_stored_weight_stays_a_parameter(parametrize):
     with pytest.raises(UnsupportedOpError, match=r"octavo.restore\(layer\) first"):
         delattr(layer, "weight") if parametrize == "delete" else parametrize(layer)
     assert torch.equal(layer(x), before)
-    parametrized = nn.utils.parametrizations.weight_norm(octavo.restore(layer))
-    assert torch.isfinite(parametrized(x)).all()
+    assert torch.isfinite(nn.utils.parametrizations.weight_norm(octavo.restore(layer))(x)).all()
 
 
 def test_a_trace_of_torch_jit_is_refused():

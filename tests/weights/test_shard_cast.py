@@ -9,6 +9,7 @@ from octavo.autograd.casts import CastRequest, cast_role
 from octavo.scaling.recipe import WEIGHT
 from octavo.weights.fsdp2 import rows_on_each_rank
 from octavo.weights.shard_cast import ShardCast, is_cast_in_one_launch
+from tests.support.definitions import same_bits
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,8 @@ def gathered_from(whole, recipe, ranks):
     read = [one.read(received, own_codes, recipe.pads) for one, own_codes in zip(shard_casts, codes, strict=True)]
     for other in read[1:]:
         for pair, expected in zip(other[:2], read[0][:2], strict=True):
-            assert all(map(same, pair, expected))
+            assert all(map(same_bits, pair, expected))
     return read[0], (sum(tensor.numel() for tensor in received) + 4 * len(amax)) / (ranks * part * whole.shape[1])
-
-
-def same(actual, expected):
-    if actual.itemsize == 1:
-        actual, expected = actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    return torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,5 +77,5 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
     operands, _ = gathered_from(whole, SENT_BY[recipe], ranks)
     expected = cast_role(whole, CastRequest(SENT_BY[recipe], WEIGHT, True, True), None)
     for pair, other in zip(operands[:2], expected[:2], strict=True):
-        assert all(map(same, pair, other))
+        assert all(map(same_bits, pair, other))
         assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape

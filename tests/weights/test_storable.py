@@ -59,6 +59,5 @@ def test_replicas_do_not_cut_blocks(placements):
     sharded = SimpleNamespace(ndim=2, shape=torch.Size((256, 128)), placements=placements, device_mesh=mesh)
     assert why_cut_blocks(sharded, PerBlock(128, 128)) is None
     sharded.placements = [Shard(0), Shard(0)]
-    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why_cut_blocks(
-        sharded, PerBlock(128, 128)
-    )
+    why = why_cut_blocks(sharded, PerBlock(128, 128))
+    assert "can't be sharded over 4 ranks: 64 rows each are no whole blocks" in why

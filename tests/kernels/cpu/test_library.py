@@ -22,12 +22,9 @@ def fresh_library() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])
+@pytest.mark.usefixtures("fresh_library")
 def test_without_a_compiler_the_reference_runs_and_a_warning_says_so_once(
-    compiler: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fresh_library: None,
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(capability, "_warned", set())
     broken = tmp_path / "broken"
@@ -69,9 +66,7 @@ def answer_of_a_new_process() -> int:
     return int(loaded.octavo_answer())
 
 
-def test_the_library_is_compiled_once_and_the_log_says_so(
-    quick_compiler: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_is_compiled_once_and_the_log_says_so(quick_compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert answer_of_a_new_process() == 42
     (message,) = caplog.messages
     assert " compiles cast.cpp for this CPU, once, " in message and message.endswith(str(quick_compiler))
@@ -111,7 +106,5 @@ def test_a_library_is_kept_for_this_user_alone(
         monkeypatch.setattr(os, "geteuid", lambda: quick_compiler.stat().st_uid + user)  # noqa: B023
         assert library("cast") is library("optimizer_step") is None
         (record,) = caplog.records  # of both libraries
-        assert record.levelname == "WARNING" and re.search(
-            rf"octavo loads no compiled code .*: {reason}", record.message
-        )
+        assert record.levelname == "WARNING" and re.search(rf"loads no compiled code .*: {reason}", record.message)
         caplog.clear()

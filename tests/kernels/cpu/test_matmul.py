@@ -56,8 +56,7 @@ def test_products(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     a = operand((rows, terms), (1, case["a_tile"][1]), case["formats"][0], case["a_laid"], exact)
     twice = torch.stack((b[0].view(torch.uint8),) * 2).view(b[0].dtype), torch.stack((b[1],) * 2), b[2]
     more = None if bias is None else bias.expand(2, cols)
-    offsets = torch.tensor([rows // 3, rows], dtype=torch.int32)
-    alike("grouped_matmul", *a, *twice, offsets, more, case["dtype"], False)
+    alike("grouped_matmul", *a, *twice, torch.tensor([rows // 3, rows], dtype=torch.int32), more, case["dtype"], False)
 
 
 @pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
@@ -75,10 +74,9 @@ def test_any_two_scales(fast: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
 @each_pair(size=[(1, 1), (17, 127), (300, 260)], dtype=DTYPES, chunk=CHUNKS)
 def test_gradients_of_norms(case: dict[str, Any], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "CHUNK", case["chunk"])
-    x, dy, residual = (
-        torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3)
-    )
-    gamma, rows = torch.rand(case["size"][1]), case["size"][0]
+    rows, cols = case["size"]
+    x, dy, residual = (torch.randn(3, rows, cols) * torch.rand(3, rows, 1)).to(case["dtype"])
+    gamma = torch.rand(cols)
     mean, rstd = torch.randn(rows if norm == "layer_norm" else 0), torch.rand(rows)
     others = norm, False, True, residual
     strided = torch.stack((mean, mean), 1)[:, 0], torch.stack((rstd, rstd), 1)[:, 0]

@@ -73,10 +73,7 @@ def test_split32_holds_every_float32():
 @pytest.mark.parametrize("bits", [0, -1])
 def test_what_is_not_finite_stays_alone(kind, bits):
     x = torch.ones(SHAPE)
-    faults = torch.tensor(
-        [math.nan, math.inf, -math.inf, floats_of(torch.tensor(0x7FFFFFFF)), floats_of(torch.tensor(-1))]
-    )
-    x[1, 3:8] = faults
+    x[1, 3:8] = torch.cat([torch.tensor([math.nan, math.inf, -math.inf]), floats_of(torch.tensor([0x7FFFFFFF, -1]))])
     m = master(kind)
     write(m, x, torch.full(SHAPE, bits, dtype=torch.int32))
     for values in (read(m), m.weight.float()):
@@ -127,11 +124,10 @@ def test_a_float32_weight_is_its_own_master():
 # --- weights that live in FP8 -----------------------------------------------------------------------------------------
 
 FLOATS = [kind for kind, dtype in RESTS.items() if dtype is not None and dtype.is_floating_point]  # masters themselves
-SHAPES = [(1, 1), (3, 31), (130, 300), (256, 256)]
 
 each_kind = pytest.mark.parametrize("kind", RESTS)
 each_split = pytest.mark.parametrize("kind", [kind for kind in RESTS if RESTS[kind] is not None and kind not in FLOATS])
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_shape = pytest.mark.parametrize("shape", [(1, 1), (3, 31), (130, 300), (256, 256)], ids=str)
 each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
 
 
@@ -247,8 +243,7 @@ def test_a_new_scale_changes_no_normal_number(shift, kind, shape, blocks):
     bound = amax_of(x, m.scale_inv.shape)
     store(m, x, bound=4 * bound)
     before, again = read(m), weight(kind, shape, blocks)
-    ones = torch.full(shape, -1, dtype=torch.int32)
-    store(again, before, ones, 4 * bound * 2.0**shift)
+    store(again, before, torch.full(shape, -1, dtype=torch.int32), 4 * bound * 2.0**shift)
     assert torch.equal(again.scale_inv, m.scale_inv * 2.0**shift)
     smallest = E4M3.smallest_normal * spread(again.scale_inv, x.shape)
     normal = before.abs() >= smallest

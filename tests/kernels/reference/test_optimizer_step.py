@@ -91,8 +91,7 @@ def test_random_bits_are_those_of_the_key_and_the_step() -> None:
     def moments_after(number: int, key: int) -> list[Tensor]:
         moments = fp8((3, 300))
         torch.manual_seed(1)
-        master = MasterWeight(torch.ones(3, 300), "weight")
-        update(PLAIN, master, torch.randn(3, 300), *moments, number=number, key=key)
+        update(PLAIN, MasterWeight(torch.ones(3, 300), "weight"), torch.randn(3, 300), *moments, number=number, key=key)
         return [moment.data for moment in moments]
 
     assert all(map(torch.equal, moments_after(1, 5), moments_after(1, 5)))
@@ -228,15 +227,12 @@ def test_the_mean_over_all_random_bits_is_the_number_that_is_rounded(group: Any,
     codes = [codes_of(fmt, (1, COUNT), root, True, True, 1.0) for fmt, root in ((E4M3, False), (E4M4, True))]
     coded, small = tuple(codes[: 2 - isinstance(group, SgdGroup)]), (1, 128)
     means = []
-    for master, moments in (
-        (weight("fp8_fp32", small), fp32(small, len(coded))),
-        (weight("fp8_stochastic", (1, COUNT)), coded),
-    ):
+    exact = weight("fp8_fp32", small), fp32(small, len(coded))
+    for master, moments in (exact, (weight("fp8_stochastic", (1, COUNT)), coded)):
         store(master, torch.full_like(master.weight, 1.25, dtype=torch.float32))
         update(group, master, torch.full_like(master.weight, 0.7123457, dtype=torch.float32), *moments)
-        means.append(
-            [float(x.double().mean()) for x in (read(master), read(moments[0]), *(read(v).sqrt() for v in moments[1:]))]
-        )
+        values = read(master), read(moments[0]), *(read(v).sqrt() for v in moments[1:])
+        means.append([float(x.double().mean()) for x in values])
     (w, *of_float32), (w_coded, *of_codes) = means
     assert w_coded == w  # its scale is a power of two
     assert of_codes == pytest.approx(of_float32, rel=2.0**-23)
@@ -248,10 +244,8 @@ def weights(groups: list[Any]) -> list[WeightUpdate]:
     updates = []
     for number, shape in enumerate([(1, 1), (3, 300), (0, 5), (2, 128)]):
         master, step = MasterWeight(torch.randn(shape).bfloat16(), "stochastic"), torch.tensor(float(number))
-        stored = fp8(shape, 2 if groups is ADAM else 1)
-        updates.append(
-            WeightUpdate(master, stored, torch.randn(shape), step, BitNumbers(5 + number, 7 * number), number % 2)
-        )
+        stored, bits = fp8(shape, 2 if groups is ADAM else 1), BitNumbers(5 + number, 7 * number)
+        updates.append(WeightUpdate(master, stored, torch.randn(shape), step, bits, number % 2))
     return updates
 
 
@@ -268,8 +262,7 @@ def test_each_is_updated_by_its_group(groups: list[Any], divisor: float | None) 
     for _ in range(3):
         optimizer_step(ours, groups, None, scale)
         for one in theirs:
-            divided = one._replace(group=0, gradient=one.gradient / (divisor or 1.0))
-            optimizer_step([divided], [groups[one.group]])
+            optimizer_step([one._replace(group=0, gradient=one.gradient / (divisor or 1.0))], [groups[one.group]])
     assert equal(ours, theirs) and not equal(ours, weights(groups))
     assert [float(one.step) for one in ours] == [3.0, 4.0, 5.0, 6.0]
 

@@ -12,8 +12,7 @@ from octavo.kernels.triton.agreement import difference, same_state, sqnr
 
 def results() -> list[Tensor]:
     """Codes of 128 x 256 numbers, transposed ones, a scale for each 1x1 block, and column sums."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(128, 256, generator=generator).clamp(min=0.1)
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).clamp(min=0.1)
     codes = x.to(torch.float8_e4m3fn)
     return [codes, codes.t().contiguous(), torch.exp2(x.log2().floor()), x.sum(0).bfloat16()]
 

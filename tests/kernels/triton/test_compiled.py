@@ -51,9 +51,8 @@ SIZES = [40, 0, 17]  # of groups; three rows more are in none
 
 def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK, SQUARE)) -> None:
     test_grouped_matmul.check(kernels, *rows_in_groups(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
-    test_grouped_matmul.check(
-        kernels, *terms_in_groups(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16
-    )
+    terms = terms_in_groups(SIZES, 3, tiles[:1] * 2, 24, 40)
+    test_grouped_matmul.check(kernels, *terms, None, torch.bfloat16, False, 16)
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
@@ -98,13 +97,8 @@ def _gradients_of_heads(kernels: TritonKernels) -> None:
 
 DELAYED: dict[str, Any] = test_delayed_update.test_update.pytestmark[0].args[1][0].values[0]  # type: ignore[attr-defined]
 LONG = {"length": 100, "reduce": "most_recent"}
-STATISTICS, OF_GROUPS = (
-    {name: values[0] for name, values in options.items()}
-    for options in (
-        test_cast_statistics.CAST | {"shape": [(1, 270)]},
-        test_cast_statistics.IN_GROUPS | {"sizes": [[0, 1]]},
-    )
-)
+STATISTICS = {name: values[0] for name, values in test_cast_statistics.CAST.items()} | {"shape": (1, 270)}
+OF_GROUPS = {name: values[0] for name, values in test_cast_statistics.IN_GROUPS.items()} | {"sizes": [0, 1]}
 BF16 = torch.bfloat16
 OF_A_SUM = {"shape": (33, 160), "kind": "rms_norm", "dtype": BF16, "gamma_dtype": BF16, "beta": False, "residual": True}
 HEADS = {"batch": 2, "positions": 37, "heads": (5, 2), "width": 34, "dtype": BF16, "of_angles": BF16}

@@ -76,8 +76,7 @@ def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonK
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("sizes", "ungrouped"), SIZES[1:4], ids=lambda v: str(v)[:20])
 def test_torch_s_product(form: Any, sizes: list[int], ungrouped: int, emulated: TritonKernels) -> None:
-    args = *e4m3(form(sizes, ungrouped, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
-    check_torch_s(args, emulated)
+    check_torch_s((*e4m3(form(sizes, ungrouped, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16), emulated)
 
 
 @pytest.mark.parametrize(("sizes", "ungrouped"), [*SIZES[1:4], ([130, 0, 257], 2)], ids=lambda v: str(v)[:20])
@@ -100,8 +99,7 @@ def test_wrong_offsets_are_not_given_to_torch(form: Any, emulated: TritonKernels
     with given_to_torch(torch_s_product):
         for ends in ([30, 10, 40], [10, 20, 1 << 20]):
             offsets = torch.tensor(ends, dtype=torch.int32)
-            y = emulated.grouped_matmul(*args[:6], offsets, None, torch.bfloat16, False, 16)
-            assert y.isnan().all()
+            assert emulated.grouped_matmul(*args[:6], offsets, None, torch.bfloat16, False, 16).isnan().all()
 
 
 @pytest.mark.parametrize("form", FORMS)

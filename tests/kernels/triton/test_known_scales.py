@@ -29,8 +29,7 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
 
 
 def commit(kernels: TritonKernels, state: State, *amaxes: float | None) -> None:
-    tensors = [None if a is None else torch.full((1, 1), a) for a in amaxes]
-    kernels.delayed_update(*state, *tensors, *UPDATE)
+    kernels.delayed_update(*state, *[None if a is None else torch.full((1, 1), a) for a in amaxes], *UPDATE)
 
 
 def commit_twice(

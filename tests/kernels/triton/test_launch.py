@@ -66,9 +66,7 @@ def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch
     assert_counters_are_zero(kernels)
 
 
-def test_what_is_captured_on_a_stream_has_another_workspace(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_stream_captures_has_another_workspace(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may be replayed beside later work on its stream, as torch hands the stream out again."""
     launch = kernels.module("launch")
     streams, is_capturing = iter([7, 7, 7, 8]), iter([False, True, True, True])

@@ -23,9 +23,8 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
     vectors = torch.rand(8, blocks)
     scales = laid(vectors, BLOCK, 1)
     assert torch.equal(scales, vectors) and scales.stride(0) == 1 and scales.stride(1) in (1, 8)
-    _, _, written, *_ = kernels.cast(
-        torch.randn(8, 128 * blocks).bfloat16().to(kernels.gpu), None, 0, E4M3, BLOCK, True, 0
-    )
+    x = torch.randn(8, 128 * blocks).bfloat16().to(kernels.gpu)
+    _, _, written, *_ = kernels.cast(x, None, 0, E4M3, BLOCK, True, 0)
     assert laid(written, BLOCK, 1).data_ptr() == written.data_ptr()  # as a cast writes it
     squares = torch.rand(2, blocks)
     scales = laid(squares, SQUARE, 0)
@@ -49,8 +48,7 @@ def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> No
         for bias in (None, torch.randn(2 * shape[1])[::2] * 100, torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
             expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
-            y = library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False)
-            close(y.cpu(), expected, kernels)
+            close(library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False).cpu(), expected, kernels)
 
 
 def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:

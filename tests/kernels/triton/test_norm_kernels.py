@@ -18,9 +18,8 @@ ROW, LINE = (1, -1), (-1, 1)
 
 
 def statistics(kernels: TritonKernels, x: Tensor, kind: str = "layer_norm", eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    gamma = torch.ones(x.shape[1])
-    cast = None, 0, E4M3, ALL, False, 0, True
-    *_, mean, rstd, _ = kernels.cast(x, *cast, **of_norm(gamma, None, kind, eps))
+    norm = of_norm(torch.ones(x.shape[1]), None, kind, eps)
+    *_, mean, rstd, _ = kernels.cast(x, None, 0, E4M3, ALL, False, 0, True, **norm)
     return mean, rstd
 
 
@@ -69,8 +68,7 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True) -> Tensor
     state = torch.full((3,), 7.0)
     state[1] = scale
     if known:
-        others = torch.zeros(3, 4), before_of(state)
-        kernels.module("delayed_update").committed(state, *others, (True, True, True))
+        kernels.module("delayed_update").committed(state, torch.zeros(3, 4), before_of(state), (True, True, True))
     return state
 
 

@@ -181,8 +181,7 @@ def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("rule", [ADAM, SGD._replace(averages=True, max_update=1.25)], ids=["Adam", "Muon's"])
 def test_the_hybrid_reads_what_it_replaces(kernels: TritonKernels, rule: Any) -> None:
     both_forms, count = (SCHEMES["hybrid"], SCHEMES["hybrid bf16"]), 1 + (rule is ADAM)
-    both = Both(kernels, [update_of((3, 200), moments[:count]) for moments in both_forms], [rule])
-    both.steps(3, 1.5)
+    Both(kernels, [update_of((3, 200), moments[:count]) for moments in both_forms], [rule]).steps(3, 1.5)
 
 
 def test_one_launch_or_two(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,13 +303,12 @@ PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
 
 def test_experts_in_one_launch(kernels: TritonKernels, large: None) -> None:
     """One launch updates experts of several weights and of one, with gradients in codes."""
-    cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
-    updates = [
-        experts(count, shape, *cell, PREVIOUS, number)
-        for number, (count, shape, cell) in enumerate(
-            zip([2, 2, 1], [(3, 31), (130, 128), (5, 128)], cells, strict=True)
-        )
-    ]
+    cells = (
+        (2, (3, 31), "fp8_split16", False),
+        (2, (130, 128), "fp8_stochastic", True),
+        (1, (5, 128), "fp8_fp32", False),
+    )
+    updates = [experts(*cell, PREVIOUS, number) for number, cell in enumerate(cells)]
     updates[1] = coded(updates[1])
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(2)
@@ -329,8 +327,9 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
 # --- gradients in codes -----------------------------------------------------------------------------------------------
 
 
-def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, small: None) -> None:
+def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, monkeypatch: Any) -> None:
     """A sharded vector's part is seen in rows of one; its codes are as the reference writes them."""
+    set_tiles(kernels, monkeypatch, 4, 2)  # small tensors are several programs
     lengths = [1, 5, 128, 300, 2064, 0]
     masters = itertools.cycle(MASTERS[:4])
     updates = [update_of((n, 1), NAMED_MOMENTS["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]

@@ -33,8 +33,7 @@ def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fau
     h[:, zeros] = 0
     dy[7, 50] = fault
     for tile, state in ((ALL, None), (ALL, torch.full((3,), 0.5)), ((1, -1), None)):
-        how = dy, state, 0, E4M3, tile, False, 0, False, 1, False, "swiglu", h
-        check(kernels.cast, Call("cast", how), False)
+        check(kernels.cast, Call("cast", (dy, state, 0, E4M3, tile, False, 0, False, 1, False, "swiglu", h)), False)
 
 
 # as they don't cancel where (1 + tanh) / 2 and (1 + erf) / 2 do

@@ -26,9 +26,8 @@ UPDATE = update_args("max")
 @pytest.mark.parametrize("shape", [(16384, 4096), (3001, 2500)])
 @pytest.mark.parametrize("source", ["tensor", "value", "gradient", "norm"])
 def test_any_cast(kernels: TritonKernels, source: str, shape: tuple[int, int]) -> None:
-    check_casts(
-        ops_of(kernels), 12, 0, DEVICE, shape=[shape], source=[source], small=[False], sizes=[([5, 2000, 900], 90)]
-    )
+    sizes = [([5, 2000, 900], 90)]
+    check_casts(ops_of(kernels), 12, 0, DEVICE, shape=[shape], source=[source], small=[False], sizes=sizes)
 
 
 @pytest.mark.parametrize("activation", ["", "reglu"])
@@ -123,8 +122,7 @@ def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
     for scale in (1.0, 8.0, 0.0, 0.5, 2.0):
         x.copy_(large(512, 1024) * scale)
         graph.replay()
-        expected = step(REFERENCE, other)
-        assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(results, step(REFERENCE, other), strict=True))
         assert same_state(state, other)
 
 

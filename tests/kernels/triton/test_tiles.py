@@ -42,8 +42,7 @@ def test_narrow(kernels: TritonKernels, dtype: torch.dtype) -> None:
     """Products of codes and scales that lie between numbers of the dtype, in the middle and next to it."""
     lattice = torch.arange(0x3000, 0x5000, dtype=torch.int32) << 16  # as scales, of codes of one
     scales = neighbours(torch.cat([lattice, lattice[:-1] + 0x8000, lattice[::3] + 0x1000]).view(torch.float32), 1)
-    special = torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25])
-    scales = torch.cat([scales, special])
+    scales = torch.cat([scales, torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25])])
     scales = scales[: len(scales) // 64 * 64].view(-1, 64)
     arguments = torch.ones(scales.shape).to(FORMATS[0]), scales, (1, 1), dtype
     expected = REFERENCE["dequantize"](*arguments)

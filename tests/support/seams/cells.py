@@ -18,8 +18,7 @@ from tests.support.seams.situations import SITUATIONS, Documented, Refused, Situ
 from tests.support.seams.training_run import Role, TrainingRun
 from tests.support.seams.twins import computing_apart
 
-DOCS = Path(__file__).parents[3] / "docs"
-PAGE = DOCS / "combinations.md"
+PAGE = Path(__file__).parents[3] / "docs/combinations.md"
 Cell = tuple[str, str]  # names of a feature and of a situation
 HISTORY_COSTS = 6  # dB at most, where tensors are up to twice as large as in the steps before
 OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with the defect's sign; to be emptied

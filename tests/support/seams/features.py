@@ -66,8 +66,7 @@ class MixturePart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         token = torch.arange(x.shape[0], device=x.device) + self.first_token
-        index = torch.stack([token % 3, (token + 1) % 3], 1)
-        return x + self.experts(x, index, x.new_full((x.shape[0], 2), 0.5))
+        return x + self.experts(x, torch.stack([token % 3, (token + 1) % 3], 1), x.new_full((x.shape[0], 2), 0.5))
 
 
 class SharedPart(Part):

@@ -387,10 +387,9 @@ def _split(run: TrainingRun, mesh: Any, styles: Any, tokens: Any) -> None:
         elif name.endswith("norm") and tokens != Replicate():
             plan[name] = styles.SequenceParallel(sequence_dim=tokens.dim)
         elif name.endswith("self_attn") and tokens != Replicate():
-            whole = {"hidden_states": Replicate()}
-            plan[name] = torch_parallel.PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts=whole
-            )
+            layouts, whole = {"hidden_states": tokens}, {"hidden_states": Replicate()}
+            how = {"input_kwarg_layouts": layouts, "desired_input_kwarg_layouts": whole}
+            plan[name] = torch_parallel.PrepareModuleInput(**how)
     torch_parallel.parallelize_module(run.model, mesh, plan)
     if run.feature.name == "experts":
         _where_tokens_begin(run, mesh)
@@ -417,16 +416,8 @@ OF_DIVIDED_COLUMNS = {
     "cross_entropy": Documented("tensor-parallel.md#tested", "ranks have columns of logits: torch's `loss_parallel`"),
     HEADS_LOSS: Refused(ValueError, "loss_parallel", "a head whose columns are divided has not all logits of a row"),
 }
-BY_FEATURES = (
-    OF_DIVIDED_COLUMNS
-    | OF_FOUR_BITS
-    | {
-        "FP8 reduction": NOT_AVERAGED,
-        "KeptWeights": NONE_KEPT,
-        WITH_NORM: FUSED,
-        "Muon": BY_COLUMNS,
-    }
-)
+BY_FEATURES = OF_DIVIDED_COLUMNS | OF_FOUR_BITS | {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT}
+BY_FEATURES |= {WITH_NORM: FUSED, "Muon": BY_COLUMNS}
 OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
 ON_TWO_DIMENSIONS = OF_DIVIDED_COLUMNS | {
@@ -482,8 +473,7 @@ def expert_parallel(run: TrainingRun) -> None:
     """Experts in the place of each feature's layers; each rank has a loss of its own tokens."""
     run.divide(None)
     torch.manual_seed(0)
-    parts = [MixturePart(run.feature.recipe) for _ in range(2)]
-    run.take(run.converted(nn.Sequential(*parts).to(run.feature.dtype)))
+    run.take(run.converted(nn.Sequential(*[MixturePart(run.feature.recipe) for _ in range(2)]).to(run.feature.dtype)))
     if run.is_library:
         _where_tokens_begin(run, run.mesh)
         ours.expert_parallel(run.model, run.mesh)

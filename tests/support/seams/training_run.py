@@ -137,8 +137,7 @@ class TrainingRun:
 
     def data(self, step: int, micro: int = 0, rank: int = 0) -> Tensor:
         """A batch [T, WIDTH]; the second rank's is larger."""
-        seed = 1000 * step + 10 * micro + rank
-        generator = torch.Generator("cpu").manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(1000 * step + 10 * micro + rank)
         x = torch.randn(self.tokens, WIDTH, generator=generator, dtype=torch.float32, device="cpu")
         x *= 1 + 3 * rank
         return x.to(torch.float64 if self.role == "float64" else self.feature.dtype)

@@ -354,8 +354,7 @@ class TwinExperts(nn.Module):
         weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]
         if layer.casts.recipe is None:
             return F.linear(x, weight)
-        owned = isinstance(layer.weight, nn.Parameter)
-        return _Products.apply(x, weight, None, layer.casts, self.training, owned)
+        return _Products.apply(x, weight, None, layer.casts, self.training, isinstance(layer.weight, nn.Parameter))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         rows = index.reshape(-1)
