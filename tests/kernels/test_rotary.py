@@ -114,7 +114,7 @@ def check_casts(ops: Ops, case: dict[str, Any], how: str) -> None:
                 assert result.stride() == truth.stride() and same_bits(result, truth), op
 
 
-@each_pair(batch=[1, 2], **OPTIONS, how=[*HOW])
+@each_pair(batch=[1, 2], how=[*HOW], **OPTIONS)
 def test_casts_of_gradients(case: dict[str, Any], ops: Ops) -> None:
     check_casts(ops, case, case["how"])
 

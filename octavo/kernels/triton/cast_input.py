@@ -186,9 +186,10 @@ def _heads_input(heads: RotaryHeads) -> CastInput:
 def _rows_of_heads(x: Tensor) -> Tensor:
     """Return x [B, S, heads, D] as [B S, heads x D], whose rows' elements lie beside each other; a copy if need be."""
     batch, positions, heads, width = x.shape
-    if not (x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == positions * x.stride(1)):
-        x = x.contiguous()
-    return x.as_strided((batch * positions, heads * width), (x.stride(1), 1))
+    if x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == positions * x.stride(1):
+        return x.as_strided((batch * positions, heads * width), (x.stride(1), 1))
+    # of one position stride(1) may be any number: torch calls x contiguous, and copies nothing
+    return x.contiguous().view(batch * positions, heads * width)
 
 
 def norm_input(
