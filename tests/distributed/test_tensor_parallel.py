@@ -16,7 +16,7 @@ from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER, OTHER, SCATTER
 
 BF16 = 2 * 512 * 256  # of what the three layers read, and of what o gives
-EXACT = ("power of two", "rowwise", "blockwise", "mx", "nvfp4", "gw_hp", "high_precision")
+
 IN_BF16 = ("gw_hp", "nvfp4", "high_precision")  # whose inputs are sent so
 
 
@@ -29,7 +29,7 @@ IN_BF16 = ("gw_hp", "nvfp4", "high_precision")  # whose inputs are sent so
 def test_equal_to_one_rank(pool, recipe, shared, shape):
     """Training equals one rank's bit for bit where scales are powers of two, which make sums exact."""
     for (first, second), *_ in pool.run(tasks.sequence_parallel, shape, recipe, shared, torch.float32):
-        assert max(second.values()) <= (0.0 if recipe in EXACT else 1e-3)  # a code more or less of what o reads
+        assert max(second.values()) <= (0.0 if recipe in fused.EXACT else 1e-3)  # a code more or less of what o reads
         assert max(first.values()) <= 1e-3
 
 
