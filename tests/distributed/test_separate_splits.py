@@ -17,6 +17,7 @@ import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint
 from octavo.distributed.ranks import CheckpointError, Ranks
+from tests.distributed.test_parallel_storage import unequal
 from tests.support.combinations import in_full
 from tests.support.parallel_tasks import RECIPES, whole
 from tests.support.sharded_weights import save_later
@@ -91,11 +92,6 @@ def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             parts = value.chunk(len(names)) if value.ndim and len(value) > 1 else [value] * len(names)
             separate |= {key.replace(layer, f"{layer}.{name}"): part for name, part in zip(names, parts, strict=True)}
     return separate
-
-
-def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
 LAYOUTS = [(2, 2), (4, 1), (1, 4)]  # data x tensor, of all ranks of the pool

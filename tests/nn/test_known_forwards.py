@@ -505,7 +505,6 @@ def test_a_cache_is_filled_by_each_name_that_transformers_takes(name: str) -> No
     model = octavo.convert(transformers.LlamaForCausalLM(config).eval(), recipes.dynamic(), lambda *_: True, fuse=True)
     x, cache = torch.randn(1, 5, 64), transformers.DynamicCache(config=config)
     angles = model.model.rotary_emb(x, torch.arange(5)[None])
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the old name
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # of the old name
         model.model.layers[0](x, position_embeddings=angles, attention_mask=None, **{name: cache})
     assert cache.get_seq_length() == 5

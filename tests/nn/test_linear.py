@@ -47,7 +47,7 @@ def test_a_recipe_must_be_a_recipe():
     assert octavo.nn.Linear(8, 8, recipe="dynamic").recipe == recipes.dynamic()
     with pytest.raises(ValueError, match="'fast' is no recipe: choose"):
         octavo.nn.Linear(8, 8, recipe="fast")
-    with pytest.raises(TypeError, match=r"no octavo\.Recipe"):
+    with pytest.raises(TypeError, match=r"is no octavo\.Recipe; try octavo\.recipes\.dynamic"):
         octavo.nn.Linear(8, 8, recipe=recipes.dynamic)
 
 

@@ -1,23 +1,13 @@
 import pytest
 import torch
-from torch import nn
 
 from octavo import E4M3, E5M2, PerTensor
 from octavo.optim import E4M4, SGD, Moment
+from tests.optim.test_muon import matrices, steps
 
 
-def steps(optimizer, params, count, start=0):
-    for step in range(start, start + count):
-        generator = torch.Generator().manual_seed(step)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(99)
-    shapes = [(40, 200), (300,), (3, 5, 7), ()]
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+def params():
+    return matrices(shapes=[(40, 200), (300,), (3, 5, 7), ()])
 
 
 def test_each_group_has_its_own_momentum_and_may_change_it():
