@@ -14,9 +14,7 @@ from tests.support.command_line import one_line
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_says_in_a_narrow_terminal_what_a_command_does_and_shows_examples_that_it_takes(
-    command, capsys, monkeypatch
-):
+def test_help_says_in_a_narrow_terminal_what_a_command_does_with_examples_that_it_takes(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert cli.main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
@@ -45,8 +43,7 @@ def test_each_command_has_a_description_and_its_options_only_where_it_is_named()
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shtab_writes_completions(shell):
-    shtab = pytest.importorskip("shtab")
-    written = shtab.complete(cli.parser(), shell)
+    written = pytest.importorskip("shtab").complete(cli.parser(), shell)
     assert "--weight-storage" in written and "split24" in written
 
 

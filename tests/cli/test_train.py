@@ -88,9 +88,8 @@ def test_a_run_that_diverged_is_read_by_its_folder(capsys, no_plot):
     options = ["--lr", "1e3", "--clip", "0", "--steps", "60", "--checkpoint-every", "0", "--inspect"]
     assert train("--out", "here", *options, "--inspect-every", "1") == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert err.startswith("octavo: error: dynamic diverged: ") and err.endswith(
-        "; try a lower --lr; octavo inspect here/dynamic says what the record shows"
-    )
+    assert err.startswith("octavo: error: dynamic diverged: ")
+    assert err.endswith("; try a lower --lr; octavo inspect here/dynamic says what the record shows")
     assert cli.main(["inspect", "here"]) == 0
     assert "finding" in capsys.readouterr().out
     assert cli.main(["export", "here", "--safetensors", "served"]) == 2

@@ -24,13 +24,12 @@ from octavo.cost.work import work_of
 from octavo.train import GPT, ModelConfig, OptimizerConfig, StateConfig
 from octavo.train.trainer import build_optimizer
 from octavo.weights.stored import local_stored
+from tests.support.combinations import in_full
 
 H200 = PUBLISHED["H200"]
 
 
-def test_a_hugging_face_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hugging_face_configuration(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -79,18 +78,14 @@ def sizes_of(optimizer: Any) -> Counter[str]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "moments", "master"),
-    [
-        ("muon", "fp8", "split24"),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in (("muon", "bf16", None), ("adamw", "fp32", "auto"))),
-    ],
-)
+STATES = [("muon", "fp8", "split24"), *in_full(("muon", "bf16", None), ("adamw", "fp32", "auto"))]
+
+
+@pytest.mark.parametrize(("algorithm", "moments", "master"), STATES)
 def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moments: str, master: str | None) -> None:
-    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)
-    model, inputs = GPT(config).bfloat16(), tokens_of(16, 16)
+    model = GPT(ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)).bfloat16()
     optimizer_class = optimizer_of(model, algorithm, moments, master)
-    planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=optimizer_class)
+    planned = estimate(model, tokens_of(16, 16), recipes.dynamic(), H200, optimizer=optimizer_class)
     optimizer: Any = optimizer_class(NamedParameters(model))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -140,21 +135,17 @@ def test_muon_has_the_matrices_of_blocks_though_others_have_their_shape() -> Non
     assert muons | others == {name for name, _ in model.named_parameters()} and not muons & others
     gpt = GPT(ModelConfig(width=64, layers=2, heads=2, context=64, experts=4))
     trains = build_optimizer(gpt, OptimizerConfig(), StateConfig(algorithm="muon"))
-    plans = optimizer_of(gpt, "muon", "fp32", "auto")(NamedParameters(gpt))
-    assert groups_of(plans, gpt) == groups_of(trains, gpt)
+    assert groups_of(optimizer_of(gpt, "muon", "fp32", "auto")(NamedParameters(gpt)), gpt) == groups_of(trains, gpt)
 
 
 def test_weights_in_fp8_and_updates_in_backward_are_planned_as_a_training_keeps_them() -> None:
-    config = ModelConfig(width=64, layers=2, heads=2, context=16)
-    model, inputs = GPT(config).bfloat16(), tokens_of(16, 16)
-    optimizer_class = optimizer_of(model, "adamw", "fp8", "split16", 1024)
-    stored: Any = {"optimizer": optimizer_class, "weight_storage": "fp8"}
+    model, inputs = GPT(ModelConfig(width=64, layers=2, heads=2, context=16)).bfloat16(), tokens_of(16, 16)
+    stored: Any = {"optimizer": optimizer_of(model, "adamw", "fp8", "split16", 1024), "weight_storage": "fp8"}
     planned = step_in("blockwise", model, inputs, H200, work_of(model, inputs), **stored)
     octavo.convert(model, recipes.blockwise(), weight_storage="fp8")
     optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split16")
     handle = octavo.optim.update_in_backward(optimizer, 1024)
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    model(tokens).float().sum().backward()
+    model(torch.zeros(1, 16, dtype=torch.int64)).float().sum().backward()
     optimizer.step()
     weights: list[torch.Tensor] = []
     for param in model.parameters():

@@ -55,8 +55,7 @@ def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledg
         with mode:
             module = nn.ModuleDict({"part": make()})
             if how != "plain":
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(action="ignore"):
                     octavo.convert(module, octavo.recipes.delayed(), lambda *_: True, fuse=how == "fused")
             x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
             keywords: dict[str, Any] = {}

@@ -80,10 +80,8 @@ def test_what_a_cast_moves() -> None:
     assert one.cast_seconds(delayed, elements, both=False) == 10 * (2 + 1)
     assert one.cast_seconds(delayed, elements, both=True) == 10 * (2 + 2)
     assert one.cast_seconds(dynamic, elements, both=True) == 10 * (2 + 2 + 2)  # once more for the amax
-    block = Cast(dynamic.format, PerBlock(1, 128))
-    assert one.cast_seconds(block, elements, both=True) == 10 * (2 + 2)
-    measured = dataclasses.replace(one, casts={"delayed": 7.0})
-    assert measured.cast_seconds(delayed, elements, both=True) == 70
+    assert one.cast_seconds(Cast(dynamic.format, PerBlock(1, 128)), elements, both=True) == 10 * (2 + 2)
+    assert dataclasses.replace(one, casts={"delayed": 7.0}).cast_seconds(delayed, elements, both=True) == 70
 
 
 def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
@@ -134,10 +132,7 @@ def test_a_gpu_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "device_label", lambda device: "NVIDIA H200, torch 2")
     assert rates_of(device=gpu) is PUBLISHED["H200"]
     monkeypatch.setattr(rates, "device_label", lambda device: "a GPU, torch 2")
-    for native, says in (
-        (False, "a GPU, torch 2 has no FP8 hardware"),
-        (True, "rates of this device .a GPU"),
-    ):
+    for native, says in ((False, "a GPU, torch 2 has no FP8 hardware"), (True, "rates of this device .a GPU")):
         monkeypatch.setattr(rates, "runs_natively", lambda device, native=native: native)
         with pytest.raises(PlanError, match=says):
             rates_of(device=gpu)

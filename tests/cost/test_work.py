@@ -13,6 +13,7 @@ from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.rates import PUBLISHED
 from octavo.cost.work import TRACED, LinearWork, Work, on_meta, run_shorter, work_of
 from octavo.train import GPT, ModelConfig
+from tests.support.combinations import in_full
 
 H200 = PUBLISHED["H200"]
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -41,10 +42,8 @@ def test_operations_between_products_are_one_kernel_where_compiled() -> None:
             return -x
 
     x = torch.ones(4, 8, requires_grad=True)
-    once, twice = (
-        work_of(on_meta(nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False))), (x,))
-        for times in (1, 2)
-    )
+    nets = (nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False)) for times in (1, 2))
+    once, twice = (work_of(on_meta(net), (x,)) for net in nets)
     assert twice.other.compiled == once.other.compiled and twice.other.ops == once.other.ops + 2
     assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
 
@@ -119,18 +118,10 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
     mixtral = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
     for model, name in ((mixed, "blocks.0.mlp"), (mixtral, "model.layers.0.mlp")):
         work = work_of(on_meta(model), (TOKENS,))
-        rows, layers = (
-            TOKENS.numel() * 2,
-            {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears},
-        )
-        assert layers["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and layers["down"] == (
-            rows,
-            96,
-            64,
-            True,
-            True,
-            4,
-        )
+        rows = TOKENS.numel() * 2
+        layers = {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears}
+        assert layers["gate_up"] == (rows, 64, 2 * 96, True, True, 4)
+        assert layers["down"] == (rows, 96, 64, True, True, 4)
         scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4
         routers = [one for one in work.linears if one.name.endswith("router")]  # the trainer's is a layer
         others = work.other_flop + sum(one.flop * sum(one.products) for one in routers)
@@ -141,9 +132,7 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
     assert not small.layers and small.casts == 0.0  # the default select takes none of this size
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt", *(pytest.param(name, marks=pytest.mark.full) for name in ("experts", "llama"))]
-)
+@pytest.mark.parametrize("family", ["gpt", *in_full(("experts",), ("llama",))])
 def test_of_many_blocks_that_are_alike_some_are_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted of five blocks by running three and four of them is what all five do and keep."""
     with torch.device("meta"):

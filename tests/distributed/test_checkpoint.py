@@ -33,6 +33,7 @@ from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.optim import Moment
 from tests.support import sharded_weights as stored
 from tests.support.damage import damaged_bytes, with_another
+from tests.support.helpers import stepped
 from tests.support.sharded_weights import held, sharded, steps
 
 
@@ -49,8 +50,7 @@ def wrapped(mesh: Any, folder: str) -> list[str]:
         steps(nets[0], optimizers[0], 0, 2)
         save_checkpoint(f"{folder}/{number}", wrap(nets[0]), optimizers[0], ranks=ranks)
         load_checkpoint(f"{folder}/{number}", wrap(nets[1]), optimizers[1], ranks=ranks)
-        wholes = [held(*pair) for pair in zip(nets, optimizers, strict=True)]
-        differing += differences_of_whole(*wholes)
+        differing += differences_of_whole(*map(held, nets, optimizers))
     return differing
 
 
@@ -107,13 +107,8 @@ def train(model, optimizer, first, last, ranks=None):
     ranks, losses = ranks or Ranks(), []
     for step in range(first, last):
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        x = batch.chunk(ranks.size)[ranks.rank]
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+        losses.append(stepped(optimizer, model(batch.chunk(ranks.size)[ranks.rank]).float().square().mean()))
+    return losses
 
 
 def whole(value):
@@ -154,9 +149,8 @@ def convert_between(mesh, folder):
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder + "/torch", **options)
     set_model_state_dict(model, state)
-    return same + [
-        torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    ]
+    same += [torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    return same
 
 
 def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
@@ -236,8 +230,7 @@ def fail_later(mesh, folder, failing):
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == failing:
             patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
-        saving = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks)
-        error = saving.exception(60)
+        error = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks).exception(60)
     remaining_files = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
     extra, before = {"list": [4]}, everything(model, optimizer)
     with stored.save_later(folder, model, optimizer, extra, ranks=ranks, keep=2):
@@ -303,14 +296,10 @@ def test_a_save_cut_off_anywhere_leaves_one_that_loads(when, model, tmp_path, mo
         shutil.copytree(failed, killed)
         raise OSError(28, "Full")
 
-    with monkeypatch.context() as patch:
+    fails = pytest.raises(CheckpointError, match="Full; what was saved before is kept")
+    with monkeypatch.context() as patch, fails if counts == 1 else nullcontext():
         patch.setattr(place, cut)
-        with (
-            pytest.raises(CheckpointError, match="Full; what was saved before is kept")
-            if counts == 1
-            else nullcontext()
-        ):
-            save_checkpoint(failed, model, optimizer, 2)
+        save_checkpoint(failed, model, optimizer, 2)
     assert counts == 2 or [path.name for path in failed.iterdir()] == ["save-00000001"]
     for folder in (failed, killed):
         extra = load_checkpoint(folder, model, optimizer)
@@ -339,7 +328,7 @@ def test_before_the_first_step_and_without_an_optimizer(tmp_path):
     assert not optimizer.state
     losses = train(model, optimizer, 0, 2)
     assert load_checkpoint(tmp_path, model, optimizer) is None
-    assert not optimizer.state and torch.equal(train(model, optimizer, 0, 2), losses)
+    assert not optimizer.state and train(model, optimizer, 0, 2) == losses
     save_checkpoint(tmp_path, model)
     load_checkpoint(tmp_path, build(seed=1), None)
     assert optimizer.state
@@ -382,17 +371,11 @@ def test_what_is_no_tensor_of_a_models_state_comes_back(tmp_path):
     assert other.said == "a word" and torch.equal(other.weight, model.weight)
 
 
-@pytest.mark.parametrize(
-    ("kind", "storage"),
-    [
-        (torch.optim.SGD, None),
-        (torch.optim.AdamW, None),
-        (octavo.optim.SGD, None),
-        (octavo.optim.AdamW, None),
-        (octavo.optim.AdamW, "fp8"),
-        (octavo.optim.Muon, "fp8"),
-    ],
-)
+KINDS = [(kind, None) for kind in (torch.optim.SGD, torch.optim.AdamW, octavo.optim.SGD, octavo.optim.AdamW)]
+KINDS += [(octavo.optim.AdamW, "fp8"), (octavo.optim.Muon, "fp8")]
+
+
+@pytest.mark.parametrize(("kind", "storage"), KINDS)
 def test_training_goes_on_bit_for_bit_from_step_0(kind, storage, tmp_path):
     def built(seed, lr):
         torch.manual_seed(seed)
@@ -408,9 +391,7 @@ def test_training_goes_on_bit_for_bit_from_step_0(kind, storage, tmp_path):
     for one, its in ((model, optimizer), (again, its_optimizer)):
         for step in range(2):
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-            one(x).float().square().mean().backward()
-            its.step()
-            its.zero_grad()
+            stepped(its, one(x).float().square().mean())
     assert_equal_states(model.state_dict(), again.state_dict())
     states = [its.state_dict()["state"] for its in (optimizer, its_optimizer)]
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
@@ -419,8 +400,7 @@ def test_training_goes_on_bit_for_bit_from_step_0(kind, storage, tmp_path):
 
 def assert_equal_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert [*ours] == [*theirs]
-    differing = [name for name, value in ours.items() if value is not None and not torch.equal(value, theirs[name])]
-    assert not differing
+    assert not [name for name, value in ours.items() if value is not None and not torch.equal(value, theirs[name])]
 
 
 def test_the_groups_of_the_optimizer_come_back_and_frozen_weights_have_no_state(tmp_path):
@@ -451,8 +431,7 @@ def test_delayed_state_without_a_place_or_of_another_length(model, tmp_path):
 
 
 def test_names_are_those_of_the_plain_model(model, tmp_path):
-    compiled = torch.compile(model)
-    save_checkpoint(tmp_path, compiled)
+    save_checkpoint(tmp_path, torch.compile(model))
     again = build(seed=1)
     load_checkpoint(tmp_path, again)
     assert equal(again.state_dict(), model.state_dict())
@@ -557,9 +536,7 @@ def test_a_flipped_bit_of_a_weight_is_said_with_its_name(model, tmp_path):
     data[data.index(weight) + 5] ^= 1
     path.write_bytes(data)
     before = model[2].weight.clone()
-    with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp: model\.2\.weight is damaged .*remove its folder to load"
-    ):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: model\.2\.weight is damaged .*remove its folder to"):
         load_checkpoint(tmp_path, model)
     assert torch.equal(model[2].weight, before)
 

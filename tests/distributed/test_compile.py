@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from tests.distributed.test_fsdp import SITUATIONS, batch, built
+from tests.support.helpers import stepped
 
 EVEN = SITUATIONS["even shards"]
 STEPS = 3
@@ -53,11 +54,7 @@ def trained(mesh, recipe, how, backend, depth=1):
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses, graphs = [], []
     for step in range(STEPS):
-        loss = call(batch(EVEN, step, 0, dist.get_rank())).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(stepped(optimizer, call(batch(EVEN, step, 0, dist.get_rank())).square().mean()))
         graphs.append(counters["stats"]["unique_graphs"])
     state = [value.tolist() for value in octavo.nn.delayed_state_dict(net).values()]
     return losses, state, graphs, sum(counters["graph_break"].values())

@@ -21,6 +21,7 @@ from octavo.nn.experts import feed_forward
 from octavo.weights.gathered import check_layers_agree
 from tests.nn.test_experts import GroupedExperts
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
+from tests.support.combinations import in_full
 from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
 from tests.support.helpers import every_layer
 
@@ -30,8 +31,7 @@ SIZES = [24, 0, 7, 13]  # tokens of each rank
 @functools.cache
 def alone() -> Any:
     """Return a mesh of this rank, made without the others: not all of the pool's may run the task."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return dist.DeviceMesh.from_group(group, "cpu")
+    return dist.DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
 
 
 def parts(mesh: Any) -> list[slice]:
@@ -122,12 +122,8 @@ def test_gradients_of_a_loss_that_ranks_share_are_summed(pool):
     assert pool.run(compare, (2,), "octavo bias", "dynamic", "eager", False, False) == [({}, {})] * 2
 
 
-@pytest.mark.parametrize(
-    "recipe", ["short history", *[pytest.param(name, marks=pytest.mark.full) for name in ("dynamic", "mx")]]
-)
-@pytest.mark.parametrize(
-    "how", ["not reentrant", *[pytest.param(how, marks=pytest.mark.full) for how in ("reentrant", "compiled")]]
-)
+@pytest.mark.parametrize("recipe", ["short history", *in_full(("dynamic",), ("mx",))])
+@pytest.mark.parametrize("how", ["not reentrant", *in_full(("reentrant",), ("compiled",))])
 def test_checkpointed_and_compiled(pool, recipe, how):
     check(recipe, pool.run(compare, (2,), "octavo", recipe, how))
 
@@ -149,21 +145,13 @@ def counted(mesh, recipe):
     return *counts, (dict(counter.calls), dict(counter.bytes))
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "dynamic",
-        "blockwise",
-        *[pytest.param(name, marks=pytest.mark.full) for name in ("short history", "rowwise", "mx")],
-    ],
-)
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise", *in_full(("short history",), ("rowwise",), ("mx",))])
 def test_bytes(pool, recipe):
     """Rows that are dispatched and combined take the recipe's share of bf16's bytes."""
     per_tensor = recipe in ("dynamic", "short history")
     for plain, counts in zip(pool.run(counted, (2,), "high_precision"), pool.run(counted, (2,), recipe), strict=True):
         for (_, plain_bytes), (calls, bytes) in zip(plain, counts, strict=True):
-            one_way = plain_bytes[OTHER] / 2
-            assert calls[OTHER] == 2 and 0.5 <= bytes[OTHER] / one_way - 1 <= 0.53
+            assert calls[OTHER] == 2 and 0.5 <= bytes[OTHER] / (plain_bytes[OTHER] / 2) - 1 <= 0.53  # of one way
         (forward, of_forward), (backward, of_backward) = counts
         assert forward[GATHER] == 1 and of_forward[GATHER] == 2 * 4 * (8 + 1 + (8 if per_tensor else 0))
         assert REDUCE not in forward and GATHER not in backward and SCATTER not in backward
@@ -195,9 +183,8 @@ def test_no_gradients_and_evaluation(mesh):
 
 def test_recipes_change_and_restored_experts_stay_where_they_are(mesh):
     net = expert_parallel(built("stored", "dynamic", 4), mesh)
-    expected = built("stored", "mx", 4)(batch(0, 0))
-    assert torch.equal(octavo.set_recipe(net, recipes.mx())(batch(0, 0)), expected)
-    high = built("stored", "high_precision", 4)(batch(0, 0))
+    in_mx, high = (built("stored", recipe, 4)(batch(0, 0)) for recipe in ("mx", "high_precision"))
+    assert torch.equal(octavo.set_recipe(net, recipes.mx())(batch(0, 0)), in_mx)
     assert torch.equal(octavo.restore(net)(batch(0, 0)), high)
 
 
@@ -238,10 +225,8 @@ def test_what_is_refused(mesh):
 
 
 def test_a_mesh_that_does_not_fit(pool):
-    assert (
-        pool.run(refusals, (2,))
-        == [["3 experts on 2 ranks", "rank 1 has 48 rows, of which 47 are of the 8 experts"]] * 2
-    )
+    says = ["3 experts on 2 ranks", "rank 1 has 48 rows, of which 47 are of the 8 experts"]
+    assert pool.run(refusals, (2,)) == [says] * 2
 
 
 def refusals(mesh):
@@ -251,10 +236,7 @@ def refusals(mesh):
         expert_parallel(built("octavo", "dynamic", 3), mesh)
     said.append(str(error.value).partition(": ")[2].partition(":")[0])
     net = expert_parallel(built("octavo", "dynamic", 8), mesh)
-    rows, offsets = (
-        torch.randn(48, 32),
-        torch.tensor([6, 12, 18, 24, 30, 36, 42, 48 - mesh.get_rank()], dtype=torch.int32),
-    )
+    offsets = torch.tensor([6, 12, 18, 24, 30, 36, 42, 48 - mesh.get_rank()], dtype=torch.int32)
     with pytest.raises(ValueError) as error:
-        feed_forward(rows, offsets, net.experts.gate_up, net.experts.down, "swiglu", lambda h: h)
+        feed_forward(torch.randn(48, 32), offsets, net.experts.gate_up, net.experts.down, "swiglu", lambda h: h)
     return [*said, str(error.value)]

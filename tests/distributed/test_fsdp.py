@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, E5M2, Cast, PerTensor, recipes
 from tests.support.expert_models import whole
 from tests.support.sharded_weights import average
 
-FORWARD, GRADIENT = (
-    octavo.Cast(fmt, octavo.PerTensor(), power_of_two=True, margin=1) for fmt in (octavo.E4M3, octavo.E5M2)
-)
+FORWARD, GRADIENT = (Cast(fmt, PerTensor(), power_of_two=True, margin=1) for fmt in (E4M3, E5M2))
 RECIPES = {
     "dynamic": recipes.dynamic,
     "delayed": lambda: recipes.delayed(history_length=2),  # begins anew within STEPS
@@ -86,8 +84,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         if self.situation.chunked_loss:
-            target = torch.arange(len(x)) % self.head.out_features
-            return octavo.nn.linear_cross_entropy(x, self.head, target)
+            return octavo.nn.linear_cross_entropy(x, self.head, torch.arange(len(x)) % self.head.out_features)
         return self.head(x)
 
 
@@ -155,12 +152,8 @@ def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> float:
     net = sharded(situation, recipe, mesh, reshard)
     actual = train(net, situation)
     used = {f"{name}.weight": one.fp8.gather.sent_as for name, one in net.named_modules() if hasattr(one, "fp8")}
-    alone = mesh["shard"].size() == 1
-    in_fp8 = {
-        name
-        for name, (way, casts) in ((name, way) for name, way in used.items() if way)
-        if way == "in FP8" or (way == "cast after" and alone and casts.once)
-    }
+    alone, sent = mesh["shard"].size() == 1, [(name, *way) for name, way in used.items() if way]
+    in_fp8 = {name for name, way, casts in sent if way == "in FP8" or (way == "cast after" and alone and casts.once)}
     expected = train(built(situation, recipe), situation, mesh, in_fp8)
     assert actual.keys() == expected.keys()
     return max(off(actual[key], expected[key]) for key in actual)

@@ -76,14 +76,9 @@ def written(folder: Any) -> None:
     """Write checkpoints of such layers."""
     torch.manual_seed(0)
     net, wide = (nn.Sequential(nn.Linear(256, n, **BF16), nn.Linear(n, 256, **BF16)) for n in (320, 512))
-    for name, model, recipe in (
-        ("codes", wide, ANY_SCALES),
-        ("powers", wide, recipes.blockwise()),
-        ("blocks", net, recipes.blockwise()),
-        ("rows", net, recipes.rowwise()),
-        ("own rows", net, recipes.rowwise()),
-        ("own 32", net, recipes.mx()),
-    ):
+    models = {"codes": (wide, ANY_SCALES), "powers": (wide, recipes.blockwise()), "blocks": (net, recipes.blockwise())}
+    models |= {"rows": (net, recipes.rowwise()), "own rows": (net, recipes.rowwise()), "own 32": (net, recipes.mx())}
+    for name, (model, recipe) in models.items():
         layout = "fine-grained" if "blockwise" in recipe.name else "compressed-tensors"
         octavo.export.to_safetensors(to_fp8(copy.deepcopy(model), recipe), folder / name, layout)
     experts = octavo.nn.GroupedLinear(4, 256, 128, bias=False, recipe=recipes.blockwise(), **BF16)
@@ -158,6 +153,3 @@ def codes_of_columns(mesh: Any) -> str:
 def test_codes_that_torch_cuts_wrongly_are_refused(pool):
     for said in pool.run(codes_of_columns, (1, 2), whole=True):
         assert "this weight is sharded by columns. Give its values" in said
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,8 @@ from tests.support.byte_counter import GATHER
 from tests.support.seams.features import OF_RECIPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
-CALLS = {
-    "`dynamic()`": "dynamic",
-    "`delayed()`": "delayed",
-    "`rowwise(power_of_two=True)`": "rowwise",
-    "`rowwise_with_gw_hp()`": "gw_hp",
-    "`blockwise()`": "blockwise",
-    "`mx()`": "mx",
-    "`nvfp4()`": "nvfp4",
-    "`high_precision()`": "high_precision",
-}
+CALLS = {f"`{name}()`": name for name in ("dynamic", "delayed", "blockwise", "mx", "nvfp4", "high_precision")}
+CALLS |= {"`rowwise(power_of_two=True)`": "rowwise", "`rowwise_with_gw_hp()`": "gw_hp"}
 BF16 = 2 * 512 * 256
 
 
@@ -79,8 +71,7 @@ def test_errors(pool, case):
 @pytest.mark.full
 @pytest.mark.parametrize("call", CALLS)
 def test_bytes(pool, call):
-    shares = [f"{counter[GATHER] / BF16:.3f}" for counter in gathers(pool, call, "")]
-    assert matrix()[call][1:3] == shares
+    assert matrix()[call][1:3] == [f"{counter[GATHER] / BF16:.3f}" for counter in gathers(pool, call, "")]
     assert matrix()[call][3] == f"{sum(counter[GATHER] for counter in gathers(pool, call, 'exact')) / 2 / BF16:.3f}"
 
 

@@ -19,6 +19,7 @@ from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.operands import fp8_pair
 from octavo.weights.stored import StoredWeight, local_stored
+from tests.support.combinations import in_full
 from tests.support.parallel_tasks import RECIPES, Pair, differences, small, step, whole
 
 STYLES = {"torch's": torch_parallel, "octavo's": ours}
@@ -101,8 +102,7 @@ def refused(mesh: Any, recipe: str, before: bool, rows: int = 128) -> tuple[str,
     with pytest.raises((ValueError, octavo.UnsupportedOpError)) as caught:
         parallelize_module(model, mesh, {"0": ours.ColwiseParallel()})
         store(model, recipe)
-    local = layer.weight if before else layer.weight.to_local()
-    return str(caught.value), isinstance(local, StoredWeight) == before
+    return str(caught.value), isinstance(layer.weight if before else layer.weight.to_local(), StoredWeight) == before
 
 
 def uneven(mesh: Any) -> tuple[list[str], float]:
@@ -125,18 +125,18 @@ def stepped(mesh: Any, recipe: str, master: str) -> list[list[str]]:
     runs, unequal_names = [(model, adamw(model, master)) for model in made(mesh, recipe, bias=False)], []
     for number in range(3):
         for model, optimizer in runs:
-            shared_gradients(model, number)
+            shared_gradients([*model.parameters()], number)
             optimizer.step()
         unequal_names.append(unequal(*(codes(model) for model, _ in runs)))
     return unequal_names
 
 
-def shared_gradients(model: nn.Module, number: int) -> None:
+def shared_gradients(parameters: list[nn.Parameter], number: int) -> None:
     """The same of any layout; larger at first, so that scales change."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     torch.manual_seed(number)
-    for parameter in model.parameters():
+    for parameter in parameters:
         grad = torch.randn(parameter.shape) * 10.0 ** (2 - number)
         if isinstance(parameter, DTensor):
             grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -198,14 +198,8 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
             net(x)
     save_checkpoint(path, model, runs[1][1])
     load_checkpoint(path, other, exact_adamw(other))
-    by_layer = {"up": of_layer(alone.up), "down": of_layer(alone.down)}
-    unequal_ones = [
-        name
-        for net in (model, other)
-        for name, layer in by_layer.items()
-        if not all(map(torch.equal, layer, of_layer(getattr(net, name))))
-    ]
-    return unequal_ones, largest
+    layers = [(name, of_layer(getattr(net, name))) for net in (model, other) for name in ("up", "down")]
+    return [name for name, of in layers if not all(map(torch.equal, of, of_layer(getattr(alone, name))))], largest
 
 
 def of_layer(layer: Any) -> list[Tensor]:
@@ -215,14 +209,7 @@ def of_layer(layer: Any) -> list[Tensor]:
 
 def of_splits(net: Any, number: int) -> None:
     """Give a model's weights gradients that are the same on any layout."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    torch.manual_seed(number)
-    for layer in (net.up.a, net.up.b, net.down):
-        weight, grad = layer.weight, torch.randn(layer.out_features, layer.in_features) * 10.0 ** (2 - number)
-        if isinstance(weight, DTensor):
-            grad = distribute_tensor(grad, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.grad = grad
+    shared_gradients([layer.weight for layer in (net.up.a, net.up.b, net.down)], number)
 
 
 ALL = ["dynamic", "power of two", "delayed", "blockwise"]
@@ -252,14 +239,10 @@ def test_rows_and_columns_that_do_not_divide(pool):
     assert pool.run(uneven, (2,)) == [([], 0.0)] * 2
 
 
-@pytest.mark.parametrize(
-    ("recipe", "master", "shape"),
-    [
-        ("dynamic", "split16", (2,)),
-        pytest.param("blockwise", "split24", (2,), marks=pytest.mark.full),
-        pytest.param("dynamic", "fp32", (2, 2), marks=pytest.mark.full),
-    ],
-)
+STEPS = [("dynamic", "split16", (2,)), *in_full(("blockwise", "split24", (2,)), ("dynamic", "fp32", (2, 2)))]
+
+
+@pytest.mark.parametrize(("recipe", "master", "shape"), STEPS)
 def test_steps_equal_those_of_one_rank(pool, recipe, master, shape):
     """Rows and columns; also beside FSDP2. Random bits too depend on an element's place in the whole weight."""
     assert all(unequal_names == [[]] * 3 for unequal_names in pool.run(stepped, shape, recipe, master))

@@ -17,6 +17,8 @@ import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint
 from octavo.distributed.ranks import CheckpointError, Ranks
+from tests.distributed.test_parallel_storage import unequal
+from tests.support.combinations import in_full
 from tests.support.parallel_tasks import RECIPES, whole
 from tests.support.sharded_weights import save_later
 
@@ -92,18 +94,10 @@ def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    return [name for name, value in one.items() if not torch.equal(value, other[name])]
-
-
 LAYOUTS = [(2, 2), (4, 1), (1, 4)]  # data x tensor, of all ranks of the pool
 
 
-@pytest.mark.parametrize(
-    ("saved", "read"),
-    [((2, 2), []), *(pytest.param(saved, LAYOUTS, marks=pytest.mark.full) for saved in LAYOUTS)],
-)
+@pytest.mark.parametrize(("saved", "read"), [((2, 2), []), *in_full(*((saved, LAYOUTS) for saved in LAYOUTS))])
 def test_from_any_layout_to_any(pool, saved, read, tmp_path):
     """Weights and the optimizer's moments bit for bit, on one rank and on these; the next test reads on ranks too."""
     wanted = pool.run(save, saved, str(tmp_path))[0]
@@ -112,14 +106,10 @@ def test_from_any_layout_to_any(pool, saved, read, tmp_path):
         assert unequal(loaded, wanted) == [] and trains_on and "attention.qkv.linear.key.weight exp_avg" in loaded
 
 
-@pytest.mark.parametrize(
-    "compact",
-    [
-        {"moments": "fp32", "master": "split24"},
-        *(pytest.param(it, marks=pytest.mark.full) for it in (None, {"moments": "fp8", "master": "split24"})),
-    ],
-    ids=str,
-)
+FEW_BYTES = [{"moments": moments, "master": "split24"} for moments in ("fp32", "fp8")]
+
+
+@pytest.mark.parametrize("compact", [FEW_BYTES[0], *in_full((None,), FEW_BYTES[1:])], ids=str)
 def test_a_checkpoint_of_joined_splits(pool, compact, tmp_path):
     """It is read where splits are separate, moments and delayed state too; moments in FP8 perhaps as float32."""
     wanted = rows_of(save(None, str(tmp_path), compact, False))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import octavo
 from octavo.errors import UnsupportedOpError
+from tests.support.combinations import in_full
 from tests.support.expert_models import batch, built, off_by_maximum, train
 from tests.support.sharded_weights import average
 
@@ -58,14 +59,10 @@ def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
         assert all(way.startswith("cast after") for way in ways)
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [
-        ("stored transposed", "blockwise"),
-        pytest.param("octavo", "dynamic", marks=pytest.mark.full),
-        pytest.param("stored", "short history", marks=pytest.mark.full),
-    ],
-)
+STORED = [("stored transposed", "blockwise"), *in_full(("octavo", "dynamic"), ("stored", "short history"))]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), STORED)
 def test_weights_that_live_in_fp8(pool, kind, recipe):
     """Weights that live in FP8, with masters and moments in few bytes, are equal where random bits are."""
     for differences, ways in pool.run(compare, (2,), kind, recipe, 4, 0, "fp8"):
@@ -95,8 +92,8 @@ def restarted(mesh, recipe):
     values = octavo.restore(copy.deepcopy(whole)).state_dict()
     other.load_state_dict({name: like_sharded_as(p, values[name]) for name, p in other.named_parameters()})
     whole.load_state_dict(get_model_state_dict(other, options=StateDictOptions(full_state_dict=True)))
-    again = octavo.restore(whole).state_dict()  # values: the optimizer's scale may be half of what values alone give
-    pairs = (full, same), (values, again)
+    # values: the optimizer's scale may be half of what values alone give
+    pairs = (full, same), (values, octavo.restore(whole).state_dict())
     return [all(torch.equal(wanted[name], read[name]) for name in wanted) for wanted, read in pairs]
 
 

@@ -15,6 +15,7 @@ from octavo.schedule import Phase, PrecisionSchedule
 from octavo.weights.stored import local_stored
 from tests.distributed.test_experts import KINDS, SIZES, parts
 from tests.support.expert_models import RECIPES, Mixture, batch, built, off_by_maximum, whole
+from tests.support.helpers import stepped
 
 E = 8
 OPTIONS: dict[str, Any] = {
@@ -39,9 +40,7 @@ def mixture_of(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixtu
 
 def optimizer_of(net: Mixture, options: str) -> Any:
     if options == "Muon":
-        stacked, others = (
-            [p for p in net.experts.parameters() if (p.ndim == 3) == is_stacked] for is_stacked in (True, False)
-        )
+        stacked, others = ([p for p in net.experts.parameters() if (p.ndim == 3) == is_3d] for is_3d in (True, False))
         groups = [{"params": stacked, "algorithm": "muon"}, {"params": others, "algorithm": "adamw"}]
         return Muon(groups, lr=0.05, adamw={"eps": 1e-30}, **OPTIONS[options])
     optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, **OPTIONS[options])
@@ -54,9 +53,7 @@ def step(net: Mixture, optimizer: Any, index: int, ranks: range) -> dict[str, to
     """Results of a step with these ranks' tokens, of which each is a copy of the model's loss."""
     x = torch.cat([batch(index, rank, SIZES[rank]) for rank in ranks]).requires_grad_()
     y = net(x)
-    y.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(optimizer, y.square().sum())
     return {f"y {index}": y.detach(), f"x {index}": x.grad}
 
 
@@ -143,10 +140,8 @@ def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
         return {name: whole(value) for name, value in net.state_dict().items()}
 
     wanted = values(net)
-    lone, (own_state, first, second, last) = (
-        mixture_of(None, kind, "dynamic"),
-        (mixture_of(mesh, kind, "dynamic") for _ in range(4)),
-    )
+    lone = mixture_of(None, kind, "dynamic")
+    own_state, first, second, last = (mixture_of(mesh, kind, "dynamic") for _ in range(4))
     own_state.load_state_dict(net.state_dict())
     set_model_state_dict(first, get_model_state_dict(net, options=full), options=full)
     lone.load_state_dict(wanted)
@@ -154,9 +149,8 @@ def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
     assert all(local_stored(p) is not None for p in own_state.experts.parameters() if p.ndim == 3)
     differing = [off_by_maximum(values(each), wanted) for each in (own_state, first, second)]
     plain = octavo.restore(net).state_dict()
-    assert (
-        all(local_stored(p) is None for p in net.parameters()) and plain.keys() == dict(net.named_parameters()).keys()
-    )
+    assert all(local_stored(p) is None for p in net.parameters())
+    assert plain.keys() == dict(net.named_parameters()).keys()
     last.load_state_dict(plain)  # cast anew, as scales were of a bound
     return [*differing, off_by_maximum(values(octavo.restore(last)), values(net))]
 
@@ -169,11 +163,8 @@ def test_state_dicts(pool, kind):
 def through_phases(mesh: Any, kind: str) -> dict[str, float]:
     """Return what differs from one rank where weights go into FP8 in training, and back."""
     size, rank = mesh.size(), mesh.get_rank()
-    phases = [
-        Phase(recipes.dynamic()),
-        Phase(recipes.dynamic(), weight_storage="fp8", from_step=1),
-        Phase(recipes.dynamic(), weight_storage=None, from_step=3),
-    ]
+    in_fp8 = Phase(recipes.dynamic(), weight_storage="fp8", from_step=1)
+    phases = [Phase(recipes.dynamic()), in_fp8, Phase(recipes.dynamic(), weight_storage=None, from_step=3)]
     traces = []
     for on, ranks in ((mesh, range(rank, rank + 1)), (None, range(size))):
         net = built(kind, "dynamic", E)

@@ -16,20 +16,18 @@ from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER, OTHER, SCATTER
 
 BF16 = 2 * 512 * 256  # of what the three layers read, and of what o gives
-EXACT = ("power of two", "rowwise", "blockwise", "mx", "nvfp4", "gw_hp", "high_precision")
+
 IN_BF16 = ("gw_hp", "nvfp4", "high_precision")  # whose inputs are sent so
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(it, marks=[pytest.mark.full] * (it in IN_BF16)) for it in tasks.RECIPES]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.full] * (r in IN_BF16)) for r in tasks.RECIPES])
 def test_equal_to_one_rank(pool, recipe, shared, shape):
     """Training equals one rank's bit for bit where scales are powers of two, which make sums exact."""
     for (first, second), *_ in pool.run(tasks.sequence_parallel, shape, recipe, shared, torch.float32):
-        assert max(second.values()) <= (0.0 if recipe in EXACT else 1e-3)  # a code more or less of what o reads
+        assert max(second.values()) <= (0.0 if recipe in fused.EXACT else 1e-3)  # a code more or less of what o reads
         assert max(first.values()) <= 1e-3
 
 

@@ -25,13 +25,8 @@ from tests.support.combinations import in_full
 from tests.support.helpers import CountOps, padded_as_on_gpu, sqnr, stepped, to_fp8
 from tests.support.memory import peak_bytes
 
-LAYOUT_OF = {
-    "blockwise": "fine-grained",
-    "dynamic": "compressed-tensors",
-    "rowwise": "compressed-tensors",
-    "delayed": "per-tensor",
-    "mx": "mxfp8",
-}
+LAYOUT_OF = {"blockwise": "fine-grained", "delayed": "per-tensor", "mx": "mxfp8"}
+LAYOUT_OF |= dict.fromkeys(("dynamic", "rowwise"), "compressed-tensors")
 
 
 class _Seen(TorchDispatchMode):
@@ -229,8 +224,7 @@ def test_fp8_layers_that_share_a_weight_are_written_each(tmp_path):
     model[1].weight = model[0].weight
     octavo.convert(model, recipes.blockwise(), select=lambda module, name: True, weight_storage="fp8")
     to_safetensors(model, tmp_path / "out")
-    stored = read(tmp_path / "out")
-    assert torch.equal(stored["1.weight"].float(), model[0].weight.qdata.float())
+    assert torch.equal(read(tmp_path / "out")["1.weight"].float(), model[0].weight.qdata.float())
     octavo.export.load_fp8(model, tmp_path / "out")
     assert model[0].weight is model[1].weight
 
@@ -277,8 +271,7 @@ def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
     compressor = BaseCompressor.get_value_from_registry(config.format)
     assert compressor.can_compress(nn.Linear, scheme)
     assert set(stored) == {"bias", *compressor.compression_param_names(scheme)}
-    values = compressor.decompress(stored, scheme)["weight"]
-    assert torch.equal(values.to(dtype), dequantized(layer))
+    assert torch.equal(compressor.decompress(stored, scheme)["weight"].to(dtype), dequantized(layer))
 
 
 def test_each_kind_of_scale_is_a_group(tmp_path):
@@ -510,8 +503,7 @@ def test_a_server_computes_what_the_trainer_computes(recipe):
     ],
 )
 def test_a_sharded_model_gives_the_codes_that_its_forward_gathers(pool, recipe, stored, mixed, training):
-    ranks = pool.run(compare_sharded, (2,), recipe, stored, mixed, training)
-    assert ranks == [[], []]
+    assert pool.run(compare_sharded, (2,), recipe, stored, mixed, training) == [[], []]
 
 
 def test_one_sharded_tensor_is_held_at_a_time(pool):

@@ -63,9 +63,10 @@ def test_a_flipped_bit_is_found_where_its_block_is_read_and_nowhere_else(file: P
     assert same_bits(read.read("experts"), TENSORS["experts"])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"block_bytes": 1e400, "tensors": {}}', '{"block_bytes": 3, "tensors": 4}']
-)
+UNREADABLE = "", "{}", "[]", '{"block_bytes": 1e400, "tensors": {}}', '{"block_bytes": 3, "tensors": 4}'
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_checksums_that_cannot_be_read(file: Path, text: str) -> None:
     save_file(TENSORS, file, {KEY: text})
     with pytest.raises(ValueError, match=r"x\.safetensors has no CRC-32s that can be read"):

@@ -18,6 +18,7 @@ from octavo.export import iterate_fp8, layouts, to_safetensors
 from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, weight_scale_shape
 from octavo.weights.operands import pair_reader
 from tests.export.test_checkpoints import dequantized, seen_operands
+from tests.support.combinations import in_full
 from tests.support.helpers import stepped, to_fp8
 from tests.support.pool import Pool
 from tests.support.processes import ROOT
@@ -61,23 +62,16 @@ def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
 def values(codes: Tensor, scale_inv: Tensor) -> Tensor:
     """Return the values of a pair, of any layout."""
     for dim, size in enumerate(codes.shape if scale_inv.ndim == 2 else ()):
-        scale_inv = scale_inv.repeat_interleave(-(-size // scale_inv.shape[dim]), dim)[
-            (slice(None),) * dim + (slice(size),)
-        ]
+        scale_inv = scale_inv.repeat_interleave(-(-size // scale_inv.shape[dim]), dim).narrow(dim, 0, size)
     return codes.float() * scale_inv
 
 
-@pytest.mark.parametrize(
-    ("make", "recipe", "layout"),
-    [
-        (mixtral, "blockwise", "fine-grained"),
-        (qwen3, "rowwise", "compressed-tensors"),
-        pytest.param(mixtral, "dynamic", "per-tensor", marks=pytest.mark.full),
-    ],
-)
-def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
-    make: Any, recipe: str, layout: Any, tmp_path: Path
-) -> None:
+WRITTEN = [(mixtral, "blockwise", "fine-grained"), (qwen3, "rowwise", "compressed-tensors")]
+WRITTEN += in_full((mixtral, "dynamic", "per-tensor"))
+
+
+@pytest.mark.parametrize(("make", "recipe", "layout"), WRITTEN)
+def test_each_expert_has_its_checkpoints_names_and_values(make: Any, recipe: str, layout: Any, tmp_path: Path) -> None:
     model = make()
     model.save_pretrained(tmp_path / "plain")
     plain = load_file(tmp_path / "plain/model.safetensors")
@@ -93,8 +87,7 @@ def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
         alone = octavo.quantize(plain[name], E4M3, GRANULARITIES[recipe], power_of_two=powers)
         if not shared or ".w2." in name or "down" in name:
             assert torch.equal(tensor.float(), alone.qdata.float())
-        dequantized = values(tensor, scale_inv)
-        assert (dequantized - plain[name].float()).norm() < 0.03 * plain[name].float().norm()
+        assert (values(tensor, scale_inv) - plain[name].float()).norm() < 0.03 * plain[name].float().norm()
     experts = [name for name, (_, scale_inv) in written.items() if "experts" in name and scale_inv is not None]
     assert len(experts) == 4 * 3
 
@@ -160,8 +153,8 @@ def test_what_no_server_reads_is_refused(make: Any, exceptions: dict[str, None],
 
 def tensors(model: nn.Module) -> list[tuple[str, list[int], float]]:
     """Return names, shapes and a few values of the iterated tensors."""
-    parts = [(name, tensor, scale_inv) for name, tensor, scale_inv in iterate_fp8(model)]
-    return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in parts]
+    sums = ((name, t, 0.0 if s is None else float(s.sum())) for name, t, s in iterate_fp8(model))
+    return [(name, [*t.shape], float(t.float().sum()) + of_scales) for name, t, of_scales in sums]
 
 
 def tensors_of_ranks(mesh: Any, how: str) -> list[tuple[str, list[int], float]]:

@@ -28,8 +28,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a benchmark and return what it printed."""
 
     def call(subject: str, *arguments: str | Path) -> str:
-        module = subjects.module_of(subject)
-        status = module.main([*map(str, arguments)])
+        status = subjects.module_of(subject).main([*map(str, arguments)])
         output = capsys.readouterr().out
         assert not status, output
         return output
@@ -77,9 +76,8 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
     assert {row["device"] for row in rows_of(out / "kernels.csv")} == {"emulated-sm-90"}
     for name, columns in ON_GPU.items():
         rows = rows_of(out / f"{name}.csv")
-        others = "torchao", "liger"
         for row in rows:
-            is_others = any(name in row.get("variant", "") for name in others)
+            is_others = any(name in row.get("variant", "") for name in ("torchao", "liger"))
             assert is_others or all(float(row[column]) >= 0 for column in columns.split()), row
     again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
     assert "---" not in again and "stage 7" in again  # finished stages do not run again
@@ -171,12 +169,10 @@ def test_pages_have_every_table_that_is_made_for_them():
 
 def test_numbers_in_prose_are_written_into_their_sentences(monkeypatch):
     sentences = importlib.import_module("benchmarks.sentences")
-    monkeypatch.setattr(
-        sentences, "SENTENCES", {"page": {"takes {} ms instead of {} (`a`)": lambda: ["1,024.5", "−2"]}}
-    )
-    assert sentences.written("page", "It\ntakes 7 ms\n  instead of 3.25 (`a`), 9.") == (
-        "It\ntakes 1,024.5 ms\n  instead of −2 (`a`), 9."
-    )
+    of_page = {"takes {} ms instead of {} (`a`)": lambda: ["1,024.5", "−2"]}
+    monkeypatch.setattr(sentences, "SENTENCES", {"page": of_page})
+    text = sentences.written("page", "It\ntakes 7 ms\n  instead of 3.25 (`a`), 9.")
+    assert text == "It\ntakes 1,024.5 ms\n  instead of −2 (`a`), 9."
     assert sentences.written("another page", "takes 7 ms") == "takes 7 ms"
     for text in ("takes long", "takes 1 ms instead of 2 (`a`) takes 1 ms instead of 2 (`a`)"):
         with pytest.raises(ValueError, match=r"page has [02] times"):
@@ -192,8 +188,7 @@ def test_every_result_is_made_again_or_is_history() -> None:
         for commit in subjects.commits_of(path) if name in subjects.STUDIES else ():
             held = subjects.CAME_WITH.get(commit, commit)
             assert held and subjects.change_since(held, ["CITATION.cff"]) is not None, (path.name, commit)
-    in_development = ".dev" in importlib.import_module("octavo").__version__
-    assert in_development or subjects.stale() == []
+    assert ".dev" in importlib.import_module("octavo").__version__ or subjects.stale() == []
 
 
 def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch):
@@ -249,7 +244,6 @@ def test_a_run_of_quality_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) ->
     for experiment in ("delayed", "full stack in backward, exact norm"):
         task = quality.Task(experiment, "toy", 0, 20)
         parts, whole = tmp_path / f"{experiment} in parts", tmp_path / experiment
-        stops = iter([False] * 7 + [True])
-        assert quality.train(task, parts, stops.__next__).interrupted
+        assert quality.train(task, parts, iter([False] * 7 + [True]).__next__).interrupted
         rows = (quality.finish(task, folder, quality.train(task, folder)) for folder in (parts, whole))
         assert len({row["val_loss_average"] for row in rows}) == 1

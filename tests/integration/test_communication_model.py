@@ -10,9 +10,8 @@ from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout
 from octavo.cost.mesh.step import Stage, Step
 
-model, sent = (
-    importlib.import_module(f"benchmarks.distributed.{name}") for name in ("communication_model", "fsdp_traffic")
-)
+model = importlib.import_module("benchmarks.distributed.communication_model")
+sent = importlib.import_module("benchmarks.distributed.fsdp_traffic")
 HARDWARE = Hardware()
 LAYOUT = MeshLayout(64, 64, tensor=4, pipeline=2)
 
@@ -38,8 +37,7 @@ def test_steps_take_what_is_published(row) -> None:
 def test_ranks_hold_all_of_a_model_together(tensor: int, expert: int) -> None:
     whole, held = sent.DEEPSEEK, sent.DEEPSEEK.divided(tensor, 1, expert)
     for weight, part in zip(whole.block, held.block, strict=True):
-        ranks = {"experts": expert, None: 1}.get(weight.split, tensor)
-        assert part.elements * ranks == weight.elements
+        assert part.elements * {"experts": expert, None: 1}.get(weight.split, tensor) == weight.elements
 
 
 def test_one_gpu_waits_for_nobody() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.support.combinations import in_full
 from tests.support.processes import ROOT
 
 triton = pytest.importorskip("triton")
@@ -92,11 +93,9 @@ def test_rows_of_other_groups_and_architectures_stay() -> None:
 @pytest.mark.full
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
-    case = cases.plain(False, cases.ROW, x=shifted, pad=1)
-    monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([case]))
+    monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([cases.plain(False, cases.ROW, x=shifted, pad=1)]))
     ((row, missed),) = compiled.compiled(90, "narrow")
-    assert row["load_bits"] == "16"
-    assert missed == ["loads of [16] bits"]
+    assert row["load_bits"] == "16" and missed == ["loads of [16] bits"]
 
 
 def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
@@ -133,9 +132,7 @@ def test_predictions_are_of_what_was_counted() -> None:
     assert conflicting.seconds > plain.seconds
 
 
-@pytest.mark.parametrize(
-    "capability", [pytest.param(it, marks=[] if it == 90 else pytest.mark.full) for it in compiled.CAPABILITIES]
-)
+@pytest.mark.parametrize("capability", [90, *in_full(*((it,) for it in compiled.CAPABILITIES if it != 90))])
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
     """On Ada and Hopper an FADD an element adds the accumulator's sum to the earlier ones."""
     with compiled.offline(capability) as launches:

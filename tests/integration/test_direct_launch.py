@@ -58,12 +58,8 @@ def launches() -> Iterator[Launches]:
         launches.bound += 1
         return run(self, *args, **kwargs)
 
-    with (
-        offline(90, record=False),
-        uncompiled(),
-        mock.patch.object(compiled, "run", property(launcher)),
-        mock.patch.object(jit, "run", bind),
-    ):
+    noted = mock.patch.object(compiled, "run", property(launcher))
+    with offline(90, record=False), uncompiled(), noted, mock.patch.object(jit, "run", bind):
         yield launches
 
 

@@ -95,8 +95,7 @@ def test_what_is_saved_in_high_precision(recipe, saved):
     The second layer's input is saved unless backward casts it again, from the activation's input, by one scale.
     """
     module = mlp(recipe=recipe, saved=saved, activation="swiglu", inside=96, dtype=torch.bfloat16, bias=False)
-    x = torch.randn(T, K, dtype=torch.bfloat16, requires_grad=True)
-    tensors = saved_tensors(module, x)
+    tensors = saved_tensors(module, torch.randn(T, K, dtype=torch.bfloat16, requires_grad=True))
     wide = sorted(t.numel() for t in tensors if t.dtype == torch.bfloat16)
     assert wide == ([T * K] if saved else [T * K, T * 2 * 96])
     codes = sorted(t.numel() for t in tensors if t.dtype in FORMATS)

@@ -102,11 +102,7 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name:
     [(ALL, False, ["amax", "cast"]), (ALL, True, ["cast"]), ((32, 32), False, ["cast_blocks"])],
 )
 def test_launches_of_many_tensors(
-    kernels: TritonKernels,
-    monkeypatch: pytest.MonkeyPatch,
-    tile: tuple[int, int],
-    is_delayed: bool,
-    expected: list[str],
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, tile: Any, is_delayed: bool, expected: list[str]
 ) -> None:
     xs = [numbers(kernels.gpu, cols) for cols in (64, 128, 100)]
     outputs = zip(*(REFERENCE["cast"](x, *one(tile, True))[:4] for x in xs), strict=True)
@@ -130,9 +126,7 @@ def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["cast_statistics", "note_faults"])
-def test_launches_of_what_octavo_inspect_reads(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_launches_of_what_inspect_reads(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     x, (q, scale_inv, tile) = numbers(kernels.gpu, 64), codes(kernels.gpu)
     sums = torch.zeros(71, dtype=torch.float64, device=kernels.gpu)
     notes, one = torch.zeros(4, device=kernels.gpu), torch.ones(1, dtype=torch.int32, device=kernels.gpu)

@@ -15,16 +15,9 @@ TABLE = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 7: 1.895, 10: 1.812, 
 
 def rows_of(losses: dict[tuple[str, int, int], float]) -> list[dict[str, str]]:
     """Return rows of the experiment's runs, by experiment, bytes a parameter and seed."""
-    return [
-        {
-            "experiment": experiment,
-            "size": parity.PARITY,
-            "seed": str(seed),
-            "steps": str(parity.parity_steps(length)),
-            "val_loss": str(loss),
-        }
-        for (experiment, length, seed), loss in losses.items()
-    ]
+    columns, size = ("experiment", "size", "seed", "steps", "val_loss"), parity.PARITY
+    rows = [(name, size, seed, parity.parity_steps(length), loss) for (name, length, seed), loss in losses.items()]
+    return [dict(zip(columns, map(str, row), strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize("freedom", TABLE)
@@ -51,8 +44,7 @@ def test_both_sides_of_the_interval_decide() -> None:
 def test_gaps_are_of_pairs_of_one_seed_and_length() -> None:
     losses = {("bf16", 20, 0): 2.0, ("dynamic", 20, 0): 2.02, ("bf16", 20, 1): 4.0, ("dynamic", 20, 1): 4.12}
     losses |= {("bf16", 5, 0): 8.0, ("dynamic", 5, 0): 8.04, ("dynamic", 20, 2): 9.0, ("bf16", 10, 2): 1.0}
-    other = rows_of({("dynamic", 20, 0): 99.0})[0] | {"size": "0.5M"}
-    experiment = parity.Losses([*rows_of(losses), other])
+    experiment = parity.Losses([*rows_of(losses), rows_of({("dynamic", 20, 0): 99.0})[0] | {"size": "0.5M"}])
     assert experiment.gap("dynamic").by_seed == pytest.approx({0: 1.0, 1: 3.0})
     assert experiment.gap("dynamic", 5).by_seed == pytest.approx({0: 0.5})
     assert experiment.growth("dynamic").by_seed == pytest.approx({0: 0.25})

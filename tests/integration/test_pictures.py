@@ -10,7 +10,6 @@ import pytest
 
 report = importlib.import_module("benchmarks.report")
 svg = importlib.import_module("benchmarks.pictures.svg")
-losses = importlib.import_module("benchmarks.pictures.losses")
 SVG = "{http://www.w3.org/2000/svg}"
 PHONE = 350  # of 390 px, less a page's margins
 LETTER = 0.56  # a letter of such words, by the size, in DejaVu Sans, the widest of the fonts named

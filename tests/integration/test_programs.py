@@ -177,8 +177,8 @@ def torchscript(prepare: Prepare) -> list[float]:
     model = prepare(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [stepped(optimizer, loss_of(model, step)) for step in range(STEPS)]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates it, and names octavo's checks of shapes
+    # torch deprecates it, and names octavo's checks of shapes
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         torch.jit.save(torch.jit.trace(model.eval(), numbers(0)), file := io.BytesIO())
         file.seek(0)
         loaded = torch.jit.load(file)
@@ -194,13 +194,8 @@ def torchscript(prepare: Prepare) -> list[float]:
 
 
 def fsdp1(prepare: Prepare) -> list[float]:
-    model = FullyShardedDataParallel(
-        prepare(net()),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        process_group=dist.group.WORLD,
-    )
+    how: Any = {"use_orig_params": True, "device_id": torch.device("cpu"), "process_group": dist.group.WORLD}
+    model = FullyShardedDataParallel(prepare(net()), auto_wrap_policy=ModuleWrapPolicy({Block}), **how)
     return on_rank(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
@@ -259,8 +254,7 @@ ON_RANKS: dict[str, Callable[[Prepare], list[float]]] = {
 def test_a_program_of_one_process(library: str) -> None:
     module, program = PROGRAMS[library]
     pytest.importorskip(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # theirs
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # theirs
         plain = program(as_is)
         assert program(to(recipes.high_precision())) == plain
         for recipe in RECIPES.values():
@@ -275,9 +269,8 @@ def test_a_program_of_two_ranks(pool: Any, library: str) -> None:
     assert pool.run(task, (2,), name, recipes.high_precision(), whole=True) == plain
     for recipe in RECIPES.values():
         actual = pool.run(task, (2,), name, recipe, whole=True)
-        for losses, twin, of_plain in zip(
-            actual, pool.run(task, (2,), "unsharded", recipe, whole=True), plain, strict=True
-        ):
+        twins = pool.run(task, (2,), "unsharded", recipe, whole=True)
+        for losses, twin, of_plain in zip(actual, twins, plain, strict=True):
             assert losses == pytest.approx(twin, rel=1e-5)
             assert losses == pytest.approx(of_plain, rel=0.1)
 
@@ -285,5 +278,4 @@ def test_a_program_of_two_ranks(pool: Any, library: str) -> None:
 def test_the_page_has_a_row_for_each_program() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     section = page.split("## Without an integration")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`[^|]*?) \|", section, re.MULTILINE)
-    assert rows == [*ON_RANKS, *PROGRAMS]
+    assert re.findall(r"^\| (`[^|]*?) \|", section, re.MULTILINE) == [*ON_RANKS, *PROGRAMS]

@@ -105,19 +105,18 @@ def trained(folder: Path) -> tuple[str, dict[str, Any]]:
     last = checkpoints_in(folder / "checkpoint")[0]
     dcp_to_torch_save(last, folder.parent / "whole.pt")
     state = torch.load(folder.parent / "whole.pt", weights_only=True)
-    bits = {
-        name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in state.items()
-    }
+    bits = {name: (x.dtype, x.contiguous().flatten().view(torch.uint8).tolist()) for name, x in state.items()}
     content = torch.load(last / "octavo.pt", weights_only=True)
     of_checkpoint = [(step, loss, lr, str(val_loss)) for step, loss, lr, _, val_loss in content["extra"]["rows"]]
     assert len(bits) > 20
     return str((rows(folder), of_checkpoint, content["groups"], content["delayed"]["ranks"].tolist())), bits
 
 
+LATER = ["--async-save"]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "kills", "more"), [(2, 3, ["--async-save"]), (4, 20, []), (4, 20, ["--async-save"])], ids=str
-)
+@pytest.mark.parametrize(("ranks", "kills", "more"), [(2, 3, LATER), (4, 20, []), (4, 20, LATER)], ids=str)
 def test_a_run_whose_ranks_are_killed_is_the_unbroken_one(ranks, kills, more, tmp_path):
     text = tmp_path / "text.py"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(400)))
@@ -142,9 +141,8 @@ def test_the_commands_of_the_page(tmp_path):
     begin, kill = (it.replace("runs/many-gpus", str(tmp_path / "run")) for it in commands if "runs/many-gpus" in it)
     env = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     shell = {"env": env, "cwd": tmp_path, "text": True}
-    with subprocess.Popen(
-        ["bash", "-c", f"exec {begin}"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, **shell
-    ) as run:
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["bash", "-c", f"exec {begin}"], **pipes, **shell) as run:
         try:
             wait_for(tmp_path / "run" / "delayed", 12, SimpleNamespace(processes=[run]))
             subprocess.run(["bash"], input=kill, check=True, **shell)

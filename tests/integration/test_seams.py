@@ -53,10 +53,8 @@ def test_names_are_of_the_table():
 
 def test_mutants_are_of_the_source_and_of_the_table():
     """``python -m tests.support.seams.mutants`` runs them."""
-    places = {
-        mutant: (ROOT / "octavo" / mutant.file).read_text(encoding="utf-8").count(mutant.old) for mutant in MUTANTS
-    }
-    assert [mutant for mutant, count in places.items() if count != 1] == []
+    texts = {mutant: (ROOT / "octavo" / mutant.file).read_text(encoding="utf-8") for mutant in MUTANTS}
+    assert [mutant for mutant, text in texts.items() if text.count(mutant.old) != 1] == []
     assert {(mutant.feature, mutant.situation) for mutant in MUTANTS} <= set(cells.all_cells()) - OPEN.keys()
     assert len(MUTANTS) >= 30
 

@@ -165,8 +165,7 @@ class Subject:
     def twin(self, weight: Tensor) -> Any:
         """A layer that has cast nothing yet, with this weight."""
         twin = self.fresh()
-        copied = weight.detach().clone()
-        twin.weight = nn.Parameter(copied, requires_grad=self.parameter("weight").requires_grad)
+        twin.weight = nn.Parameter(weight.detach().clone(), requires_grad=self.parameter("weight").requires_grad)
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
         twin.train(self.layer.training)
         if self.layer.recipe.delayed is not None:
@@ -354,8 +353,7 @@ class Subject:
         if self.stored or self.parameter("weight").dtype == torch.float32 or self.mesh is not None:
             return
         if "masters" not in self.optimizers:
-            params = list(self.model.parameters())
-            self.optimizers["masters"] = octavo.optim.AdamW(params, lr=0.0, master="split24")
+            self.optimizers["masters"] = octavo.optim.AdamW(self.model.parameters(), lr=0.0, master="split24")
         before = self.parameter("weight").detach().clone()
         self.optimizers["masters"].step()
         torch.testing.assert_close(self.parameter("weight").detach(), before, rtol=1e-2, atol=1e-4)
@@ -491,6 +489,7 @@ class GroupedSubject(Subject):
 
 
 FACTOR, FLAG = st.sampled_from((0.25, 8.0)), st.booleans()
+DTYPE, RECIPE = st.sampled_from((torch.float32, torch.bfloat16)), st.sampled_from(list(RECIPES))
 RULES = {
     "forward": {"size": st.sampled_from((1.0, 8.0)), "mode": st.sampled_from(("grad", "grad", "no_grad", "inference"))},
     "backward": {"which": st.integers(0, 3), "again": FLAG},
@@ -501,13 +500,13 @@ RULES = {
     "write": {"name": st.sampled_from(list(WRITES)), "factor": FACTOR},
     "write_data": {"replace": FLAG, "factor": FACTOR},
     "rest": {},
-    "set_recipe": {"recipe": st.sampled_from(list(RECIPES))},
+    "set_recipe": {"recipe": RECIPE},
     "load": {"assign": FLAG},
     "replace": {},
     "call_functionally": {},
     "parametrize": {},
     "copy": {},
-    "to": {"dtype": st.sampled_from((torch.float32, torch.bfloat16))},
+    "to": {"dtype": DTYPE},
     "train": {"training": st.sampled_from((True, True, False))},
     "freeze": {"frozen": FLAG},
     "recompute": {"reentrant": FLAG},
@@ -518,9 +517,7 @@ RULES = {
 class Layers(RuleBasedStateMachine):
     """A layer of any recipe and storage."""
 
-    @initialize(
-        recipe=st.sampled_from(list(RECIPES)), stored=FLAG, dtype=st.sampled_from((torch.float32, torch.bfloat16))
-    )
+    @initialize(recipe=RECIPE, stored=FLAG, dtype=DTYPE)
     def begin(self, recipe, stored, dtype):
         self.subject = Subject(recipe, stored, dtype)
 
@@ -528,7 +525,7 @@ class Layers(RuleBasedStateMachine):
 class Experts(RuleBasedStateMachine):
     """Linear layers of experts, of any recipe."""
 
-    @initialize(recipe=st.sampled_from(list(RECIPES)), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+    @initialize(recipe=RECIPE, dtype=DTYPE)
     def begin(self, recipe, dtype):
         self.subject = GroupedSubject(recipe, dtype)
 
@@ -548,14 +545,8 @@ for name, arguments in RULES.items():
 
 def examples(count, steps):
     """Found anew each time in the full set; always the same ones by default."""
-    return settings(
-        max_examples=count,
-        stateful_step_count=steps,
-        deadline=None,
-        derandomize=count < 1000,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    limits: Any = {"max_examples": count, "stateful_step_count": steps, "deadline": None, "database": None}
+    return settings(**limits, derandomize=count < 1000, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
@@ -583,7 +574,7 @@ STEPS = st.one_of(*(st.tuples(st.just(name), st.fixed_dictionaries(RULES[name]))
 @pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.full)])
 def test_a_layer_under_fsdp2(pool, ranks, count):
     @examples(count, 30)
-    @given(st.sampled_from(list(RECIPES)), FLAG, st.lists(STEPS, max_size=30))
+    @given(RECIPE, FLAG, st.lists(STEPS, max_size=30))
     def run(recipe, stored, steps):
         pool.run(play, (ranks,), recipe, stored, steps)
 

@@ -21,8 +21,7 @@ def rows() -> list[list[str]]:
     table_rows = []
     for room in ("integrations", "compat"):
         for path in sorted((ROOT / "tests" / room).rglob("test_*.py")):
-            parts = path.relative_to(ROOT / "tests" / room).with_suffix("").parts
-            library = parts[0].removeprefix("test_")
+            library = path.relative_to(ROOT / "tests" / room).with_suffix("").parts[0].removeprefix("test_")
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             said = " ".join(docstring.split("\n\n")[0].split()).rstrip(".").removeprefix(f"octavo.{room}.{library}: ")
             table_rows.append([f"`{library}`", version(library), f"[{said}](../{path.relative_to(ROOT).as_posix()})"])
@@ -51,9 +50,7 @@ def test_the_table_is_true() -> None:
     def without_version(table_rows: list[list[str]]) -> list[list[str]]:
         return [[row[0], row[2]] for row in table_rows]
 
-    assert without_version(written()) == without_version(rows()), (
-        "python -m tests.integration.test_tested writes it anew"
-    )
+    assert without_version(written()) == without_version(rows()), "python -m tests.integration.test_tested writes it"
 
 
 if __name__ == "__main__":

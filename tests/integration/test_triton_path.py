@@ -52,9 +52,7 @@ def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], d
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("tokens", "sizes"), [(32, (64, 48)), (19, (45, 33))], ids=["even", "odd"])
 @pytest.mark.parametrize("name", FP8_RECIPES)
-def test_a_layer_is_that_of_the_reference(
-    name: str, tokens: int, sizes: tuple[int, int], bias: bool, device: torch.device
-) -> None:
+def test_a_layer_is_that_of_the_reference(name: str, tokens: int, sizes: Any, bias: bool, device: torch.device) -> None:
     recipe = FP8_RECIPES[name]()
     count = 3 if recipe.delayed is not None else 1  # each step's scales are those of the steps before
     inputs = [torch.randn(tokens, sizes[0]) for _ in range(count)]
@@ -77,9 +75,7 @@ def test_a_layer_is_that_of_the_reference(
 
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "mx"])
-def test_a_heads_loss_in_chunks_is_that_of_the_reference(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heads_loss_in_chunks_is_that_of_the_reference(name: str, device: torch.device, monkeypatch: Any) -> None:
     monkeypatch.setattr(linear_cross_entropy, "ROWS", 32)
     head, x, target = layer(FP8_RECIPES[name](), False, (64, 72), torch.float32), torch.randn(70, 64), torch.arange(70)
     target[::9] = -100

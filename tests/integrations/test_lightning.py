@@ -27,16 +27,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # n
 from octavo.integrations.accelerate import TrainingState  # noqa: E402
 from octavo.integrations.lightning import OctavoPrecision  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("The dirpath has changed", "Checkpoint directory")
-]
-ALONE = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory")
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+ALONE = QUIET | {"accelerator": "cpu", "devices": 1}
 WIDTH, BATCH, LR = 64, 4, 1e-3
 STEPS, SAVED = 5, 2  # the checkpoint lies at an epoch's end: no loader goes on within one
 

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +44,7 @@ def base_layers(module: nn.Module, name: str) -> bool:
     return "_proj" in name and "lora_" not in name
 
 
-def adapted(
-    recipe: octavo.Recipe | None, storage: Literal["fp8"] | None = "fp8", after: bool = False, **options: Any
-) -> Any:
+def adapted(recipe: octavo.Recipe | None, storage: Any = "fp8", after: bool = False, **options: Any) -> Any:
     """A Llama with LoRA, its base converted before or after."""
     torch.manual_seed(0)
     model = llama()
@@ -259,9 +257,8 @@ def sequences(shift: int, count: int, seed: int) -> Tensor:
     columns = [torch.randint(64, (count, 1), generator=generator)]
     for _ in range(31):
         drawn = torch.rand(count, 1, generator=generator) < 0.1
-        columns.append(
-            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * columns[-1] + shift) % 64)
-        )
+        anew = torch.randint(64, (count, 1), generator=generator)
+        columns.append(torch.where(drawn, anew, (5 * columns[-1] + shift) % 64))
     return torch.cat(columns, 1)
 
 

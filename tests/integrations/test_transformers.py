@@ -1,7 +1,6 @@
 """OctavoCallback in transformers' Trainer: eight architectures train as in bf16, save, and resume bit for bit."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,18 +56,9 @@ def fp8(recipe: Any = None, **arguments: Any) -> OctavoCallback:
     return OctavoCallback(recipe, select=every_layer, **arguments)
 
 
-def trainer_of(
-    folder: Path, kind: str, callbacks: Sequence[Any], model: nn.Module | None = None, **changes: Any
-) -> Any:
-    arguments: dict[str, Any] = {
-        "max_steps": STEPS,
-        "save_steps": SAVED,
-        "per_device_train_batch_size": 4,
-        "bf16": True,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-    }
+def trainer_of(folder: Path, kind: str, callbacks: list[Any], model: nn.Module | None = None, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {"max_steps": STEPS, "save_steps": SAVED, "logging_steps": 1, "bf16": True}
+    arguments |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
     optimizer, kind_of_optimizer = (changes.pop(name, None) for name in ("optimizer", "optimizer_cls_and_kwargs"))
     arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, **changes}
     trainer = transformers.Trainer(
@@ -76,7 +66,7 @@ def trainer_of(
         transformers.TrainingArguments(str(folder), **arguments),
         train_dataset=tiny_models.data(kind),
         eval_dataset=tiny_models.data(kind, 4),
-        callbacks=list(callbacks),
+        callbacks=callbacks,
         optimizers=(optimizer, None),
         optimizer_cls_and_kwargs=kind_of_optimizer,
     )
@@ -97,8 +87,7 @@ def trained(trainer: Any, resume: bool = False) -> Trained:
 def assert_alike(one: Trained, other: Trained) -> None:
     """Check losses, weights and delayed state bit for bit."""
     assert one.losses == other.losses
-    states = [{**net.state_dict(), **octavo.nn.delayed_state_dict(net)} for net in (one.model, other.model)]
-    assert_equal(*states)
+    assert_equal(*(net.state_dict() | octavo.nn.delayed_state_dict(net) for net in (one.model, other.model)))
 
 
 def cases() -> list[Any]:
@@ -180,10 +169,8 @@ def test_an_interrupted_training_leaves_no_hook(tmp_path: Path) -> None:
     model = tiny_models.build("llama")
     optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, gradient_storage="fp8")
     changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "save_strategy": "no", "max_steps": 1}
-    callback = fp8(recipes.dynamic())
-    trainer = trainer_of(
-        tmp_path, "llama", [callback, interrupts := Interrupts()], model, optimizer=optimizer, **changes
-    )
+    callbacks = [fp8(recipes.dynamic()), interrupts := Interrupts()]
+    trainer = trainer_of(tmp_path, "llama", callbacks, model, optimizer=optimizer, **changes)
     hooks = len(model._forward_pre_hooks)
     for used in (lambda: model(**next(iter(trainer.get_train_dataloader()))).loss.backward(), trainer.train):
         with pytest.raises(KeyboardInterrupt):
@@ -228,9 +215,8 @@ def test_it_records_what_casts_do(tmp_path: Path) -> None:
     trained(trainer_of(tmp_path, "llama", [callback()]), resume=True)
     again = octavo.inspect.load(tmp_path / "record")
     assert again.steps == record.steps
-    assert {name: values.tolist() for name, values in again.measures.items()} == {
-        name: values.tolist() for name, values in record.measures.items()
-    }
+    measures = [{name: values.tolist() for name, values in one.measures.items()} for one in (again, record)]
+    assert measures[0] == measures[1]
     with pytest.raises(ValueError, match="holds a record"):
         trained(trainer_of(tmp_path, "llama", [callback()]))
 
@@ -268,9 +254,8 @@ def test_a_model_that_is_not_of_transformers_and_what_callbacks_write(tmp_path: 
     callback.on_init_end(None, None, None, model=model, optimizer=optimizer)
     assert isinstance(model[0], octavo.nn.Linear) and callback._state is begun is not None
     state = transformers.TrainerState(global_step=3)
-    arguments = SimpleNamespace(
-        max_grad_norm=0.0, gradient_accumulation_steps=1, output_dir=tmp_path, should_save=False
-    )
+    arguments = SimpleNamespace(max_grad_norm=0.0, gradient_accumulation_steps=1, output_dir=tmp_path)
+    arguments.should_save = False
     with pytest.warns(UserWarning, match="saved without OctavoCallback: delayed scaling begins anew"):
         callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
     folder = tmp_path / "checkpoint-3"
@@ -341,8 +326,7 @@ def on_two(folder: Path, how: str) -> list[Any]:
         changes["optimizer_cls_and_kwargs"] = (octavo.optim.AdamW, {"lr": 1e-3})
     outcomes = []
     for resume in (False, True):
-        trainer = trainer_of(folder, "llama", [fp8(schedule=SWITCHING)], **changes)
-        model, losses = trained(trainer, resume)
+        model, losses = trained(trainer_of(folder, "llama", [fp8(schedule=SWITCHING)], **changes), resume)
         weights = [getattr(w, "full_tensor", lambda w=w: w)().double().sum().item() for w in model.parameters()]
         scales = {name: value.tolist() for name, value in octavo.nn.delayed_state_dict(model).items()}
         outcomes.append([losses, weights, scales, str(octavo.summary(model)).count("gathered in FP8")])

@@ -78,8 +78,7 @@ def fused(mesh: Any, settings: Settings) -> None:
 def experts(mesh: Any, settings: Settings) -> None:
     model = octavo.nn.Experts(4, WIDTH, WIDTH, dtype=torch.bfloat16, recipe=settings.pop("recipe", recipes.dynamic()))
     octavo.distributed.expert_parallel(model, mesh, **settings)
-    index = torch.arange(8).view(8, 1) % 4
-    model(x(), index, torch.ones(8, 1, dtype=torch.bfloat16))
+    model(x(), torch.arange(8).view(8, 1) % 4, torch.ones(8, 1, dtype=torch.bfloat16))
 
 
 def optimizer(mesh: Any, settings: Settings) -> None:
@@ -114,9 +113,8 @@ def saved(mesh: Any, settings: Settings) -> None:
 
 def error_of_rank(mesh: Any, name: str, *settings_of_ranks: Settings) -> str:
     """Return this rank's error where ranks have different settings, or "nothing"."""
-    case = CASES[name]
     try:
-        case(mesh, dict(settings_of_ranks[mesh.get_rank()]))
+        CASES[name](mesh, dict(settings_of_ranks[mesh.get_rank()]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -135,12 +133,7 @@ OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, Pe
     ("name", "here", "there", "says"),
     [
         ("fsdp2", {}, ROWWISE, OUTPUT + "(Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerRow(), Dynamic())) on rank 1"),
-        (
-            "fsdp2",
-            {},
-            {"weight_storage": "fp8"},
-            "weight_storage is torch.bfloat16 on rank 0, fp8 PerTensor() on rank 1",
-        ),
+        ("fsdp2", {}, {"weight_storage": "fp8"}, "weight_storage is torch.bfloat16 on rank 0, fp8 PerTensor() on"),
         ("later", {}, HIGH, "None on rank 1"),
         ("styles", {}, HIGH, "1: recipe.output"),
         ("styles", {}, {"exact": True}, "1: exact is False on rank 0, True on rank 1"),
@@ -198,8 +191,7 @@ def counts_of_reductions(mesh: Any) -> list[int]:
         count(steps.step)
         alone = octavo.convert(layers(), recipes.dynamic(), every_layer)
         parallel = DistributedDataParallel(alone, process_group=mesh.get_group())
-        loss = count(lambda: parallel(x()).sum())
-        loss.backward()
+        count(lambda: parallel(x()).sum()).backward()
         count(octavo.optim.AdamW(alone.parameters()).step)
     return counts
 

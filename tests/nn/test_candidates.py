@@ -16,9 +16,8 @@ BIG = MIN_FEATURES
 
 
 def test_the_default_select():
-    net = nn.ModuleDict(
-        {"both": nn.Linear(BIG, BIG), "thin": nn.Linear(BIG, BIG - 1), "short": nn.Linear(BIG - 1, BIG)}
-    )
+    sizes = {"both": (BIG, BIG), "thin": (BIG, BIG - 1), "short": (BIG - 1, BIG)}
+    net = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
     octavo.convert(net, recipes.dynamic())
     assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]
     assert [large_enough(m, name) for name, m in net.items()] == [True, False, False]
@@ -53,8 +52,7 @@ def test_subclasses_that_compute_as_linear_are_converted():
     plain = to_fp8(nn.Sequential(nn.Linear(32, 32, bias=False)), recipes.mx())
     plain.load_state_dict(net.state_dict())
     to_fp8(net, recipes.mx())
-    copies = [net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
-    for copied in copies:
+    for copied in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert isinstance(copied[0], Configured) and isinstance(copied[0], octavo.nn.Linear)
         assert repr(copied[0]) == "Configured(configured, recipe=mx)"
         assert torch.equal(copied(x), plain(x)) and torch.equal(copied[0].scaled(x), plain(x) / 32)
@@ -94,11 +92,8 @@ def test_a_layer_that_is_never_called_is_left_alone():
     net = model()
     assert type(net.mixer.dt) is nn.Linear
     names = {id(module): name for name, module in net.mixer.named_children()}
-    assert {names[layer]: reads.called for layer, reads in past_reads(net).items()} == {
-        "dt": False,
-        "qkv": True,
-        "fc": True,
-    }
+    called = {names[layer]: reads.called for layer, reads in past_reads(net).items()}
+    assert called == {"dt": False, "qkv": True, "fc": True}
     with pytest.warns(UserWarning, match=r"converted nothing: a Mixer reads its weight without calling it \(1 such"):
         octavo.convert(nn.ModuleDict({"mixer": Mixer(True)}), recipes.dynamic(), lambda m, name: name == "mixer.dt")
 
@@ -129,5 +124,4 @@ def test_a_weight_in_fp8_that_is_read_names_its_layer():
         with pytest.raises(octavo.UnsupportedOpError, match=r"^mixer\.qkv: aten\..* select=\) leaves the layer out"):
             net.mixer(torch.randn(4, 32))
         net = net.to(torch.bfloat16).float()
-    called = model(read=False, weight_storage="fp8")
-    called.mixer(torch.randn(4, 32)).sum().backward()
+    model(read=False, weight_storage="fp8").mixer(torch.randn(4, 32)).sum().backward()

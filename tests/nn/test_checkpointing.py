@@ -146,14 +146,8 @@ def test_casts_by_powers_of_two_round_a_rounded_input_to_the_same(recipe: octavo
 def test_a_region_that_chooses_is_left_alone() -> None:
     experts = type("TopExperts", (Block,), {})()
     x, inner = torch.randn(T, K, requires_grad=True), nn.Sequential(experts)
-    for function in (
-        experts,
-        inner,
-        inner.forward,
-        partial(inner),
-        partial(Block.forward, experts),
-        lambda x: inner(x),
-    ):
+    functions = experts, inner, inner.forward, partial(inner), partial(Block.forward, experts), lambda x: inner(x)
+    for function in functions:
         with watched() as bytes_by_reason:
             ours(function, x)
         assert bytes_by_reason == {"a TopExperts chooses by it": (1, 4 * T * K, 4 * T * K)}

@@ -12,7 +12,7 @@ import octavo
 from octavo import RecipeMap, recipes
 from octavo.nn import convert as convert_file
 from octavo.nn import delayed_state_dict
-from tests.support.helpers import assert_equal, every_layer, sqnr, to_fp8
+from tests.support.helpers import assert_equal, every_layer, sqnr, stepped, to_fp8
 
 
 class Block(nn.Module):
@@ -114,8 +114,7 @@ def test_a_weight_that_is_computed_after_conversion(compute):
         net(x).sum().backward()
     assert [(m.name, m.kind, m.shape) for m in octavo.summary(net).converted] == [(i, "Linear", (32, 32)) for i in "01"]
     net.eval()
-    wanted = nn.functional.linear(net[0](x), net[1].weight, net[1].bias)
-    assert sqnr(net(x), wanted) > 15
+    assert sqnr(net(x), nn.functional.linear(net[0](x), net[1].weight, net[1].bias)) > 15
     restored = octavo.restore(net)
     assert isinstance(restored[1], nn.Linear) and not isinstance(restored[1], octavo.nn.Linear)
     assert torch.equal(restored(x), nn.functional.linear(restored[0](x), restored[1].weight, restored[1].bias))
@@ -198,11 +197,8 @@ def test_a_subclass_of_octavos_linear():
 
 
 def test_restoring_named_splits_leaves_them_in_high_precision():
-    net = nn.Sequential(
-        octavo.nn.Linear(16, {"a": 8, "b": 8}, recipe=recipes.delayed()),
-        nn.Identity(),
-        octavo.nn.RMSNormMLP(8, 12, recipe=recipes.delayed()),
-    )
+    mlp = octavo.nn.RMSNormMLP(8, 12, recipe=recipes.delayed())
+    net = nn.Sequential(octavo.nn.Linear(16, {"a": 8, "b": 8}, recipe=recipes.delayed()), nn.Identity(), mlp)
     plain = copy.deepcopy(net)
     octavo.set_recipe(plain, recipes.high_precision())
     keys = list(net.state_dict())
@@ -235,9 +231,7 @@ def test_select_sees_module_and_name_of_each_candidate_once():
 
 def test_what_convert_says_when_it_converts_nothing():
     net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": with_own_forward()})
-    with pytest.warns(
-        UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c\)"
-    ):
+    with pytest.warns(UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c"):
         octavo.convert(net, recipes.dynamic())
     with pytest.warns(UserWarning, match=r"select returned False \(3 such, first a\)"):
         octavo.convert(net, recipes.dynamic(), select=lambda module, name: False)
@@ -259,9 +253,7 @@ def test_layers_whose_forward_was_replaced_are_named():
             layer.forward = lambda *args, plain=plain: plain(*args)
         return net
 
-    with pytest.warns(
-        UserWarning, match=r"2 layers stay in high precision, first b: its forward .* \(transformers' tp_"
-    ):
+    with pytest.warns(UserWarning, match=r"2 layers stay in high precision, first b: its .* \(transformers' tp_"):
         octavo.convert(model(), recipes.dynamic(), lambda module, name: True)
     with pytest.warns(UserWarning, match="1 layers stay in high precision, first c: its forward was replaced"):
         octavo.convert(model(), recipes.dynamic(), lambda module, name: name != "b")
@@ -296,14 +288,8 @@ def trained() -> nn.Module:
     net = to_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), RecipeMap(recipes.delayed(4), {"1": recipes.mx()}))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(2):
-        step(net, optimizer)
+        stepped(optimizer, net(torch.randn(4, 16)).sum())
     return net
-
-
-def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    net(torch.randn(4, 16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_they_return_after_an_exception_and_from_a_block_in_a_block():

@@ -17,7 +17,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, PerBlock, PerTensor, recipes
 from octavo.autograd.casts import CastRequest, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
@@ -37,12 +37,8 @@ RECIPES = FP8_RECIPES | {
     "gw_hp": recipes.rowwise_with_gw_hp,
     "saved": lambda: dataclasses.replace(recipes.blockwise(), saved=SAVED),
     "saved, gw_hp": lambda: dataclasses.replace(recipes.rowwise_with_gw_hp(), saved=SAVED),
-    "saved a group": lambda: dataclasses.replace(
-        recipes.rowwise_with_gw_hp(), saved=octavo.Cast(octavo.E4M3, octavo.PerTensor())
-    ),
-    "saved in blocks": lambda: dataclasses.replace(
-        recipes.rowwise_with_gw_hp(), saved=octavo.Cast(octavo.E4M3, octavo.PerBlock(3, 16))
-    ),
+    "saved a group": lambda: dataclasses.replace(recipes.rowwise_with_gw_hp(), saved=Cast(E4M3, PerTensor())),
+    "saved in blocks": lambda: dataclasses.replace(recipes.rowwise_with_gw_hp(), saved=Cast(E4M3, PerBlock(3, 16))),
 }
 
 
@@ -220,16 +216,11 @@ def test_layouts_that_a_gpu_wants_change_nothing(name: str, monkeypatch: pytest.
 
 # a gate; biases, stored [E, in, out], gate and up interleaved, an activation that no cast knows; the same concatenated;
 # no gate
+SIZES = {"hidden_size": H, "intermediate_size": N, "num_local_experts": E}
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: MixtralExperts(
-        transformers.MixtralConfig(hidden_size=H, intermediate_size=N, num_local_experts=E)
-    ),
-    "gpt-oss": lambda: GptOssExperts(
-        transformers.GptOssConfig(hidden_size=H, intermediate_size=N, num_local_experts=E)
-    ),
-    "privacy filter": lambda: OpenAIPrivacyFilterExperts(
-        transformers.OpenAIPrivacyFilterConfig(hidden_size=H, intermediate_size=N, num_local_experts=E)
-    ),
+    "mixtral": lambda: MixtralExperts(transformers.MixtralConfig(**SIZES)),
+    "gpt-oss": lambda: GptOssExperts(transformers.GptOssConfig(**SIZES)),
+    "privacy filter": lambda: OpenAIPrivacyFilterExperts(transformers.OpenAIPrivacyFilterConfig(**SIZES)),
     "nemotron": lambda: NemotronHExperts(
         transformers.NemotronHConfig(hidden_size=H, moe_intermediate_size=N, n_routed_experts=E)
     ),
@@ -325,16 +316,13 @@ def test_recipes_by_the_names_of_the_module_its_parts_and_parameters() -> None:
 
 
 def test_what_convert_takes_by_default_and_what_summary_says() -> None:
-    model = nn.ModuleDict({"experts": built("gpt-oss")})
+    model, recipe = nn.ModuleDict({"experts": built("gpt-oss")}), recipes.dynamic()
     with pytest.warns(UserWarning, match=r"converted nothing: 32 x 48 features; .* \(1 such, first experts\)"):
-        octavo.convert(model, recipes.dynamic())
+        octavo.convert(model, recipe)
     assert [row.reason[:16] for row in octavo.summary(model).modules] == ["32 x 48 features"] * 2
-    octavo.convert(model, recipes.dynamic(), lambda module, name: min(features(module)) >= 32)
-    rows = octavo.summary(model).modules
-    assert [(row.name, row.shape, row.recipe) for row in rows] == [
-        ("experts.gate_up_proj", (E, H, 2 * N), recipes.dynamic()),
-        ("experts.down_proj", (E, N, H), recipes.dynamic()),
-    ]
+    octavo.convert(model, recipe, lambda module, name: min(features(module)) >= 32)
+    rows = [(row.name, row.shape, row.recipe) for row in octavo.summary(model).modules]
+    assert rows == [("experts.gate_up_proj", (E, H, 2 * N), recipe), ("experts.down_proj", (E, N, H), recipe)]
     with octavo.using(model, recipes.mx()):
         assert {row.recipe for row in octavo.summary(model).modules} == {recipes.mx()}
     octavo.convert(model, recipes.blockwise())
@@ -346,10 +334,7 @@ def test_what_convert_takes_by_default_and_what_summary_says() -> None:
     [
         (lambda experts: experts.double(), "torch.float64"),
         (lambda experts: setattr(experts, "forward", lambda *_: None), "its forward was replaced"),
-        (
-            lambda experts: experts.register_parameter("scale", nn.Parameter(torch.ones(E))),
-            "experts stay|no linear layer",
-        ),
+        (lambda it: it.register_parameter("scale", nn.Parameter(torch.ones(E))), "experts stay|no linear layer"),
         (lambda experts: delattr(experts, "has_gate"), "no linear layer"),
     ],
 )
@@ -402,8 +387,7 @@ def test_parts_are_not_their_holders_owners() -> None:
     assert not list(experts.gate_up.parameters())
     routing = Routing.by_expert(torch.randint(E, (8,)), E)
     assert experts.gate_up(torch.randn(8, H), routing.offsets).shape == (8, 2 * N)
-    moved = copy.deepcopy(experts).to("meta").to_empty(device="cpu")
-    assert moved.gate_up.delayed_scale.tolist() == [0, 0, 0]
+    assert copy.deepcopy(experts).to("meta").to_empty(device="cpu").gate_up.delayed_scale.tolist() == [0, 0, 0]
 
 
 class GroupedExperts(nn.Module):
@@ -457,9 +441,7 @@ def test_torchtitans(name: str, kind: type[nn.Module]) -> None:
     assert all(17 < sqnr(value, traces[1][key]) < 45 for key, value in traces[0].items())
     assert not any(value[1].any() for key, value in traces[0].items() if key[0] == "w")
     assert features(model["experts"]) == (H, N) and model["experts"].down.recipe.grad_weight is None
-    assert [row.name for row in octavo.summary(model).converted] == [
-        f"experts.{weight_name}" for weight_name in (w1, w3, w2)
-    ]
+    assert [row.name for row in octavo.summary(model).converted] == [f"experts.{key}" for key in (w1, w3, w2)]
     assert type(octavo.restore(model)["experts"]) is kind
     assert torch.equal(model["experts"](x, counts), y)
 
@@ -506,10 +488,8 @@ def test_converted_experts_compute_as_plain_ones_of_their_values(kind: str, reci
 def test_what_a_state_dict_holds() -> None:
     layer = store(octavo.nn.GroupedLinear(2, 300, 40, bias=False), recipes.blockwise())
     state = layer.state_dict()
-    assert {name: (value.dtype, list(value.shape)) for name, value in state.items()} == {
-        "weight": (torch.uint8, [2, 40, 1, 300]),
-        "weight_scale_inv": (torch.float32, [2, 1, 3]),
-    }
+    shapes = {name: (value.dtype, list(value.shape)) for name, value in state.items()}
+    assert shapes == {"weight": (torch.uint8, [2, 40, 1, 300]), "weight_scale_inv": (torch.float32, [2, 1, 3])}
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict({"weight": torch.zeros(3, 40, 300)})
     with pytest.raises(ValueError, match=r"weight_scale_inv of shape \(1, 3\) does not fit \(2, 40, 300\)"):
@@ -521,9 +501,7 @@ def test_what_a_state_dict_holds() -> None:
 def model_of_both() -> nn.Module:
     torch.manual_seed(0)
     experts = octavo.nn.Experts(E, *RAGGED, recipe=recipes.high_precision())
-    return nn.ModuleDict(
-        {"linear": nn.Linear(160, 160, bias=False), "own": experts, "titan": GroupedExperts()}
-    ).bfloat16()
+    return nn.ModuleDict({"linear": nn.Linear(160, 160), "own": experts, "titan": GroupedExperts()}).bfloat16()
 
 
 @pytest.mark.parametrize("make", [recipes.rowwise, recipes.mx, recipes.rowwise_with_gw_hp])

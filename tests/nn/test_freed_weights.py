@@ -5,10 +5,8 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
@@ -112,13 +110,6 @@ def test_nothing_of_a_weight_stays_and_one_warning_names_fsdp2(kind, freed, capl
     with caplog.at_level(logging.WARNING, "octavo"):
         assert saved_bytes(model, x) == saved_bytes(model, x) == 0
     assert len([one for one in caplog.messages if "FSDP2" in one]) == 1
-
-
-@pytest.fixture
-def two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield dist.device_mesh.init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
 
 
 def test_fsdp2_keeps_no_codes_of_a_weight_that_it_gathers_as_it_is(two_ranks, caplog, monkeypatch):

@@ -112,13 +112,6 @@ def test_errors_name_both_sides(kind):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
 
 
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match=r"activation='swish': use one of relu, .*swiglu"):
-        octavo.nn.LayerNormMLP(8, 8, "swish")
-    with pytest.raises(TypeError, match=r"is no octavo\.Recipe; try octavo\.recipes\.dynamic"):
-        octavo.nn.RMSNormLinear(8, 8, recipe=recipes.dynamic)
-
-
 HOOKS = {
     "forward": lambda part, call: part.register_forward_hook(call),
     "forward pre": lambda part, call: part.register_forward_pre_hook(call),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -21,15 +21,6 @@ def test_the_dtype_of_a_product(dtype):
             product_dtype(torch.ones(shape, dtype=dtype), weight)
     with pytest.raises(ValueError, match=r"on the meta device .* call model\.to_empty"):
         product_dtype(torch.ones(2, 8, dtype=dtype), weight.to("meta"))
-
-
-def test_refusals():
-    x = torch.ones(2, 8)
-    refuse_for_fp8(x, None)
-    with pytest.raises(TypeError, match=r"not torch\.float64"):
-        refuse_for_fp8(x.double())
-    with pytest.raises(octavo.HigherOrderGradientError, match=r"torch\.func transforms"):
-        torch.vmap(lambda row: refuse_for_fp8(row))(x)
 
 
 class _ByConvertedLayers(torch.fx.Tracer):

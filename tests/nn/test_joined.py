@@ -34,9 +34,8 @@ def own_of(mlp: Any) -> octavo.nn.RMSNormMLP:
     """Return octavo's module of the same weights; its norm is the one that the test applies to the other's input."""
     octavos = octavo.nn.RMSNormMLP(WIDTH, HIDDEN, eps=1e-6, bias=False, recipe=mlp.down_proj.recipe)
     gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    octavos.load_state_dict(
-        {"norm.weight": torch.ones(WIDTH), "fc1.weight": gate_up, "fc2.weight": mlp.down_proj.weight}
-    )
+    state = {"norm.weight": torch.ones(WIDTH), "fc1.weight": gate_up, "fc2.weight": mlp.down_proj.weight}
+    octavos.load_state_dict(state)
     return octavos.to(mlp.down_proj.weight.dtype)
 
 
@@ -128,12 +127,8 @@ def test_blocks_never_have_rows_of_two_layers() -> None:
     assert not Joined((gate, up)).can_join()
     gate.recipe = up.recipe = recipes.mx()
     assert Joined((gate, up)).can_join()
-    assert [r.rows_unit for r in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())] == [
-        1,
-        1,
-        128,
-        32,
-    ]
+    units = [r.rows_unit for r in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())]
+    assert units == [1, 1, 128, 32]
 
 
 def product(layers: tuple[Any, ...], x: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
 import copy
-import functools
 import sys
 import warnings
 from collections import Counter
@@ -48,7 +47,7 @@ def test_a_recipe_must_be_a_recipe():
     assert octavo.nn.Linear(8, 8, recipe="dynamic").recipe == recipes.dynamic()
     with pytest.raises(ValueError, match="'fast' is no recipe: choose"):
         octavo.nn.Linear(8, 8, recipe="fast")
-    with pytest.raises(TypeError, match=r"no octavo\.Recipe"):
+    with pytest.raises(TypeError, match=r"is no octavo\.Recipe; try octavo\.recipes\.dynamic"):
         octavo.nn.Linear(8, 8, recipe=recipes.dynamic)
 
 
@@ -110,8 +109,7 @@ def test_gradients_of_inputs_first_and_of_weights_later(name):
         dw, db = torch.autograd.grad(y, list(other.parameters()), grad)
     assert torch.equal(dx, whole.grad) and torch.equal(dw, ours.weight.grad) and torch.equal(db, ours.bias.grad)
     assert apart.calls["matmul"] == at_once.calls["matmul"] == 3
-    states = [octavo.nn.delayed_state_dict(module) | {"x": x} for module in (other, ours)]
-    assert_equal(*states)
+    assert_equal(*(octavo.nn.delayed_state_dict(module) | {"x": x} for module in (other, ours)))
 
 
 @each_recipe
@@ -154,17 +152,16 @@ def test_create_graph_says_what_to_do(name):
         torch.autograd.grad(ours(x).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-        lambda f, x: torch.func.vmap(f)(x),
-        lambda f, x: torch.func.jvp(f, (x,), (x,)),
-        lambda f, x: torch.func.vjp(f, x),
-        lambda f, x: torch.func.jacrev(f)(x),
-    ],
-    ids=["grad", "vmap", "jvp", "vjp", "jacrev"],
-)
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_torch_func_transforms_say_what_to_do(transform):
     ours = layer()
     with pytest.raises(HigherOrderGradientError, match=r"torch\.func.*high_precision"):
@@ -176,16 +173,14 @@ def test_torch_func_transforms_say_what_to_do(transform):
 @pytest.mark.parametrize("kind", ["linear", "fused", "activated"])
 def test_gradients_in_batches_say_what_to_do(kind):
     """torch.autograd.grad(is_grads_batched=True), jacobian(vectorize=True) and torch.func.vmap of a backward."""
+    linear = layer(bias=False)
     module = {
-        "linear": layer,
-        "fused": lambda: octavo.nn.RMSNormLinear(64, 64),
-        "activated": lambda: functools.partial(
-            lambda linear, x: activated_linear(
-                x, None, linear.weight, None, linear.layer_of(x, linear.layer_tensors(), True), "relu"
-            ),
-            layer(bias=False),
+        "linear": linear,
+        "fused": octavo.nn.RMSNormLinear(64, 64),
+        "activated": lambda x: activated_linear(
+            x, None, linear.weight, None, linear.layer_of(x, linear.layer_tensors(), True), "relu"
         ),
-    }[kind]()
+    }[kind]
     x = torch.randn(4, 64, requires_grad=True)
     y = module(x)
     directions = torch.randn(2, *y.shape)
@@ -255,12 +250,9 @@ def test_a_splits_size_cant_be_negative():
     assert octavo.nn.Linear(64, {"q": 64, "k": 0})(torch.randn(8, 64))[1].shape == (8, 0)
 
 
-def separate(prefix="", sizes=SPLITS, parameters=("weight", "bias")):
-    return {
-        f"{prefix}{name}.{parameter}": torch.randn(size, 3) if parameter == "weight" else torch.randn(size)
-        for name, size in sizes.items()
-        for parameter in parameters
-    }
+def separate(parameters=("weight", "bias")):
+    columns = {"weight": (3,), "bias": ()}
+    return {f"{name}.{one}": torch.randn(size, *columns[one]) for name, size in SPLITS.items() for one in parameters}
 
 
 def test_what_is_not_all_there_or_joined_already_is_left_alone():
@@ -346,8 +338,6 @@ def test_splits_are_printed_copied_and_called_by_name():
     ours = layer("mx", 8, {"gate": 4, "up": 2})
     assert repr(ours) == "Linear(in_features=8, out_features=6, bias=True, splits={'gate': 4, 'up': 2}, recipe=mx)"
     assert copy.deepcopy(ours).splits == ours.splits == {"gate": 4, "up": 2}
-    with pytest.raises(ValueError, match="splits need names like 'query'"):
-        octavo.nn.Linear(8, {"weight": 4})
 
 
 # --- GroupedLinear computes what a loop over experts of octavo.nn.Linear does, each on its own rows
@@ -362,13 +352,10 @@ def layer_of(recipe: octavo.Recipe, experts: int = E, **options: Any) -> octavo.
     return octavo.nn.GroupedLinear(experts, K, N, recipe=recipe, **options)
 
 
-def batch(
-    sizes: Sequence[int], ungrouped: int = 0, dtype: torch.dtype = torch.float32, seed: int = 1
-) -> tuple[Tensor, Tensor]:
+def batch(sizes: Sequence[int], ungrouped: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Return rows and the gradient of a layer's output."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(sizes) + ungrouped
-    x, grad = (torch.randn(rows, size, generator=generator).to(dtype) for size in (K, N))
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(sum(sizes) + ungrouped, size, generator=generator).to(dtype) for size in (K, N))
     return x.requires_grad_(), grad
 
 

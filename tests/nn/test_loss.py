@@ -141,9 +141,7 @@ def test_a_heads_hooks_run_and_a_tied_weight_gets_both_gradients() -> None:
         ({"target": torch.tensor([0, 5])}, {}, IndexError, "target 5 is none of the 5 columns"),
     ],
 )
-def test_what_a_head_refuses(
-    arguments: dict[str, Any], options: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_what_a_head_refuses(arguments: dict[str, Any], options: dict[str, Any], error: Any, said: str) -> None:
     usual = {"input": torch.ones(2, 8), "linear_weight": octavo.nn.Linear(8, 5), "target": torch.zeros(2).long()}
     with pytest.raises(error, match=said):
         linear_cross_entropy(**usual | arguments, **options)
@@ -161,8 +159,7 @@ def test_logits_that_ranks_have_in_parts_are_left_to_transformers(lone_mesh: Any
 
 
 def test_a_heads_weight_that_is_sharded_is_refused(lone_mesh: Any) -> None:
-    head = octavo.nn.Linear(8, 5)
-    weight = distribute_tensor(head.weight.detach(), lone_mesh, [Shard(0)])
+    weight = distribute_tensor(octavo.nn.Linear(8, 5).weight.detach(), lone_mesh, [Shard(0)])
     with pytest.raises(ValueError, match=r"the head's weight \(5, 8\) is a DTensor, .*give octavo.nn.linear_cross_ent"):
         linear_cross_entropy(torch.ones(2, 8), weight, torch.zeros(2).long())
 
@@ -187,8 +184,7 @@ def test_transformers_models_take_it_and_give_it_back() -> None:
         torch.testing.assert_close(ours, theirs)
         fused, other = (torch.autograd.grad(loss, [*one.parameters()]) for loss, one in ((ours, net), (theirs, plain)))
         torch.testing.assert_close(fused, other, rtol=1e-4, atol=1e-6)
-    copied = copy.deepcopy(net)
-    assert copied.loss_function is causal_lm_loss
+    assert copy.deepcopy(net).loss_function is causal_lm_loss
     assert octavo.restore(net).loss_function is plain.loss_function
     net.loss_function = F.cross_entropy  # somebody's own stays
     assert octavo.convert(net, octavo.recipes.dynamic(), lambda *_: True, fuse=True).loss_function is F.cross_entropy

@@ -14,9 +14,7 @@ def test_which_products_are_torchs(monkeypatch):
     monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *others: a_tile == (-1, -1))
     lines = machine.products_of(cpu)
     assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
-    assert [line for line in lines if "PerTensor()" in line] == [
-        line for line in lines if line.endswith("torch's product")
-    ]
+    assert all(("PerTensor()" in line) == line.endswith("torch's product") for line in lines)
 
 
 def test_whose_tiles_the_kernels_have(monkeypatch, tmp_path):

@@ -28,7 +28,8 @@ from octavo.errors import ExportError
 from octavo.kernels.arguments import Counted
 from octavo.train.model import GPT, ModelConfig
 from tests.support import definitions
-from tests.support.helpers import assert_equal, every_layer, gradients, sqnr
+from tests.support.helpers import assert_equal, every_layer, gradients, sqnr, stepped
+from tests.support.memory import saved_tensors
 
 NVFP4, STALE = recipes.nvfp4(), recipes.nvfp4(history_length=2)
 VECTOR = PerBlock(1, 16)
@@ -48,8 +49,7 @@ def value(x: Tensor, cast: Cast) -> Tensor:
     """Return what x [R, K] reads after a cast, float64, by the tests' definition; rotated if the cast rotates."""
     rotation, seed = cast.rotation and cast.rotation.signs, cast.rounding and cast.rounding.seed
     codes, scale_inv = definitions.nvfp4(x, cast.tile, 0, 0.0, rotation, seed)
-    pair = octavo.kernels.dequantize(codes.view(E2M1.dtype), scale_inv, cast.tile, torch.float32)
-    return pair.double()
+    return octavo.kernels.dequantize(codes.view(E2M1.dtype), scale_inv, cast.tile, torch.float32).double()
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 17, 48])
@@ -84,12 +84,9 @@ def test_a_rotation_of_one_operand_spoils_the_weights_gradient() -> None:
     assert sqnr(value(g, nearest) @ value(x, other).t(), exact) < 3
 
 
-MODEL = (64, 96, 48)
-
-
 def model(recipe=NVFP4, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(1)
-    k, n, out = MODEL
+    k, n, out = 64, 96, 48
     layers = nn.Sequential(nn.Linear(k, n), nn.ReLU(), nn.Linear(n, out, bias=False), nn.ReLU(), nn.Linear(out, k))
     return octavo.convert(layers.to(dtype), recipe, every_layer)
 
@@ -123,15 +120,7 @@ def test_compiled_gradients_are_the_same(backend: str, recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", [NVFP4, STALE], ids=["dynamic", "delayed"])
 def test_a_resumed_training_goes_on_bit_for_bit(recipe: Recipe) -> None:
     def train(trained: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-        losses = []
-        for number in numbers:
-            x, target = batch(number)
-            loss = (trained(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return [stepped(optimizer, (trained(x) - target).square().mean()) for x, target in map(batch, numbers)]
 
     first, resumed = model(recipe), model(recipe)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (first, resumed)]
@@ -174,8 +163,7 @@ def test_a_stale_outer_scale_saturates_for_one_step() -> None:
     step(warm, x, g)
 
     def ratio(layer: nn.Module, growth: float) -> float:
-        exact = growth * x.double() @ layer.weight.detach().double().t()
-        return sqnr(step(layer, growth * x, g)["y"], exact)
+        return sqnr(step(layer, growth * x, g)["y"], growth * x.double() @ layer.weight.detach().double().t())
 
     usual = ratio(copy.deepcopy(warm), 1.0)
     for growth in (2.0**-6, 8.0):
@@ -206,8 +194,7 @@ def test_no_token_sees_the_future() -> None:
         step(layer, x, torch.randn(33, 48))
         later = x.clone()
         later[20:] = (later[20:] * growth).clamp(-4.9 if growth < 2 else -1e9, 4.9 if growth < 2 else 1e9)
-        outputs = [layer(one).detach()[:20] for one in (x, later)]
-        assert torch.equal(*outputs) == alike, (recipe.delayed, growth)
+        assert torch.equal(*(layer(one).detach()[:20] for one in (x, later))) == alike, (recipe.delayed, growth)
 
 
 def test_what_is_refused_and_its_remedy() -> None:
@@ -268,9 +255,8 @@ def test_onnx_is_refused_and_its_remedy(tmp_path) -> None:
 def test_texts_and_files_of_recipes(tmp_path) -> None:
     """Every cast is what its text says, and a recipe what its file says."""
     for recipe in (NVFP4, STALE, recipes.nvfp4(4, margin=0)):
-        for pair in (recipe.output, recipe.grad_input, recipe.grad_weight):
-            for cast in pair:
-                assert Cast.of(repr(cast)) == cast and hash(Cast.of(repr(cast))) == hash(cast)
+        for cast in (*recipe.output, *recipe.grad_input, *recipe.grad_weight):
+            assert Cast.of(repr(cast)) == cast and hash(Cast.of(repr(cast))) == hash(cast)
         path = tmp_path / "recipe.json"
         path.write_text(recipes.to_json(RecipeMap(recipe, {"head": None})), encoding="utf-8")
         json.loads(path.read_text(encoding="utf-8"))
@@ -315,17 +301,7 @@ def test_last_blocks_of_a_llama() -> None:
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     """Return the bytes of the tensors, besides parameters, that a forward keeps for backward."""
-    kept: dict[int, int] = {}
-    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layer(x)
-    return sum(kept.values())
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(layer, x)}.values())
 
 
 def test_saved_pairs_take_less_than_a_third_of_bf16s() -> None:
@@ -368,8 +344,7 @@ def test_kept_and_shared_casts_are_the_same() -> None:
         octavo.nn.KeptWeights(layers)
     octavo.set_recipe(layers, RecipeMap(NVFP4, {"0": recipes.dynamic()}))
     mixed = step(layers, x, g, call=together)
-    kept = octavo.nn.KeptWeights(layers)
-    kept.cast()
+    octavo.nn.KeptWeights(layers).cast()
     assert_equal(step(layers, x, g, call=together), mixed)
     with torch.no_grad():
         layers[1].weight.mul_(2)  # cast by each forward
@@ -383,8 +358,7 @@ def test_delayed_casts_of_a_role_share_one_history() -> None:
     step(layer, x, g)
     amaxes = torch.stack([x.abs().max(), layer.weight.detach().abs().max(), g.abs().max()])
     assert torch.equal(layer.fp8.state.amax_history[:, 0], amaxes)
-    outer = torch.stack([definitions.scales_of(amaxes, 2688.0, True, 3)]).flatten()
-    assert torch.equal(layer.fp8.state.scale, outer)
+    assert torch.equal(layer.fp8.state.scale, torch.stack([definitions.scales_of(amaxes, 2688.0, True, 3)]).flatten())
     other = Cast(E2M1, VECTOR, Delayed(2), True, margin=2, rotation=Rotation())
     with pytest.raises(ValueError, match="make them equal or one of them Dynamic"):
         Recipe(output=STALE.output, grad_weight=(other, other))

@@ -9,21 +9,14 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.nn.linear import separate
 from tests.support import parallel_tasks as tasks
+from tests.support.combinations import in_full
 from tests.support.helpers import CountOps, every_layer
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "high_precision",
-        "delayed",
-        "mx",
-        *(pytest.param(it, marks=pytest.mark.full) for it in ("power of two", "rowwise")),
-    ],
-)
+@pytest.mark.parametrize("recipe", ["high_precision", "delayed", "mx", *in_full(("power of two",), ("rowwise",))])
 def test_a_transformer_block(pool, recipe, norm, sequence):
     """Another order of additions in float32, which differs from CPU to CPU, makes other codes of a few elements."""
     for distances in pool.run(tasks.block, (2,), recipe, norm, sequence):
@@ -63,10 +56,8 @@ def test_what_is_frozen_stays_frozen(frozen):
     layer = octavo.nn.Linear(16, {"a": 8, "b": 8})
     layer.get_parameter(frozen).requires_grad_(False)
     octavo.nn.separate_splits(layer)
-    assert [name for name, param in layer.named_parameters() if not param.requires_grad] == [
-        f"a.{frozen}",
-        f"b.{frozen}",
-    ]
+    names = [name for name, param in layer.named_parameters() if not param.requires_grad]
+    assert names == [f"a.{frozen}", f"b.{frozen}"]
 
 
 def test_what_is_sharded_already_can_not_be_separated(lone_mesh):
@@ -105,13 +96,10 @@ def test_weights_in_fp8_keep_their_codes(recipe):
     assert torch.equal(values, joined.weight.before_cast())
     octavo.convert(later, tasks.RECIPES[recipe], every_layer, weight_storage="fp8")
     if recipe == "blockwise":
-        wanted = layer.state_dict()
-        assert all(torch.equal(value, wanted[name]) for name, value in later.state_dict().items())
+        assert all(torch.equal(value, layer.state_dict()[name]) for name, value in later.state_dict().items())
     later.load_state_dict(joined.state_dict())
     assert torch.equal(later.b.weight.dequantize(), joined.weight.dequantize()[256:])
-    with pytest.raises(
-        RuntimeError, match=r"splits in FP8 have scales of their own: octavo.nn.separate_splits\(model\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"splits in FP8 have scales of their own: octavo.nn.separate_splits\(mod"):
         joined.load_state_dict(layer.state_dict())
 
 

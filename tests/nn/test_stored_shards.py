@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import UnsupportedOpError, recipes
@@ -20,6 +19,7 @@ from octavo.weights.operands import fp8_pair
 from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.expert_models import H, Mixture
+from tests.support.helpers import stepped
 from tests.support.sharded_weights import (
     adamw,
     average,
@@ -40,38 +40,28 @@ each_recipe = pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwis
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 
 
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2, alone."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield dist.device_mesh.init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
 @each_recipe
-def test_a_part_takes_a_byte_an_element(recipe, mesh):
-    net, whole = sharded(recipe, mesh), model(recipe)
+def test_a_part_takes_a_byte_an_element(recipe, two_ranks):
+    net, whole = sharded(recipe, two_ranks), model(recipe)
     for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
         part = local_stored(p)
         assert isinstance(p, DTensor) and p.shape == q.shape and p.dtype == q.dtype and part.is_shard
         assert part.granularity == q.granularity
-        assert torch.equal(part.qdata.view(torch.uint8), rows_of(q.qdata.view(torch.uint8), mesh)), name
-        rows = -(-q.shape[0] // 2)
-        assert part.qdata.untyped_storage().nbytes() == rows * q.shape[1]
-        same = part.scale_inv if recipe != "blockwise" else rows_of(q.scale_inv, mesh)
-        assert torch.equal(part.scale_inv, same)
+        assert torch.equal(part.qdata.view(torch.uint8), rows_of(q.qdata.view(torch.uint8), two_ranks)), name
+        assert part.qdata.untyped_storage().nbytes() == -(-q.shape[0] // 2) * q.shape[1]
+        assert recipe != "blockwise" or torch.equal(part.scale_inv, rows_of(q.scale_inv, two_ranks))
     assert [m.gathered for m in octavo.summary(net).modules] == ["as stored"] * 3
 
 
-def test_what_sharded_weights_refuse(mesh):
+def test_what_sharded_weights_refuse(two_ranks):
     layer = octavo.convert(nn.Linear(256, 256), recipes.dynamic(), lambda module, name: True, "fp8")
     with pytest.raises(UnsupportedOpError, match="sharded by rows"):
-        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        fully_shard(layer, mesh=two_ranks, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     plain = nn.Linear(4, 6, bias=False)
     plain.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
     with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
-        fully_shard(plain, mesh=mesh)(torch.ones(2, 4))
-    net = sharded("dynamic", mesh)
+        fully_shard(plain, mesh=two_ranks)(torch.ones(2, 4))
+    net = sharded("dynamic", two_ranks)
     for change in (octavo.restore, lambda net: octavo.convert(net, recipes.dynamic(), weight_storage="fp8")):
         with pytest.raises(ValueError, match=r"0: octavo.* of a weight that fully_shard has sharded in FP8; do"):
             change(net)
@@ -155,8 +145,7 @@ def frozen(recipe: str, kind: str, *, is_training: bool = True) -> Any:
     """Return (a model whose frozen weights are stored by a recipe's granularity, an input)."""
     torch.manual_seed(0)
     if kind == "linear":
-        layers = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
-        net: Any = nn.Sequential(*layers).to(torch.bfloat16)
+        net: Any = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)).to(torch.bfloat16)
     else:
         net = Mixture(kind, experts=4, intermediate=48)
     net.requires_grad_(False).train(is_training)
@@ -215,9 +204,7 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
             net[0].compile(backend="aot_eager", fullgraph=True)
         optimizer = adamw(net)
         for step in range(3):
-            net(batch(step, dist.get_rank())).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(optimizer, net(batch(step, dist.get_rank())).float().square().mean())
             graphs.append(counters["stats"]["unique_graphs"])
         runs.append(held(net, optimizer))
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0]), graphs[3:]
@@ -232,16 +219,15 @@ def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
 
 
 @both
-def test_a_state_dict_holds_sharded_codes(recipe, mesh):
-    net, whole = sharded(recipe, mesh), model(recipe).state_dict()
+def test_a_state_dict_holds_sharded_codes(recipe, two_ranks):
+    net, whole = sharded(recipe, two_ranks), model(recipe).state_dict()
     state = net.state_dict()
     assert state.keys() == whole.keys()
     for name, value in state.items():
         assert value.shape == whole[name].shape and value.dtype == whole[name].dtype
         plain = name.endswith("scale_inv") and recipe == "dynamic"
         assert type(value) is (torch.Tensor if plain else DTensor), name
-        local = value if plain else value.to_local()
-        assert type(local) is torch.Tensor
+        assert type(value if plain else value.to_local()) is torch.Tensor
     assert state["0.weight"].to_local().data_ptr() == local_stored(net[0].weight).qdata.data_ptr()
 
 
@@ -261,8 +247,7 @@ def moved(mesh: Any, recipe: str) -> list[Any]:
             if not other[0].weight.is_meta:  # of which set_model_state_dict of shards sets nothing
                 equal.append(codes_equal(net, other))
     equal.append(torch.equal(net(batch(0, 0)), other(batch(0, 0))))
-    whole = model(recipe).state_dict()
-    equal += [torch.equal(full[name], value) for name, value in whole.items()]
+    equal += [torch.equal(full[name], value) for name, value in model(recipe).state_dict().items()]
     again, state = sharded(recipe, mesh, seed=2), widened(model(recipe)).state_dict()
     set_model_state_dict(again, state, options=FULL)
     equal.append(values_equal(net, again))

@@ -94,8 +94,7 @@ def fused(mesh: Any, recipe: str, kind: str, sequence: bool) -> tuple[Any, ...]:
 def not_fused(mesh: Any, why: str) -> bool:
     """Return whether a module whose parts have to run one after the other ran as one."""
     module = Whole("RMSNormMLP", "dynamic")
-    styles = torch_parallel if why == "torch's styles" else ours
-    plan = plan_of(module, True, styles)
+    plan = plan_of(module, True, torch_parallel if why == "torch's styles" else ours)
     if why == "another layout":
         plan["of.fc1"] = ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         plan["of.fc2"] = ours.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -265,31 +264,21 @@ def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
                 block.compile(backend="aot_eager", fullgraph=True)
             fully_shard(block, mesh=mesh["replicate"])
         fully_shard(model, mesh=mesh["replicate"])
-        optimizer = torch.optim.SGD(
-            [p for name, p in model.named_parameters() if not name.endswith(SUMMED_BY_RANKS)], 1e-2
-        )
+        stepping = [p for name, p in model.named_parameters() if not name.endswith(SUMMED_BY_RANKS)]
+        optimizer = torch.optim.SGD(stepping, 1e-2)
         for _ in range(2):
             with torch._dynamo.config.patch(error_on_recompile=True):
                 model(torch.randint(64, (2, 256))).square().mean().backward()
             optimizer.step()
             gradients_of_modules.append({name: whole(p.grad) for name, p in model.named_parameters()})
             optimizer.zero_grad()
-    limits = dict.fromkeys(gradients_of_modules[0], 0.0) | {
-        name: 1e-6 for name in gradients_of_modules[0] if name.endswith(SUMMED_BY_RANKS)
-    }
+    limits = {name: 1e-6 if name.endswith(SUMMED_BY_RANKS) else 0.0 for name in gradients_of_modules[0]}
     apart = (differences(*pair) for pair in zip(gradients_of_modules[:2], gradients_of_modules[2:], strict=True))
     return [[name for name, most in limits.items() if not one[name] <= most] for one in apart]
 
 
-EXACT = (
-    "power of two",
-    "rowwise",
-    "gw_hp",
-    "blockwise",
-    "mx",
-    "nvfp4",
-    "high_precision",
-)  # where sums of few bits are exact
+# where sums of few bits are exact
+EXACT = ("power of two", "rowwise", "gw_hp", "blockwise", "mx", "nvfp4", "high_precision")
 
 
 @pytest.mark.covering(1)

@@ -125,7 +125,7 @@ def test_the_parts_are_fused_modules_with_their_options():
         ((64, 96, 0), {}, "heads=0"),
         ((64, 96, 4, 0), {}, "kv_heads=0"),
         ((64, 96, 4), {"norm": "batch_norm"}, "norm='batch_norm': use 'layer_norm' or 'rms_norm'"),
-        ((64, 96, 4), {"activation": "swish"}, "activation='swish': use one of relu"),
+        ((64, 96, 4), {"activation": "swish"}, "activation='swish': use one of relu, .*swiglu"),
     ],
 )
 def test_wrong_arguments(arguments, options, message):

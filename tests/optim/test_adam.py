@@ -97,8 +97,7 @@ def test_what_gets_no_gradient_stays_as_it_is(moments):
         before = matrix.detach().clone()
         optimizer.step()
         assert torch.equal(matrix, before)
-    touched = torch.tensor([1, 3])
-    untouched = torch.tensor([0, 2, 4, 5, 6, 7, 8, 9])
+    touched, untouched = torch.tensor([1, 3]), torch.tensor([0, 2, 4, 5, 6, 7, 8, 9])
     assert torch.equal(embedding.weight[untouched], start[untouched])
     assert (embedding.weight[touched] != start[touched]).all()
     for moment in moments_of(optimizer, embedding.weight):

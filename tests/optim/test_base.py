@@ -29,10 +29,8 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 def of(kind: type, **options: Any) -> tuple[list[nn.Parameter], CompactOptimizer]:
     """Equal weights and an optimizer of them, at each call."""
     generator = torch.Generator().manual_seed(3)
-    params = []
-    second = (7, 1) if kind is Muon else (7,)
-    for shape, dtype in (((5, 200), torch.bfloat16), (second, torch.float32)):
-        params.append(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+    shapes = {(5, 200): torch.bfloat16, (7, 1) if kind is Muon else (7,): torch.float32}
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in shapes.items()]
     options = {"lr": 0.1, **({"momentum": 0.9} if kind is octavo.optim.SGD else {}), **options}
     return params, kind(params, **options)
 
@@ -94,8 +92,7 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
     compiled = torch.compile(step, backend="aot_eager")
     for seed in (0, 1, 2):
         fill(params, seed)
-        result = compiled(torch.ones(3))
-        assert torch.equal(result, torch.full((3,), 2.0) + params[1].detach().sum())
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0) + params[1].detach().sum())
     assert equal(copies_of(params, optimizer), trained(3, octavo.optim.AdamW))
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -115,8 +112,7 @@ def test_a_subclass_may_override_its_step() -> None:
     optimizer = Counting([weight], lr=0.5)
     octavo.optim.SGD([nn.Parameter(torch.ones(4))])  # which has a step of its own
     weight.grad = torch.ones(4)
-    assert optimizer.step(lambda: 3.0) == 3.0
-    assert optimizer.steps == 1
+    assert optimizer.step(lambda: 3.0) == 3.0 and optimizer.steps == 1
     assert torch.equal(weight.detach(), torch.full((4,), 0.5))
 
 

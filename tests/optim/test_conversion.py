@@ -37,15 +37,14 @@ def trained(kind: tuple[str, str | None], moments: object = "fp8", steps: int = 
     return optimizer
 
 
-def step(optimizer, gradient: Tensor) -> None:
-    (weight,) = optimizer.param_groups[0]["params"]
-    weight.grad = gradient.to(weight.dtype)
-    optimizer.step()
-
-
 def only(optimizer) -> nn.Parameter:
     (weight,) = optimizer.param_groups[0]["params"]
     return weight
+
+
+def step(optimizer, gradient: Tensor) -> None:
+    only(optimizer).grad = gradient.to(only(optimizer).dtype)
+    optimizer.step()
 
 
 def values_of(weight: nn.Parameter) -> Tensor:
@@ -61,8 +60,7 @@ def changed(optimizer, kind: tuple[str, str | None], moments: object = None) -> 
 
 
 def same_storage(weight: nn.Parameter, kind: tuple[str, str | None]) -> bool:
-    granularity = weight.granularity if isinstance(weight, StoredWeight) else None
-    return granularity == STORAGES[kind[0]]
+    return (weight.granularity if isinstance(weight, StoredWeight) else None) == STORAGES[kind[0]]
 
 
 @pytest.mark.covering(1)
@@ -79,8 +77,7 @@ def test_every_change_keeps_the_masters_values_as_far_as_the_new_one_has_bits(ol
     if bits_of(new) >= bits_of(old):
         assert torch.equal(before, after)
     else:
-        error = (after - before).abs() / before.abs()
-        assert error.max() <= 2.0 ** -bits_of(new)
+        assert ((after - before).abs() / before.abs()).max() <= 2.0 ** -bits_of(new)
     assert (values_of(now) - after).abs().max() <= after.abs().max() * 2.0 ** (-8 if new[0] == "plain" else -4)
     if stays and bits_of(new) >= bits_of(old) and not old[1] == "fp16_scaled":  # whose ties go to even
         assert torch.equal(values_of(now), before_weight)

@@ -20,20 +20,21 @@ from octavo.optim import AdamW, update_in_backward
 from octavo.optim.in_backward import GradientNorms, squared_norms
 from octavo.tensor.stored_gradient import UsedGradient
 from tests.support import sharded_weights as cases
+from tests.support.combinations import in_full
+from tests.support.helpers import stepped
 from tests.support.pool import free_port
 from tests.support.streams import GPU, notes_of_streams, tensor_on_gpu
 from tests.support.trained import assert_same, loss_of, model_of
 
 D = 64
 WEIGHT = D * D * 2  # bytes of a bf16 gradient
+LAYER = WEIGHT + 2 * D  # with its bias
 HUGE = 1 << 30
 
 
 def train(model: nn.Sequential, optimizer: Any, steps: int = 3, reentrant: bool | None = None) -> None:
     for _ in range(steps):
-        loss_of(model, reentrant).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss_of(model, reentrant))
 
 
 def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,15 +45,9 @@ def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeyp
     for first_lines in (["another stream is made"], []):
         with update._stream_of_updates(params):
             notes.append("step")
-        assert notes == [
-            *first_lines,
-            "another stream waits for the current stream",
-            "gradient 0 outlives another stream",
-            "gradient 1 outlives another stream",
-            "begin on another stream",
-            "step",
-            "end on another stream",
-        ]
+        outlive = [f"gradient {number} outlives another stream" for number in range(2)]
+        of_step = ["begin on another stream", "step", "end on another stream"]
+        assert notes == [*first_lines, "another stream waits for the current stream", *outlive, *of_step]
         notes.clear()
     update._wait()
     assert notes == ["the current stream waits for another stream"]
@@ -132,9 +127,7 @@ def test_nothing_is_held_by_hooks() -> None:
     assert not any(ref() for ref in gone)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "in_backward", "in_all"), [(0, 8, 8), (2 * (WEIGHT + 2 * D), 2, 2), (HUGE, 0, 1)]
-)
+@pytest.mark.parametrize(("threshold", "in_backward", "in_all"), [(0, 8, 8), (2 * LAYER, 2, 2), (HUGE, 0, 1)])
 def test_gradients_do_not_stay_and_a_crossing_is_a_launch(threshold: int, in_backward: int, in_all: int) -> None:
     model = model_of()
     params = list(model.parameters())
@@ -150,7 +143,7 @@ def test_gradients_do_not_stay_and_a_crossing_is_a_launch(threshold: int, in_bac
     loss_of(model).backward()
     assert len(live) == len(params)
     assert all(live_bytes < max(threshold, 1) for live_bytes in live)
-    assert handle.most_bytes <= min(threshold + WEIGHT, 4 * (WEIGHT + 2 * D))
+    assert handle.most_bytes <= min(threshold + WEIGHT, 4 * LAYER)
     assert handle.launches == in_backward
     handle.optimizer.step()
     assert handle.launches == in_all and len(handle.optimizer.state) == 8
@@ -185,7 +178,7 @@ def test_a_grad_scaler_is_refused_in_the_first_step(threshold: int, says: str) -
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize(("threshold", "raises"), [(2 * (WEIGHT + 2 * D), True), (HUGE, False)], ids=["some", "none"])
+@pytest.mark.parametrize(("threshold", "raises"), [(2 * LAYER, True), (HUGE, False)], ids=["some", "none"])
 def test_gradients_that_were_used_have_a_norm_and_are_not_clipped(threshold: int, raises: bool) -> None:
     models = model_of(), model_of()
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
@@ -197,10 +190,9 @@ def test_gradients_that_were_used_have_a_norm_and_are_not_clipped(threshold: int
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
         if raises and model is models[1]:
             assert norms[0] == norms[1] > 1e-3
-            with pytest.raises(octavo.UnsupportedOpError, match="switch the caller's clipping off"):
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            with pytest.raises(octavo.UnsupportedOpError, match="switch the caller's clipping off"):
-                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+                with pytest.raises(octavo.UnsupportedOpError, match="switch the caller's clipping off"):
+                    clip(model.parameters(), 1e-3)
             return
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
@@ -272,22 +264,14 @@ def stored_equals(mesh: Any, recipe: str) -> list[str]:
     return [f"{run} {name}" for run, of in runs.items() for name, x in of.items() if not torch.equal(x, expected[name])]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ranks"),
-    [("dynamic", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in (("blockwise", 2), ("dynamic", 4)))],
-)
+@pytest.mark.parametrize(("recipe", "ranks"), [("dynamic", 2), *in_full(("blockwise", 2), ("dynamic", 4))])
 def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
     assert pool.run(stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
 
 
 def params_with(*norms: float) -> list[nn.Parameter]:
     """Parameters whose gradients have these norms."""
-    params_of_norms = []
-    for norm in norms:
-        param = nn.Parameter(torch.zeros(4, 4))
-        param.grad = torch.full((4, 4), norm / 4)
-        params_of_norms.append(param)
-    return params_of_norms
+    return again([nn.Parameter(torch.zeros(4, 4)) for _ in norms], *norms)
 
 
 def again(params: list[nn.Parameter], *norms: float) -> list[nn.Parameter]:

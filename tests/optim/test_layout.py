@@ -42,9 +42,8 @@ def placed(whole: Tensor, mesh: Any, placements: Any) -> DTensor:
     if not any(isinstance(placement, _StridedShard) for placement in placements):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     rows = whole.chunk(mesh.size(1))[mesh.get_local_rank(1)].chunk(mesh.size(0))[mesh.get_local_rank(0)]
-    return DTensor.from_local(
-        rows.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    of_whole: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(rows.contiguous(), mesh, placements, **of_whole)
 
 
 def layouts_of(mesh: Any) -> dict[str, Any]:
@@ -68,8 +67,7 @@ def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
     wrong, sizes, counted = [], [], []
     for name, placements in layouts_of(mesh).items():
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
-            count = torch.Size(shape).numel()
-            param = placed(torch.arange(float(count)).view(shape), mesh, placements)
+            param = placed(torch.arange(float(math.prod(shape))).view(shape), mesh, placements)
             (first_row, first_column, row_length), part = place_of(param), local(param).flatten(1)
             rows, columns = torch.meshgrid(*map(torch.arange, part.shape), indexing="ij")
             index = (first_row + rows) * row_length + first_column + columns
@@ -180,18 +178,16 @@ def loaded_full(mesh: Any, dtype: torch.dtype) -> list[float]:
         net.weight = nn.Parameter(placed(net.weight.detach(), mesh, LAYOUTS[layout]))
         net.bias = nn.Parameter(placed(net.bias.detach(), mesh, [Shard(0)]))
         on_ranks = AdamW(net.parameters(), **options)
-        set_optimizer_state_dict(
-            net, on_ranks, copy.deepcopy(get_optimizer_state_dict(nets[0], alone, options=FULL)), options=FULL
-        )
+        full = copy.deepcopy(get_optimizer_state_dict(nets[0], alone, options=FULL))
+        set_optimizer_state_dict(net, on_ranks, full, options=FULL)
         again = get_optimizer_state_dict(net, on_ranks, options=FULL)
         if mesh.get_rank() == 0:  # torch gathers on the first rank only
             set_optimizer_state_dict(nets[1], back, again, options=FULL)
         for param, of_ranks, other in zip(*(one.parameters() for one in (nets[0], net, nets[1])), strict=True):
             if dtype == torch.bfloat16:
                 remainders = alone.state[param]["master_rest"]
-                assert remainders.any() and torch.equal(
-                    local(on_ranks.state[of_ranks]["master_rest"]), mine(remainders, of_ranks)
-                )
+                assert remainders.any()
+                assert torch.equal(local(on_ranks.state[of_ranks]["master_rest"]), mine(remainders, of_ranks))
                 assert mesh.get_rank() or torch.equal(back.state[other]["master_rest"], remainders)
             wanted, loaded, read = moments_of(alone, param), moments_of(on_ranks, of_ranks), moments_of(back, other)
             for one, part, all_of_it in zip(wanted, loaded, read, strict=True):
@@ -230,13 +226,9 @@ def test_norms_count_each_element_once(shape: tuple[int, ...], pool: Any) -> Non
 def refused(mesh: Any) -> list[str]:
     """Return the errors about weights that are sharded by other dimensions; and about one scale of all rows."""
     said, one = [], (Moment(E4M3, granularity=PerTensor()), Moment("fp32"))
-    for shape, placements in (
-        ((4, 4, 4), [Replicate(), Shard(2)]),
-        ((4, 8), [Shard(1), Shard(1)]),
-        ((4, 8), [Replicate(), Shard(0)]),
-    ):
+    for dims, *placements in ((3, Replicate(), Shard(2)), (2, Shard(1), Shard(1)), (2, Replicate(), Shard(0))):
         with pytest.raises(ValueError) as caught:
-            AdamW([nn.Parameter(placed(torch.ones(shape), mesh, placements))], moments=one)
+            AdamW([nn.Parameter(placed(torch.ones([4] * dims), mesh, placements))], moments=one)
         said.append(str(caught.value))
     return said
 
@@ -343,8 +335,7 @@ def loaded_by_another_master(make: Any) -> tuple[Any, Any]:
 def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[str]:
     """Return what differs between a training of a sharded model and of the whole one."""
     makes = (lambda seed=0: sharded(recipe, mesh, seed)), (lambda seed=0: model(recipe, seed))
-    runs = [held(*globals()[training](make, *options)) for make in makes]
-    return differences(*runs, mesh["shard"])
+    return differences(*(held(*globals()[training](make, *options)) for make in makes), mesh["shard"])
 
 
 CELLS: list[Any] = [((2,), three_steps, "dynamic", master) for master in FP8_MASTERS]
@@ -357,9 +348,8 @@ CELLS += [
     *(((2,), loaded_between, "dynamic", plain) for plain in (False, True)),
     ((2,), loaded_by_another_master, "dynamic"),
 ]
-ONLY_IN_FULL: list[Any] = [
-    ((2,), three_steps, "blockwise", master) for master in [*FP8_MASTERS][1:-1]
-]  # no ranks share its scales
+# no ranks share its scales
+ONLY_IN_FULL: list[Any] = [((2,), three_steps, "blockwise", master) for master in [*FP8_MASTERS][1:-1]]
 # of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
 ONLY_IN_FULL += [((4,), three_steps, "dynamic", master) for master in FP8_MASTERS]
 ONLY_IN_FULL += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]

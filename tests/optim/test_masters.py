@@ -58,10 +58,8 @@ def test_names_of_other_weights():
             MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.float16)), name)
     with pytest.raises(ValueError, match=r"take weights of float32, bfloat16 and float16, not torch\.float64"):
         MasterForm.of(nn.Parameter(torch.ones(2, dtype=torch.float64)), "auto")
-    with pytest.raises(
-        ValueError,
-        match=r"master='split8': use 'auto', 'split16', 'fp16_scaled', 'fp32', (.*, )?'split32', 'split24', None",
-    ):
+    says = r"master='split8': use 'auto', 'split16', 'fp16_scaled', 'fp32', (.*, )?'split32', 'split24', None"
+    with pytest.raises(ValueError, match=says):
         MasterForm.of(nn.Parameter(torch.ones(2)), "split8")
 
 
@@ -171,8 +169,7 @@ def test_the_fastest_growth_never_saturates(master, granularity):
     assert ((actual - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
     ratio = actual / exact.detach()
     assert abs(float(ratio.mean()) - 1) < 1e-4 + 5 * float(ratio.std()) / ratio.numel() ** 0.5
-    amax = optimizer.state[weight]["master_amax"]
-    assert float(amax.max()) == float(actual.abs().max())
+    assert float(optimizer.state[weight]["master_amax"].max()) == float(actual.abs().max())
 
 
 @each_granularity
@@ -262,9 +259,10 @@ def test_it_begins_as_the_weight_before_its_cast(master, recipe):
     assert ((first_values - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
 
 
-@pytest.mark.parametrize(
-    "way", ["copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"]
-)
+WAYS = "copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(way):
     """A stored weight's values before its cast stay while it requires gradients, or an optimizer waits for them."""
     layer, values = stored_layer()
@@ -301,13 +299,11 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
 @each_master
 def test_without_data_no_codes_are_read(master, monkeypatch):
     """On the meta device a master's state has the shapes that it has with data: a large model's is planned at once."""
-    weight, meta = (
-        blank(torch.empty(256, 130, dtype=torch.bfloat16), PerTensor(), device) for device in (None, "meta")
-    )
+    values = torch.empty(256, 130, dtype=torch.bfloat16)
+    weight, meta = (blank(values, PerTensor(), device) for device in (None, "meta"))
     expected = FP8_MASTERS[master].new_state(weight)
     monkeypatch.setattr(masters, "values_with", None)
     state = FP8_MASTERS[master].new_state(meta)
     assert all(tensor.is_meta for tensor in state.values())
-    assert {name: (x.shape, x.dtype) for name, x in state.items()} == {
-        name: (x.shape, x.dtype) for name, x in expected.items()
-    }
+    forms, expected_forms = ({name: (x.shape, x.dtype) for name, x in of.items()} for of in (state, expected))
+    assert forms == expected_forms

@@ -22,9 +22,7 @@ def test_names_and_pairs():
     assert moments_of(pair) is pair
 
 
-@pytest.mark.parametrize(
-    "moments", [None, ("fp8", "fp8"), (Moment("fp32"),), [Moment("fp32"), Moment("fp32")], 8], ids=str
-)
+@pytest.mark.parametrize("moments", [None, ("fp8", "fp8"), (Moment("fp32"),), [Moment("fp32")] * 2, 8], ids=str)
 def test_what_is_no_pair(moments):
     with pytest.raises(TypeError, match=r"moments=.*: use 'fp32', 'bf16', 'fp8' or a pair of octavo.optim.Moment"):
         moments_of(moments)
@@ -42,11 +40,7 @@ def test_a_first_moment_has_a_sign(first):
     [
         ({"format": "fp8"}, TypeError, "format='fp8': use 'fp32', 'bf16', E4M3, E5M2 or E4M4"),
         ({"format": torch.float8_e4m3fn}, TypeError, "use 'fp32', 'bf16'"),
-        (
-            {"format": E4M3, "rounding": "up"},
-            ValueError,
-            "rounding='up' of E4M3: use 'nearest', 'stochastic', 'hybrid'",
-        ),
+        ({"format": E4M3, "rounding": "up"}, ValueError, "'up' of E4M3: use 'nearest', 'stochastic', 'hybrid'"),
         ({"format": "fp32", "rounding": "stochastic"}, ValueError, "rounding='stochastic' of fp32: use 'nearest'"),
         ({"format": E4M3, "granularity": PerRow()}, ValueError, r"granularity=PerRow.*: use PerBlock\(1, 128\) or"),
         ({"format": E4M3, "granularity": PerBlock(1, 64)}, ValueError, "granularity=PerBlock"),
@@ -62,23 +56,17 @@ def test_what_cannot_be(options, kind, message):
 
 
 def test_repr():
-    assert repr(Moment(E5M2, True, PerTensor(), "nearest", "previous")) == (
-        "Moment(E5M2, root, PerTensor(), nearest, previous amax)"
-    )
+    written = repr(Moment(E5M2, True, PerTensor(), "nearest", "previous"))
+    assert written == "Moment(E5M2, root, PerTensor(), nearest, previous amax)"
     assert repr(Moment("fp32")) == "Moment(fp32, nearest)"
 
 
 def test_a_new_state_reads_zeros():
     cpu, shape = torch.device("cpu"), torch.Size((3, 300))
     for moment in (Moment("fp32"), Moment("bf16"), Moment(E4M3), Moment(E4M4, True, PerTensor(), scale="previous")):
-        state = moment.new_state("m", shape, cpu)
-        stored = moment.for_kernel("m", state)
+        stored = moment.for_kernel("m", moment.new_state("m", shape, cpu))
         assert stored.data.shape == shape and (stored.data == 0).all()
-        assert (stored.fmt, stored.root, stored.rounding) == (
-            moment.format if stored.fmt else None,
-            moment.root,
-            "nearest",
-        )
+        assert stored.fmt in (None, moment.format) and (stored.root, stored.rounding) == (moment.root, "nearest")
         assert (stored.amax is not None) == (moment.scale == "previous")
         scales = {"bf16": None, "fp32": None}.get(str(moment.format), (1, 1) if stored.amax is not None else (3, 3))
         assert (None if stored.scale_inv is None else tuple(stored.scale_inv.shape)) == scales
@@ -94,8 +82,7 @@ def test_codes_are_read_by_their_blocks():
         assert torch.equal(moment.read_codes(codes[:, first:end], scales, 0, first), values[:, first:end])
         assert torch.equal(moment.read_codes(codes[1:, first:end], scales, 1, first), values[1:, first:end])
     assert torch.equal(moment.read_codes(codes[0, 75:], scales[:1], 0, 75), values[0, 75:])
-    of_experts = moment.read_codes(codes.view(1, 2, 300), scales.view(1, 2, 3))
-    assert torch.equal(of_experts, values.view(1, 2, 300))
+    assert torch.equal(moment.read_codes(codes.view(1, 2, 300), scales.view(1, 2, 3)), values.view(1, 2, 300))
     one = Moment(E4M3, granularity=PerTensor())
     assert torch.equal(one.read_codes(codes, scales[:1, :1], 1, 150), codes.view(torch.float8_e4m3fn).float())
 

@@ -17,6 +17,7 @@ from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
 from octavo.weights.stored import StoredWeight
 from tests.optim.test_stored_experts import assert_trained_alike, together_and_apart
+from tests.support.helpers import stepped
 from tests.support.rounded_once import rounded_once
 from tests.support.triton_kernels import TritonKernels, in_place_of_reference
 
@@ -37,9 +38,8 @@ def steps(optimizer: Any, params: list[nn.Parameter], count: int, start: int = 0
 
 
 def master_values(optimizer: Muon, weight: nn.Parameter) -> Tensor:
-    master, _ = for_kernel(
-        weight, weight.detach(), optimizer.state[weight], optimizer.settings.in_state(optimizer.state[weight])
-    )
+    state = optimizer.state[weight]
+    master, _ = for_kernel(weight, weight.detach(), state, optimizer.settings.in_state(state))
     return master.read_all(master.weight)
 
 
@@ -94,9 +94,7 @@ def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: 
     optimizer = Muon(groups, lr=torch.tensor(0.02), moments="fp8", **options)
     prepare(optimizer)
     for step in range(3):
-        torch.stack([(param.float() * (step + 1)).sin().sum() for param in params]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, torch.stack([(param.float() * (step + 1)).sin().sum() for param in params]).sum())
     return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
 
 
@@ -267,12 +265,8 @@ def test_directions_in_fp8_are_rounded_before_they_are_orthogonalised() -> None:
 def test_options_of_a_group_without_matrices_are_adamws() -> None:
     """Options of a group of biases and norms, which shall not decay, are AdamW's."""
     matrix, vector, scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    groups = [
-        {"params": [matrix, vector], "weight_decay": 0.2},
-        {"params": [scale], "weight_decay": 0.0},
-        {"params": []},
-    ]
-    param_groups = Muon(groups, adamw={"weight_decay": 0.01}).param_groups
+    groups = [{"params": [matrix, vector], "weight_decay": 0.2}, {"params": [scale], "weight_decay": 0.0}]
+    param_groups = Muon([*groups, {"params": []}], adamw={"weight_decay": 0.01}).param_groups
     decays = [(group["algorithm"], group["weight_decay"], len(group["params"])) for group in param_groups]
     assert decays == [("muon", 0.2, 1), ("adamw", 0.01, 1), ("adamw", 0.0, 1), ("muon", 0.1, 0)]
 
@@ -298,16 +292,13 @@ def test_what_adamws_groups_refuse() -> None:
 
 def test_a_state_of_another_rounding_goes_on_as_it_is(recwarn: pytest.WarningsRecorder) -> None:
     weights = [nn.Parameter(torch.randn(8, 256)) for _ in range(2)]
-    stochastic, by_name = (
-        Muon([weight], moments=moments)
-        for weight, moments in zip(weights, (Moment(E4M3, rounding="stochastic"), "fp8"), strict=True)
-    )
+    stochastic = Muon(weights[:1], moments=Moment(E4M3, rounding="stochastic"))
+    by_name = Muon(weights[1:], moments="fp8")
     assert [moment.rounding for moment in by_name.settings.moments] == ["hybrid", "stochastic", "stochastic"]
     weights[0].grad = torch.randn(8, 256)
     stochastic.step()
     by_name.load_state_dict(stochastic.state_dict())
     loaded, saved = by_name.state[weights[1]], stochastic.state[weights[0]]
-    assert all(
-        torch.equal(loaded[name], saved[name]) for name in ("momentum_buffer_codes", "momentum_buffer_scale_inv")
-    )
+    names = "momentum_buffer_codes", "momentum_buffer_scale_inv"
+    assert all(torch.equal(loaded[name], saved[name]) for name in names)
     assert by_name.settings.moments[0].rounding == "hybrid" and not recwarn.list

@@ -10,10 +10,9 @@ from octavo.optim.resolution import Resolution, SumsInFlight
 from tests.support.streams import Stream, notes_of_streams, tensor_on_gpu
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
+def step(optimizer: AdamW | SGD) -> None:
+    for param in optimizer.all_params():
+        param.grad = torch.ones_like(param)
     optimizer.step()
 
 

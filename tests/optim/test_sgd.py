@@ -1,23 +1,13 @@
 import pytest
 import torch
-from torch import nn
 
 from octavo import E4M3, E5M2, PerTensor
 from octavo.optim import E4M4, SGD, Moment
+from tests.optim.test_muon import matrices, steps
 
 
-def steps(optimizer, params, count, start=0):
-    for step in range(start, start + count):
-        generator = torch.Generator().manual_seed(step)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(99)
-    shapes = [(40, 200), (300,), (3, 5, 7), ()]
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+def params():
+    return matrices(shapes=[(40, 200), (300,), (3, 5, 7), ()])
 
 
 def test_each_group_has_its_own_momentum_and_may_change_it():
@@ -41,15 +31,15 @@ def test_each_group_has_its_own_momentum_and_may_change_it():
     steps(again, [p for group in again.param_groups for p in group["params"]], 1)
 
 
-@pytest.mark.parametrize(
-    "moments", ["fp8", "bf16", Moment(E5M2), Moment(E4M3, granularity=PerTensor()), Moment("bf16")], ids=str
-)
+MOMENTS = "fp8", "bf16", Moment(E5M2), Moment(E4M3, granularity=PerTensor()), Moment("bf16")
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids=str)
 def test_few_bytes_stay_near(moments):
     ours, torchs = params(), params()
     steps(SGD(ours, lr=0.1, momentum=0.9, moments=moments), ours, 10)
     steps(torch.optim.SGD(torchs, lr=0.1, momentum=0.9), torchs, 10)
-    start = params()
-    for a, b, c in zip(ours, torchs, start, strict=True):
+    for a, b, c in zip(ours, torchs, params(), strict=True):
         assert (a - b).norm() < 0.15 * (b - c).norm()
 
 

@@ -15,19 +15,15 @@ from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.masters import FP8_MASTERS
 from octavo.optim.moment import NAMED_MOMENTS
 from octavo.weights.stored import StoredWeight
+from tests.support.helpers import stepped
 from tests.support.trained import MOMENTS, moments_of, parameter, train
 
+OPTIONS = {AdamW: {"foreach": False}, SGD: {"foreach": False, "momentum": 0.9}, Muon: {}}
 
-@pytest.mark.parametrize(
-    ("ours", "torchs", "options"),
-    [
-        (AdamW, torch.optim.AdamW, {"foreach": False}),
-        (SGD, torch.optim.SGD, {"foreach": False, "momentum": 0.9}),
-        (Muon, torch.optim.Muon, {}),
-    ],
-    ids=["AdamW", "SGD", "Muon"],
-)
-def test_torchs_state_goes_on_and_goes_back(ours, torchs, options):
+
+@pytest.mark.parametrize("ours", OPTIONS, ids=lambda kind: kind.__name__)
+def test_torchs_state_goes_on_and_goes_back(ours):
+    options, torchs = OPTIONS[ours], getattr(torch.optim, ours.__name__)
     params = [parameter(3, 300), parameter(5, 1)]
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     exact, theirs = ours(params, lr=0.01, moments="fp32", **options), torchs(copies, lr=0.01, **options)
@@ -81,9 +77,7 @@ def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, 
     def parts_after(model, optimizer, steps):
         for step in range(steps):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(optimizer, model(x).float().square().mean())
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     saved, other = built(0), built(1)
@@ -95,9 +89,8 @@ def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, 
         part.load_state_dict(loaded)
     expected, actual = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
     assert expected[1] == actual[1]
-    assert all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], actual[0], strict=True)
-    )
+    for a, b in zip(expected[0], actual[0], strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def test_a_state_that_does_not_fit_is_refused():
@@ -123,22 +116,16 @@ def test_moments_of_unknown_blocks_are_refused():
     p, optimizer = parameter(3, 300), AdamW([parameter(3, 300)])
     train(optimizer, 1)
     state = optimizer.state_dict()
-    described = state["param_groups"][0]["octavo"]["moments"]["exp_avg"]
-    described["granularity"] = "PerBlock(7, 7)"
+    state["param_groups"][0]["octavo"]["moments"]["exp_avg"]["granularity"] = "PerBlock(7, 7)"
     with pytest.raises(ValueError, match=r"the state's moments are in 'PerBlock\(7, 7\)', which none here is: Per"):
         AdamW([p]).load_state_dict(state)
-
-
-def nets() -> tuple[nn.Module, nn.Module]:
-    net = nn.Linear(300, 4, dtype=torch.bfloat16)
-    return net, copy.deepcopy(net)
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("master", ["split32", "split24"])
 def test_it_goes_through_torchs_state_dicts_of_names(master, moments, flat):
-    net, other = nets()
+    net, other = (nn.Linear(300, 4, dtype=torch.bfloat16) for _ in range(2))
     options = {"lr": 0.01, "moments": MOMENTS[moments], "master": master}
     optimizer, loaded = AdamW(net.parameters(), seed=7, **options), AdamW(other.parameters(), **options)
     train(optimizer, 2)
@@ -149,14 +136,6 @@ def test_it_goes_through_torchs_state_dicts_of_names(master, moments, flat):
     for o in (optimizer, loaded):
         train(o, 2, seed=1)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
-
-
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:
-    for step in range(steps):
-        model(torch.full((4, 64), 0.1 * step + 1)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [value.view(torch.uint8) for value in model.state_dict().values()]
 
 
 def linear() -> nn.Module:
@@ -174,7 +153,7 @@ def test_an_optimizer_made_before_the_weights_were_stored_bounds_its_updates():
     assert not optimizer.clip_update
     stored(model)
     optimizer.load_state_dict(optimizer.state_dict())
-    stepped(model, optimizer, 1)
+    stepped(optimizer, model(torch.ones(4, 64)).square().sum())
     assert optimizer.clip_update
 
 
@@ -191,7 +170,7 @@ def test_an_optimizer_that_can_not_write_stored_weights_says_so_at_its_next_step
     model = linear()
     optimizer = make(model.parameters())
     with pytest.raises(error, match=message):
-        stepped(stored(model), optimizer)
+        stepped(optimizer, stored(model)(torch.ones(4, 64)).square().sum())
 
 
 @pytest.mark.parametrize("master", ["auto", "split16", "fp16_scaled"])

@@ -27,19 +27,15 @@ ONE = (Moment(E4M3, granularity=PerTensor()), Moment(E5M2, root=True, granularit
 
 
 # with as many blocks in all of an expert as in each of its rows, though these are others; and shapes on either side
-SHAPES = [
-    (2, rows, cols)
-    for rows, cols in [(2, 65), (2, 127), (3, 90), (9, 120), (15, 120), (16, 120), (15, 121), (2, 255), (3, 384)]
-] + [(1, 15, 120), (3, 1, 120), (2, 5, 7)]
+SHAPES = [(2, 2, 65), (2, 2, 127), (2, 3, 90), (2, 9, 120), (2, 15, 120), (2, 16, 120), (2, 15, 121), (2, 2, 255)]
+SHAPES += [(2, 3, 384), (1, 15, 120), (3, 1, 120), (2, 5, 7)]
 
 
 @contextmanager
 def same_bits() -> Iterator[None]:
     """Have all steps be the reference's, and round by the same random bits."""
-    with (
-        mock.patch.object(steps, "random_bits", lambda _, index: torch.full_like(index, 0x1234567).int()),
-        mock.patch.object(devices, "step_in_place", lambda *_: False),
-    ):
+    of_step = mock.patch.object(steps, "random_bits", lambda _, index: torch.full_like(index, 0x1234567).int())
+    with of_step, mock.patch.object(devices, "step_in_place", lambda *_: False):
         yield
 
 

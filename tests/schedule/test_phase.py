@@ -55,11 +55,8 @@ def begun(**options):
 
 def test_same_is_what_the_phase_before_had():
     model, optimizer = begun()
-    phases = [
-        Phase(LOW, master="split16", weight_storage="fp8"),
-        Phase(LOW, moments="fp32", from_step=1),
-        Phase(HIGH, weight_storage=None, from_step=2),
-    ]
+    phases = [Phase(LOW, master="split16", weight_storage="fp8"), Phase(LOW, moments="fp32", from_step=1)]
+    phases.append(Phase(HIGH, weight_storage=None, from_step=2))
     first, second, third = phase_targets(model, optimizer, phases)
     assert [t.settings.master for t in (first, second, third)] == ["split16"] * 3
     assert first.settings.moments == optimizer.moments
@@ -75,9 +72,8 @@ def test_weights_become_codes_and_plain_again_wherever_they_are():
     optimizer = optimizer_of(tied, master="auto")
     loss_of(model, 0).backward()
     optimizer.step()
-    there, back = phase_targets(
-        tied, optimizer, [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None)]
-    )
+    phases = [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None)]
+    there, back = phase_targets(tied, optimizer, phases)
     for target in (there, back):
         switch(tied, optimizer, target)
         weight = model[0].weight

@@ -135,8 +135,7 @@ def test_a_faulty_step_touches_nothing_and_begins_a_recovery_that_ends(kind):
 
 
 def test_after_so_many_recoveries_it_stays():
-    policy = Recovery(Phase(HIGH), steps=1, attempts=2, spike=None)
-    model, optimizer, schedule = started(Phase(LOW), recovery=policy)
+    model, optimizer, schedule = started(Phase(LOW), recovery=Recovery(Phase(HIGH), steps=1, attempts=2, spike=None))
     for step in range(12):
         spoil = spoil_gradient if model[0].recipe == LOW else lambda model, loss: loss
         faulty(model, schedule, optimizer, step, spoil)

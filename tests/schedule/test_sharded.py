@@ -31,8 +31,7 @@ def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
     differing = []
     nets = sharded(recipe, mesh), model(recipe)
     optimizers = [adamw(net) for net in nets]
-    phases = phases_of(recipe, first)
-    schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
+    schedules = [PrecisionSchedule(*pair, phases_of(recipe, first)) for pair in zip(nets, optimizers, strict=True)]
     for step in range(STEPS):
         for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
             gradients(net, step)

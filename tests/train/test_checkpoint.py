@@ -82,9 +82,7 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
     leftover.touch()  # by a run that was killed
     with RunFolder(folder.path).open(resume=True):
         for resume in (True, False):
-            with pytest.raises(
-                RunCheckpointError, match=f"another run trains in .*process {os.getpid()} on .*wait for"
-            ):
+            with pytest.raises(RunCheckpointError, match=f"another run trains in .*process {os.getpid()} on .*wait"):
                 RunFolder(folder.path).open(resume)
     with RunFolder(folder.path).open(resume=True):
         assert not leftover.exists()
@@ -108,10 +106,8 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch):
     folder.save(*parts, content())
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(RunCheckpointError, match=r"cannot write .*Full.*kept \(step 2\); add --resume"),
-    ):
+    fails = pytest.raises(RunCheckpointError, match=r"cannot write .*Full.*kept \(step 2\); add --resume")
+    with monkeypatch.context() as patch, fails:
         patch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         folder.save(*parts, content(rows=[*ROWS, ROWS[0]]))
     assert folder.load(IDENTITY)["step"] == 2

@@ -85,9 +85,10 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
     assert says in str(fault.value) and "choose" in str(fault.value)
 
 
-@pytest.mark.parametrize(
-    "config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig, StateConfig, InspectConfig]
-)
+CONFIGS = ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig, StateConfig, InspectConfig
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_options_are_few_frozen_and_explained(config):
     assert len(dataclasses.fields(config)) <= 8
     assert all(field.metadata["help"] for field in dataclasses.fields(config))

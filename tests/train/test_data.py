@@ -27,10 +27,9 @@ def test_split_parts_share_no_byte_and_lose_none():
 
 
 def test_every_start_can_be_drawn_and_none_beyond():
-    corpus = Corpus.of(bytes(range(65, 85)), "letters")  # 18 to train: starts 0 to 13 for windows of 4 + 1
-    batches = Batches(corpus, context=4, batch=16, seed=3)
-    starts = {int(x[0]) - 65 for step in range(40) for x in batches.training(step)[0]}
-    assert starts == set(range(14))
+    # 18 to train: starts 0 to 13 for windows of 4 + 1
+    batches = Batches(Corpus.of(bytes(range(65, 85)), "letters"), context=4, batch=16, seed=3)
+    assert {int(x[0]) - 65 for step in range(40) for x in batches.training(step)[0]} == {*range(14)}
 
 
 def test_targets_are_the_next_bytes():

@@ -42,14 +42,12 @@ def recorded(config, tmp_path):
 def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
     plain = run(replace(recorded, inspect=InspectConfig(), run=replace(recorded.run, out=None)), "delayed")
     assert run(recorded, "delayed", hooks=stop_after(6)).interrupted
-    result = run(changed(recorded, run={"resume": True}), "delayed")
-    assert result.losses == plain.losses
+    assert run(changed(recorded, run={"resume": True}), "delayed").losses == plain.losses
     record = octavo.inspect.load(tmp_path / "delayed/inspect")
     assert record.steps == [0, 4, 8]
     assert record.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
     named = {name for name in record.scalars if " of group " not in name}  # options of the optimizer
-    of_twin = {"twin_loss", "twin_slope", "left_gradient"}
-    assert named == {"loss", "grad_norm", "lr", "state_age"} | of_twin
+    assert named == {"loss", "grad_norm", "lr", "state_age", "twin_loss", "twin_slope", "left_gradient"}
     assert "betas 1 of group 0" in record.scalars
 
 
@@ -74,8 +72,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_record(re
 
 
 def test_switches_and_phases_without_fp8(recorded, tmp_path):
-    scheduled = replace(recorded, state=StateConfig(schedule="bf16-then-fp8@0.5"), inspect=InspectConfig(True, 2))
-    run(scheduled, "dynamic")
+    state = StateConfig(schedule="bf16-then-fp8@0.5")
+    run(replace(recorded, state=state, inspect=InspectConfig(True, 2)), "dynamic")
     record = octavo.inspect.load(tmp_path / "dynamic/inspect")
     assert record.steps == [6, 8]
     assert [(step, kind) for step, kind, _ in record.events] == [(4, "switch")]
@@ -116,17 +114,14 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_p
 def test_a_run_that_diverges_says_too_what_failed_in_the_background(recorded, monkeypatch):
     monkeypatch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
     config = changed(replace(recorded, inspect=InspectConfig()), ranks={"async_save": True})
-    says = (
-        r"diverged: the loss became nan in step 5; cannot write .*Full.*is kept \(nothing yet\); .*; try a lower --lr"
-    )
+    says = r"diverged: the loss became nan in step 5; cannot write .*Full.*is kept \(nothing yet\).*; try a lower --lr"
     with pytest.raises(DivergedError, match=says):
         run(config, "dynamic", hooks=diverging())
 
 
 @pytest.mark.parametrize(("shard", "tensor_parallel"), [("fsdp", 1), *in_full(("ddp", 1), ("fsdp", 2))])
 def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool, monkeypatch):
-    parts = {"shard": shard, "tensor_parallel": tensor_parallel}
-    config = changed(recorded, ranks=parts, optimizer={"steps": 3})
+    config = changed(recorded, ranks={"shard": shard, "tensor_parallel": tensor_parallel}, optimizer={"steps": 3})
     (losses, *_), *_ = pool.run(train_on, (2 * tensor_parallel,), config, "delayed")
     record = octavo.inspect.load(tmp_path / "delayed/inspect")
     assert record.steps == [0]
@@ -150,8 +145,7 @@ def test_experts_are_recorded(recorded, tmp_path):
     assert record.experts.tokens.keys() == {f"blocks.0.mlp.experts.{part}" for part in ("gate_up", "down")}
     rows = 2 * recorded.data.batch * recorded.model.context
     assert all(tokens.sum() == rows for tokens in record.experts.tokens.values())
-    text = table(record, diagnose(record), 10)
-    assert "blocks.0.mlp.experts: 4 experts, " in text
+    assert "blocks.0.mlp.experts: 4 experts, " in table(record, diagnose(record), 10)
 
 
 def at(config, folder, **changes):
@@ -358,10 +352,8 @@ def test_what_is_no_run(config, tmp_path):
         with pytest.raises(RunCheckpointError, match=says):
             trained_model(path)
     content = load_extra(out / "bf16/checkpoint")
-    for identity, says in (
-        ({"recipe": "Recipe(...)"}, "a recipe of its own"),
-        ({"width": 64}, "cannot read the check"),
-    ):
+    others = {"a recipe of its own": {"recipe": "Recipe(...)"}, "cannot read the check": {"width": 64}}
+    for says, identity in others.items():
         extra = content | {"identity": content["identity"] | identity}
         save_checkpoint(tmp_path / "checkpoint", models[0], extra=extra)
         with pytest.raises(RunCheckpointError, match=says):

@@ -14,9 +14,7 @@ from octavo.train.report import gap, plot, smooth, table, write_csv
 
 
 def make_result(name, final, tokens_per_s=1000.0, steps=20, dtype="bfloat16"):
-    rows = [
-        StepRow(i, final + 2 / i, 1e-3, tokens_per_s, final if i % 5 == 0 else math.nan) for i in range(1, steps + 1)
-    ]
+    rows = [StepRow(i, final + 2 / i, 1e-3, tokens_per_s, math.nan if i % 5 else final) for i in range(1, steps + 1)]
     return RunResult(name, steps, rows, parameters=7, tokens_per_step=100, dtype=dtype)
 
 
@@ -80,8 +78,7 @@ def test_plot_is_a_png_of_some_size(tmp_path):
 
 
 def test_phases_are_shaded_in_the_runs_colour():
-    figure = importlib.import_module("matplotlib.figure").Figure()
-    axes = figure.subplots()
+    axes = importlib.import_module("matplotlib.figure").Figure().subplots()
     results = [make_result("bf16", 2.0), make_result("dynamic", 2.1), make_result("delayed", 2.2)]
     results[1].switches = [Switch(0, 0, "dynamic", ""), Switch(5, 1, "high_precision", ""), Switch(9, 2, "dynamic", "")]
     results[2].switches = [Switch(0, 0, "delayed", ""), Switch(18, 1, "high_precision", "")]

@@ -78,14 +78,11 @@ def stop_after(count: int) -> Hooks:
 
 
 def nearly(first: Any, second: Any, rel: float) -> bool:
-    numbers = [value for pair in first for value in pair if value is not None]
-    others = [value for pair in second for value in pair if value is not None]
+    numbers, others = ([value for pair in one for value in pair if value is not None] for one in (first, second))
     return numbers == pytest.approx(others, rel=rel)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "micro_batches", "windows"), [(2, 2, 6), pytest.param(4, 1, 5, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("ranks", "micro_batches", "windows"), [(2, 2, 6), *in_full((4, 1, 5))])
 def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, windows):
     config = changed(config, data={"micro_batches": micro_batches, "eval_windows": windows}, run={"dtype": "float32"})
     config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2})
@@ -333,8 +330,7 @@ def test_the_layout_and_the_compiled_modules_under_tensor_parallelism(config, ex
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         model = build_model(config.model, "dynamic", 0, config.state)
-        ranks = Ranks(dist.group.WORLD)
-        called, of_data = sharding.shard(model, changed(config, run={"compile": True}), ranks)
+        called, of_data = sharding.shard(model, changed(config, run={"compile": True}), Ranks(dist.group.WORLD))
         (block,) = model.blocks
         assert called is model and of_data.size == 2
         compiled = [name for name, module in block.named_modules() if module._compiled_call_impl is not None]
@@ -351,16 +347,14 @@ def test_the_layout_and_the_compiled_modules_under_tensor_parallelism(config, ex
 
 def test_devices_and_memory_of_each_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    names = [
-        device_name(TrainConfig(run=RunConfig(device=d), ranks=RanksConfig("fsdp"))) for d in ("cuda", "cpu", "cuda:1")
-    ]
+    fsdp = RanksConfig("fsdp")
+    names = [device_name(TrainConfig(run=RunConfig(device=d), ranks=fsdp)) for d in ("cuda", "cpu", "cuda:1")]
     assert names == ["cuda:3", "cpu", "cuda:1"] and device_name(TrainConfig(run=RunConfig(device="cuda"))) == "cuda"
-    large = TrainConfig(model=ModelConfig(width=10**6, heads=1), ranks=RanksConfig("fsdp"))
+    large = TrainConfig(model=ModelConfig(width=10**6, heads=1), ranks=fsdp)
     with pytest.raises(TrainError, match="GiB"):
         require_memory(large, torch.device("cpu"), 4)
-    require_memory(
-        replace(large, data=DataConfig(batch=2**20), model=ModelConfig(layers=1)), torch.device("cpu"), 2**10
-    )
+    of_many = replace(large, data=DataConfig(batch=2**20), model=ModelConfig(layers=1))
+    require_memory(of_many, torch.device("cpu"), 2**10)
 
 
 TINY = "--width 32 --layers 2 --heads 2 --context 16 --batch 4 --eval-windows 6 --eval-every 5 --device cpu".split()

@@ -152,8 +152,7 @@ def test_validation_changes_nothing(config):
 def test_no_clipping_when_it_is_zero(config):
     trainer = make_trainer(replace(config, optimizer=replace(config.optimizer, clip=0.0)))
     _, norm, _ = trainer.step(0)
-    gradients = torch.stack([p.grad.norm() for p in trainer.model.parameters()])
-    torch.testing.assert_close(gradients.norm(), norm)
+    torch.testing.assert_close(torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm(), norm)
 
 
 def test_devices():

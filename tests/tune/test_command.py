@@ -45,9 +45,7 @@ def options(*arguments: str) -> Namespace:
     return parser.parse_args(arguments)
 
 
-def test_what_is_found_is_written_and_other_rows_stay(
-    tuner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_found_is_written_and_other_rows_stay(tuner: ModuleType, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "new" / "table.json"
     assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
@@ -58,9 +56,7 @@ def test_what_is_found_is_written_and_other_rows_stay(
     assert "nothing is kept" in capsys.readouterr().out
 
 
-def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
-    tuner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(tuner: Any, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "table.json"
     assert command.tune(output, ORIGIN, options("cast", "amax")) == 1
     assert "cast: FAILED, RuntimeError: no room" in capsys.readouterr().err
@@ -97,9 +93,7 @@ def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pyte
         command.tune(None, ORIGIN, options("library"))
 
 
-def test_on_a_gpu(
-    tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

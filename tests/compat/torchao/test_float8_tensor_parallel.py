@@ -12,12 +12,10 @@ from tests.support.byte_counter import GATHER
 
 
 def test_a_plan_of_torchaos_styles_equals_one_rank_and_gathers_in_fp8(pool):
-    for (first, second), *counters in pool.run(
-        tasks.sequence_parallel, (2,), "power of two", True, torch.float32, "ao"
-    ):
+    for (first, second), *sent in pool.run(tasks.sequence_parallel, (2,), "power of two", True, torch.float32, "ao"):
         assert max(first.values()) <= 1e-3 and max(second.values()) <= 1e-3
         codes = 512 * 256  # a byte each of what three layers read, and of the gradient of what the fourth gives
-        assert all(codes <= counter[GATHER] < 1.01 * codes for counter in counters)
+        assert all(codes <= counter[GATHER] < 1.01 * codes for counter in sent)
 
 
 def test_the_arguments_of_prepare_module_input_are_torchaos():
