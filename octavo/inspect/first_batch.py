@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.forwards import Autocast, Forward, copy_of, device_of, map_tensors
+from octavo.inspect.forwards import Autocast, Forward, backward, copy_of, device_of, map_tensors
 from octavo.inspect.module_outputs import ModuleOutputs, OutputChanges
 from octavo.inspect.notes import gets_gradient
 from octavo.inspect.record import np
@@ -55,7 +55,7 @@ class FirstBatch:
         path = None if folder is None else folder / f"batch-{ranks.rank}.npz"
         earlier = _read(path, model, ranks) if path is not None and resumes else None
         if ranks.any(earlier is None):
-            whole = forward._replace(delayed=[])
+            whole = forward._replace(delayed=[], state=None)  # its modules' state is each step's
             self._forwards = [whole._replace(arguments=_part(whole.arguments)), whole]  # the first of them that runs
             self._path = path
         else:
@@ -79,7 +79,7 @@ class FirstBatch:
                 with torch.enable_grad():
                     all_outputs = forward.again(self._model)
                 outputs = [*filter(gets_gradient, all_outputs)]
-                torch.autograd.backward(outputs, [y.detach() / max(1, y.shape[:-1].numel()) for y in outputs])
+                backward(self._model, outputs, [y.detach() / max(1, y.shape[:-1].numel()) for y in outputs])
         except Exception:
             if not forget_failed_pass(self._model):
                 raise

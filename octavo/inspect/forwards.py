@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.inspect.module_state import ModuleState
 from octavo.inspect.record import np
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import hooks_after_gradients, pytree
@@ -42,13 +43,15 @@ class Forward(NamedTuple):
     random_states: list[Any]
     autocast: Autocast | None
     delayed: list[Any]  # states of the FP8 modules, or None, before backward writes them; empty where none is put back
+    state: ModuleState | None  # of the modules before it; None where they keep what they have
 
     @classmethod
     def of(cls, model: nn.Module, args: Any, kwargs: Any) -> Forward:
         """Return the forward that a model is about to run."""
         modes, autocast = [module.training for module in model.modules()], Autocast.now(device_of(model).type)
         delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
-        return cls(map_tensors(copy_of, (args, kwargs)), modes, random_states(model), autocast, delayed)
+        arguments, state = map_tensors(copy_of, (args, kwargs)), ModuleState(model, before_forward=True)
+        return cls(arguments, modes, random_states(model), autocast, delayed, state)
 
     @property
     def is_float16(self) -> bool:
@@ -57,6 +60,8 @@ class Forward(NamedTuple):
 
     def again(self, model: nn.Module) -> list[Tensor]:
         """Run the forward again; return its outputs."""
+        if self.state is not None:
+            self.state.put_copies()
         set_random_states(model, self.random_states)
         for module, mode in zip(model.modules(), self.modes, strict=True):
             vars(module)["training"] = mode
@@ -110,46 +115,52 @@ def set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
-    """Run a block that changes no gradient, buffer, attribute or random number; yield the gradients from before it.
+    """Run a block that changes no gradient, state of modules or random number; yield the gradients from before it.
 
-    A model that is compiled runs in eager there.
+    Modules have copies of their buffers there, as backwards to come may read these. A model that is compiled runs in
+    eager.
     """
-    attributes_of_modules = [x for attributes in map(vars, model.modules()) for x in attributes.values()]
-    leaves: list[Tensor] = [*model.parameters()]
-    leaves += [x for x in attributes_of_modules if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    attributes = [x for attributes in map(vars, model.modules()) for x in attributes.values()]
+    leaves = [x for x in attributes if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    state, numbers = ModuleState(model), random_states(model)
+    with _gradients_aside([*model.parameters(), *leaves]) as gradients:
+        try:
+            state.put_copies()
+            with torch.compiler.set_stance("force_eager"):
+                yield gradients
+        finally:
+            state.put_back()
+            set_random_states(model, numbers)
+
+
+@contextlib.contextmanager
+def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Run a block in which leaves have no gradient and no hooks after it; yield the gradients that they have again."""
     gradients = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     hooks = [(held, dict(held)) for held in hooks_after_gradients(leaves) or ()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes, states = _attributes(model), random_states(model)
     try:
         for leaf in gradients:
             leaf.grad = None
         for held, _ in hooks:  # what they do to a gradient as it comes they do to the step's alone
             held.clear()
-        with torch.compiler.set_stance("force_eager"):
-            yield gradients
+        yield gradients
     finally:
-        for held, copied in attributes:
-            if isinstance(held, list):
-                held[:] = copied
-            elif [(key, id(x)) for key, x in held.items()] != [(key, id(x)) for key, x in copied.items()]:
-                held.clear()
-                held.update(copied)
         for held, copied in hooks:
             held.update(copied)
         for leaf in leaves:
             _set_grad(leaf, gradients.get(leaf))
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        set_random_states(model, states)
 
 
-def _attributes(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the attributes of each module, and each dict and list among them, with a copy: its buffers too."""
-    by_module = [vars(module) for module in model.modules()]
-    collections = [x for attributes in by_module for x in attributes.values() if type(x) in (dict, list)]
-    return [(each, copy.copy(each)) for each in (*by_module, *collections)]
+def backward(model: nn.Module, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Run backward from outputs, which changes the gradients of the model's parameters alone, of no other leaf."""
+    own, nodes, seen = {id(p) for p in model.parameters()}, [y.grad_fn for y in outputs], set[Any]()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    leaves = [node.variable for node in seen if node.name() == "torch::autograd::AccumulateGrad"]
+    with _gradients_aside([leaf for leaf in leaves if id(leaf) not in own]):
+        torch.autograd.backward(outputs, grads)
 
 
 def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:

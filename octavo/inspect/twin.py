@@ -37,7 +37,7 @@ from octavo import recipes
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.inspect.first_batch import FirstBatch
-from octavo.inspect.forwards import Forward, device_of, without_trace
+from octavo.inspect.forwards import Forward, backward, device_of, without_trace
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.notes import Call, StepNotes, gets_gradient
 from octavo.inspect.products import GradientPair, Products, RankSums, cosines_of
@@ -405,7 +405,7 @@ class Twin:
         places = [place for place, y in enumerate(all_outputs) if gets_gradient(y)]
         noted = dict(zip(places, call.outputs, strict=True))
         grads = {place: output.grad for place, output in noted.items() if output.grad is not None}
-        torch.autograd.backward([all_outputs[place] for place in grads], [*grads.values()])
+        backward(self._model, [all_outputs[place] for place in grads], [*grads.values()])
         outputs = {place: all_outputs[place].detach() for place in grads}
         del all_outputs  # with their graph
         loss = _loss(outputs, grads)

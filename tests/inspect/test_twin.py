@@ -395,8 +395,10 @@ class Net(nn.Module):
         self.up, self.down, self.returned = nn.Linear(64, 96), nn.Linear(96, 64), returned
         self.calls, self.seen, self.scale = 0, list[int](), torch.ones((), requires_grad=True)
         self.register_buffer("mean", torch.zeros(()))
+        self.outside = [nn.Linear(64, 64)]  # is trained too, and no part of this module
 
     def forward(self, x: Tensor) -> Any:
+        x = x + 0.1 * self.outside[0](x)
         hidden = F.dropout(self.up(x).relu(), 0.1 * random.random() * np.random.rand(), self.training) * self.scale
         loss = (self.down(hidden) - x).square().mean()
         self.calls, self.mean = self.calls + 1, 0.9 * self.mean + loss.detach()
@@ -470,6 +472,7 @@ def losses_and_bits(build: Callable[[], Net], step: Step, folder: Path, twin: bo
             losses.append(float(loss.detach()))
     python = [model.calls, model.seen, model.training, random.random(), np.random.rand(), float(torch.rand(()))]
     tensors = [*model.state_dict().values(), *octavo.nn.delayed_state_dict(model).values(), model.scale.grad]
+    tensors.append(model.outside[0].weight.grad)
     return [*losses, *python, *(tensor.tolist() for tensor in tensors)]
 
 
