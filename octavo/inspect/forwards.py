@@ -153,13 +153,13 @@ def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]
 
 def backward(model: nn.Module, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Run backward from outputs, which changes the gradients of the model's parameters alone, of no other leaf."""
-    own, nodes, seen = {id(p) for p in model.parameters()}, [y.grad_fn for y in outputs], set[Any]()
+    of_model, nodes, seen = {id(p) for p in model.parameters()}, [y.grad_fn for y in outputs], set[Any]()
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
     leaves = [node.variable for node in seen if node.name() == "torch::autograd::AccumulateGrad"]
-    with _gradients_aside([leaf for leaf in leaves if id(leaf) not in own]):
+    with _gradients_aside([leaf for leaf in leaves if id(leaf) not in of_model]):
         torch.autograd.backward(outputs, grads)
 
 

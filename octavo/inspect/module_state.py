@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.inspect.record import np
-from octavo.weights.operands import WeightOwner
+from octavo.nn.recipe_module import RecipeModule
 
 LARGEST = 1 << 26  # bytes of the tensors that are copied before each forward
 _COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
@@ -49,8 +49,8 @@ class ModuleState:
         self._seen.add(id(attributes))
         names = attributes.keys() - (_OF_TORCH - {"_parameters", "_buffers", "_modules"})
         if self._before_forward:
-            names = {"_buffers", "_modules"} if isinstance(module, WeightOwner) else names - {"_parameters"}
-        if not (self._before_forward and isinstance(module, WeightOwner)):
+            names = {"_buffers", "_modules"} if isinstance(module, RecipeModule) else names - {"_parameters"}
+        if not (self._before_forward and isinstance(module, RecipeModule)):
             copied = {name: value for name, value in attributes.items() if name not in left}
             self._collections.append((attributes, copied, left))
         for name in names:
