@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from octavo.cost.estimate import NamedParameters
 from octavo.cost.rates import PlanError
 from octavo.cost.work import blocks_of
-from octavo.errors import first_line
+from octavo.nn.saved import fakes_of
 from octavo.optim import AdamW, Muon, update_in_backward
 
 DEFAULT_TOKENS = 16384  # of a step
@@ -33,16 +33,24 @@ def from_hugging_face(path: Path) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
-    except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"{path} is no configuration of a causal language model: {first_line(error)}") from error
-    model.config.use_cache = False
+        empty = [name for name, param in model.named_parameters() if param.numel() == 0]
+        if empty or blocks_of(model) is None:
+            raise ValueError(f"the model has no {f'elements in {empty[0]}' if empty else 'blocks'}")
+        model.config.use_cache = False
+        mode, twin, tokens = fakes_of(model, tokens_of(8, 8))
+        with mode, torch.no_grad():
+            twin(*tokens)
+    except Exception as error:  # transformers and its models raise all kinds, as they check few of a file's values
+        what = " ".join([f"{type(error).__name__}:", *str(error).strip().split("\n")[:2]])  # the second may say why
+        what += " is unknown or missing" * isinstance(error, KeyError)
+        raise PlanError(f"{path} is no configuration of a causal language model: {what}") from error
     return model
 
 
 def context_of(model: nn.Module) -> int:
     """Return the longest sequence of a Hugging Face model, by its configuration."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
-    if not positions:
+    if not positions or positions < 0:
         raise PlanError("the configuration does not say how long a sequence is: give --context")
     return int(positions)
 

@@ -423,9 +423,9 @@ def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
 
 
 def blocks_of(model: nn.Module) -> str | None:
-    """Return the name of the list of modules that has the most parameters; None without any."""
+    """Return the name of the list of modules that has the most parameters; None where all are empty, or none is."""
     lists = [(sum(p.numel() for p in module.parameters()), name) for name, module in model.named_modules()
-             if isinstance(module, nn.ModuleList)]  # fmt: skip
+             if isinstance(module, nn.ModuleList) and len(module)]  # fmt: skip
     return max(lists)[1] if lists else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -47,6 +48,28 @@ def test_a_hugging_face_configuration(tmp_path: Path, capsys: Any, monkeypatch: 
         from_hugging_face(tmp_path)
     with pytest.raises(PlanError, match=r"nowhere does not exist: give a config.json"):
         from_hugging_face(Path("nowhere"))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+def test_values_of_which_transformers_makes_no_model_that_runs(tmp_path: Path, capsys: Any) -> None:
+    path, config = tmp_path / "config.json", {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96}
+    cases: list[tuple[str, Any, str]] = [
+        ("num_key_value_heads", 3, "a causal language model: RuntimeError: The size of tensor a"),
+        ("hidden_size", -3, r"ValidationError: .*ValueError: The hidden size \(-3\) is not a multiple"),
+        ("hidden_size", "x", r"ValidationError: .*TypeError: Field 'hidden_size' expected int, got str \(value: 'x'\)"),
+        ("hidden_size", None, "TypeError: Field 'hidden_size' expected int, got NoneType"),
+        ("hidden_act", "foo", "KeyError: 'foo' is unknown or missing"),
+        ("num_attention_heads", 0, "ZeroDivisionError: "),
+        ("num_hidden_layers", 0, "ValueError: the model has no blocks"),
+        ("vocab_size", 0, "ValueError: the model has no elements in model.embed_tokens.weight"),
+        ("max_position_embeddings", -5, "does not say how long a sequence is"),
+    ]
+    for name, value, says in cases:
+        path.write_text(json.dumps({**config, name: value}))
+        assert cli.main(["plan", str(path), "--device", "H200", "--tokens", "2048"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(says, error) and (value == -5 or str(path) in error)
 
 
 def test_what_flags_can_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
