@@ -25,6 +25,7 @@ from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
+from octavo.private import untraced
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
@@ -267,6 +268,13 @@ class CompactOptimizer(Optimizer):
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
             self.begin_step()
             self._run(params, None, grad_scale)
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero or drop gradients, as torch does; those that were used in backward are then zeros or absent, too."""
+        super().zero_grad(set_to_none)
+        if self.in_backward is not None:
+            self.in_backward.leaves_zeros = not set_to_none
 
     @torch.no_grad()
     def begin_step(self) -> None:

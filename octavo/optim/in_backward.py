@@ -51,7 +51,9 @@ def update_in_backward(
     takes an estimate of it; the update is clipped already, to R_t, the largest that exact Adam can make). So is
     DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
     ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
-    norm of all gradients, and raises if it would clip. A closure is evaluated once.
+    norm of all gradients, and raises if it would clip. A closure is evaluated once. A weight that a step does not reach
+    is updated by a gradient of zeros after the optimizer's ``zero_grad(set_to_none=False)``, as torch does; the model's
+    ``zero_grad`` finds no gradient to zero, and the weight is left out.
 
     Args:
         optimizer: octavo's AdamW, Adam, Muon or SGD.
@@ -187,6 +189,8 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._pending_bytes = 0
         self._updated: set[nn.Parameter] = set()
+        self._updated_last: set[nn.Parameter] = set()  # in the step before
+        self.leaves_zeros = False  # whether the optimizer's zero_grad has left zeros in place of their gradients
         self._running_pass: Any = None  # a weak reference to the callback at the end of the running backward pass
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
@@ -235,14 +239,18 @@ class UpdatesInBackward:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
         self._forget_used()
-        self._pending |= {param: None for param in self.optimizer.all_params() if param.grad is not None}
+        params = self.optimizer.all_params()
+        for param in self._updated_last - self._updated if self.leaves_zeros else ():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        self._pending |= {param: None for param in params if param.grad is not None}
         self._flush(in_backward=False)
         self._wait()
         if self._updated and self.clip is not None:
             self.last_norm = self._norms.end_step()
-        self._updated.clear()
+        self._updated_last, self._updated, self.leaves_zeros = self._updated, set(), False
         self._running_pass = None
-        self._hooks.attach(self.optimizer.all_params())  # parameters may have been replaced since: by sharding, say
+        self._hooks.attach(params)  # parameters may have been replaced since: by sharding, say
 
     def _watch_pass(self) -> None:
         """Note that a pass runs; begin the step anew if the one before failed, whose updates of weights stay.

@@ -72,6 +72,25 @@ def test_reentrant_checkpoints_that_share_a_weight() -> None:
         run("tied", 0, reentrant=True)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_weight_that_a_step_does_not_reach(set_to_none: bool) -> None:
+    """A gradient of zeros moves it by its momentum, as in a step after backward; without one it stays."""
+    weights = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        always, first_only = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = AdamW([*always.parameters(), *first_only.parameters()], 1e-2, moments="fp32")
+        if in_backward:
+            update_in_backward(optimizer, 0)
+        for reached in (True, False, False):
+            y = always(torch.ones(4, 8))
+            (first_only(y) if reached else y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+            weights.append(first_only.weight.detach().clone())
+    assert all(map(torch.equal, weights[:3], weights[3:])) and torch.equal(*weights[1:3]) == set_to_none
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("threshold", [0, HUGE])
