@@ -91,8 +91,8 @@ class Recorder:
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
     Raises:
-        ValueError: for a model without FP8 layers or on several devices, for ``every`` below 1, and for a folder that
-            has a record while ``step`` is 0.
+        ValueError: for a model without FP8 layers or on several devices, for ``every`` below 1, for ``step`` below 0,
+            and for a folder that has a record while ``step`` is 0. TypeError: for an ``optimizer`` that is none.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -123,8 +123,11 @@ class Recorder:
         twin: bool = True,
         on_record: Callable[[int, dict[str, float]], object] | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: needs at least 1")
+        for name, number, least in (("every", every, 1), ("step", step, 0)):
+            if not hasattr(number, "__index__") or number < least:
+                raise ValueError(f"{name}={number!r}: needs a whole number, at least {least}")
+        if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+            raise TypeError(f"optimizer={optimizer!r}: give the optimizer of this training, or None")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
         self.on_record = on_record
         self._tabulate()

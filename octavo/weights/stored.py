@@ -404,6 +404,10 @@ class StoredWeight(ShardHooks, Pair):
             tensor.share_memory_()  # type: ignore[union-attr]
         return self
 
+    def is_shared(self) -> bool:
+        """Whether its codes are in shared memory; the facade itself has no memory."""
+        return self.qdata.is_shared()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeight:
         if id(self) not in memo:  # torch's own takes a tensor with an address for one with memory
             if not self.is_leaf:

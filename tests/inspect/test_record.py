@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,8 +70,10 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     apart = nn.Sequential(octavo.nn.Linear(16, 16), octavo.nn.Linear(16, 16, device="meta"))
     with pytest.raises(ValueError, match="several devices"):
         octavo.inspect.record(apart, tmp_path)
-    with pytest.raises(ValueError, match="every=0"):
-        octavo.inspect.record(octavo.nn.Linear(16, 16), tmp_path, every=0)
+    wrong: list[tuple[str, Any]] = [("every", 0), ("every", 2.5), ("step", -1), ("step", 2.5), ("optimizer", 3)]
+    for name, value in wrong:
+        with pytest.raises(TypeError if name == "optimizer" else ValueError, match=f"{name}={value}: (needs|give)"):
+            octavo.inspect.record(octavo.nn.Linear(16, 16), tmp_path, **{name: value})
     with pytest.raises(octavo.OctavoError, match="holds no record"):
         octavo.inspect.load(tmp_path)
     (tmp_path / "record.json").write_text(json.dumps({"format": 99}))

@@ -119,7 +119,7 @@ def test_copies_of_modules_share_what_the_modules_share():
 def test_shared_memory():
     weight = StoredWeight.cast(torch.randn(N, K), keep_low_bits=True)
     before = weight.clone()
-    assert weight.share_memory_() is weight and same(weight, before)
+    assert not weight.is_shared() and weight.share_memory_() is weight and weight.is_shared() and same(weight, before)
     assert all(tensor.is_shared() for tensor in (weight.qdata, weight.scale_inv, weight.low_bits))
     weight.low_bits = None
     assert same(weight.share_memory_(), before)
