@@ -198,7 +198,7 @@ class FaultTrace:
 
     def _faulty_weight(self) -> Tensor:
         """Return 1 + the index of the first layer whose weight's first or last row has inf or NaN; 0 without one."""
-        rows = [row for _, module in self._layers for row in _first_and_last_rows(module)]
+        rows = [row for _, module in self._layers for row in _first_and_last_rows(module, self._device)]
         kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
         norms_by_ndim = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
         norms = torch.stack([next(norms_by_ndim[row.ndim - 1]).float() for row in rows])
@@ -250,7 +250,7 @@ class FaultTrace:
         if not (experts := sizes_of(module)[0]):
             return None
         faulty = torch.zeros(experts, device=self._device, dtype=torch.float32)
-        good = torch.stack(_first_and_last_rows(module)).isfinite().all(0)  # [experts here, K]
+        good = torch.stack(_first_and_last_rows(module, self._device)).isfinite().all(0)  # [experts here, K]
         start = first_expert(module.weight_parameter)
         faulty[start : start + len(good)] = (~good.view(len(good), -1).all(1)).float()  # zeros without experts here
         faulty = self._ranks.largest(faulty) if collective else faulty
@@ -261,15 +261,16 @@ trace_faults = FaultTrace
 """The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 
-def _first_and_last_rows(module: RecipeModule) -> list[Tensor]:
+def _first_and_last_rows(module: nn.Module, device: torch.device) -> list[Tensor]:
     """Return the first and the last row of this rank's shard of a weight [N, K]; of a weight in FP8 those of its codes.
 
-    For experts [E, N, K] each of the two is [E, K]: one row of each matrix.
+    For experts [E, N, K] each of the two is [E, K]: one row of each matrix. Of a module that octavo.restore has made
+    torch's meanwhile they are zeros.
     """
-    weight = weight_of(module)
+    weight = weight_of(module) if isinstance(module, RecipeModule) else None
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
-        return [torch.zeros(1, device=module.parameters_device, dtype=torch.float32)] * 2
+        return [torch.zeros(1, device=device, dtype=torch.float32)] * 2
     rows = local.qdata if isinstance(local, StoredWeight) else local
     if rows.ndim == 3 or module.stores_transposed:
         rows = rows.transpose(0, 1)
@@ -280,8 +281,8 @@ def _sizes(module: RecipeModule, pair: Sequence[Sequence[float]]) -> dict[str, f
     """Return the watched roles' amax and scale_inv; if a cast has no amax, the largest number that its scale holds."""
     sizes_by_name: dict[str, float] = {}
     for role, (_, _, scale_inv, amax) in zip(WATCHED, pair, strict=True):
-        casts = module.recipe.casts[ROLES.index(role)]
-        cast = casts.as_is or casts.transposed
+        casts = module.recipe.casts[ROLES.index(role)] if isinstance(module, RecipeModule) else None
+        cast = casts and (casts.as_is or casts.transposed)
         room = math.nan if cast is None else scale_inv * cast.format.max / 2**cast.margin
         sizes_by_name |= {f"{role} amax": amax or room, f"{role} scale_inv": scale_inv}
     return sizes_by_name

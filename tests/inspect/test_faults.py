@@ -248,6 +248,18 @@ def test_gradients_that_a_scaler_overflows_are_no_faults() -> None:
         octavo.inspect.trace_faults(nn.Linear(4, 4))
 
 
+def test_layers_that_are_restored_meanwhile_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    octavo.convert(model, recipes.dynamic(), lambda *_: True)
+    with octavo.inspect.trace_faults(model, raises=False) as trace:
+        for step in range(3):
+            if step == 1:
+                octavo.restore(model)
+            loss = model(torch.ones(4, 32)).sum() * (math.nan if step == 2 else 1)
+            trace.step(loss)
+    assert trace.fault is not None and (trace.fault.step, trace.fault.role) == (2, "loss")
+
+
 def test_a_watched_training_is_the_same() -> None:
     states = []
     for watched in (False, True):
