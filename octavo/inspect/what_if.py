@@ -147,11 +147,13 @@ class WhatIf:
                 different recipes, or none.
 
         Raises:
-            ValueError: unless exactly one of the two is given, and is at least 0.
+            ValueError: unless exactly one of the two is given, and is at least 0, and ``keep`` at most all layers.
         """
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
+        if keep is not None and keep > len(self.works):
+            raise WhatIfError(f"keep={keep}: {len(self.works)} layers were compared, so give at most that many")
         plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
@@ -381,7 +383,10 @@ class _Passes:
     def __init__(self, model: nn.Module, loss: Loss, layers: Mapping[str, RecipeModule], recipes: Recipes) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        # buffers and other tensors that modules hold, of which each pass gets copies
+        holders = [holder for module in model.modules() for holder in (module._buffers, vars(module))]
+        tensors = [(holder, name, x) for holder in holders for name, x in holder.items() if isinstance(x, Tensor)]
+        self.tensors = [each for each in tensors if not each[2].requires_grad]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
@@ -438,8 +443,8 @@ class _Passes:
 
     def gradient(self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY) -> Gradient:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
-        for module, name, buffer in self.buffers:
-            module._buffers[name] = buffer.clone()
+        for holder, name, tensor in self.tensors:
+            holder[name] = tensor.clone()
         for name, recipe in recipes.items():
             self._set_recipe(name, recipe, states.get(name))
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}

@@ -56,6 +56,8 @@ def effect_of(result, layer, recipe="dynamic"):
 
 def test_the_hostile_layer_is_found_first_and_kept():
     result = compared(network(outlier=2.0**17))
+    with pytest.raises(WhatIfError, match="keep=5: 4 layers were compared"):
+        result.recipe_map(keep=5)
     ranked, rules = result.ranked("dynamic"), result.recipe_map(keep=1).rules
     assert ranked[0].layer == "4" and [name for name, rule in rules.items() if rule is None] == ["4"]
     assert ranked[0].predicted > 10 * ranked[1].predicted
@@ -195,6 +197,24 @@ def test_the_model_is_left_as_it_was():
             assert torch.equal(value, after[name][3][key][1])
     assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
     assert torch.equal(gradient, model[3].weight.grad) and torch.equal(random, torch.get_rng_state()) and not stepped
+
+
+class Counts(nn.Module):
+    """It counts its forwards in a tensor that is no buffer, by which it multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def forward(self, x):
+        return x * self.count.add_(1)
+
+
+def test_so_are_tensors_that_modules_hold_and_each_pass_begins_with_them():
+    torch.manual_seed(0)
+    plain, counting = network(), Counts()
+    results = [compared(model) for model in (plain, nn.Sequential(*plain, counting))]
+    assert counting.count == 0 and results[0].rows() == results[1].rows()
 
 
 def test_it_is_left_so_by_a_loss_that_fails():
