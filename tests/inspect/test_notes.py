@@ -112,17 +112,13 @@ def parts(y: Tensor) -> tuple[Tensor, ...]:
     return y, first, second, first * second
 
 
-def with_written_view(y: Tensor) -> Tensor:
-    return y.view(2, 3, 8).transpose(0, 1)
-
-
-MADE: dict[str, Callable[[Tensor], Any]] = {
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "a view beside its base": lambda y: (y, y.view(-1)),
     "a loss and a view": loss_and_view,
     "views with elements in common": lambda y: (y[:, :5], y[:, 2:]),
     "parts of one node": parts,
     "hidden states": lambda y: {"y": y, "z": [z := y.exp(), z + z.sin()]},
-    "a view": with_written_view,
+    "a view": lambda y: y.view(2, 3, 8).transpose(0, 1),
     "a tensor twice": lambda y: (y, y),
     "a tensor with a hook": with_hook,
 }
@@ -144,14 +140,14 @@ def written(tensors: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_of", [of_first, of_all, written])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("case", RESULTS)
 def test_a_noted_forward_gives_the_tensors_of_another_and_gradients_that_begin_its_backward(
-    made: str, loss_of: Callable[[list[Tensor]], Tensor]
+    case: str, loss_of: Callable[[list[Tensor]], Tensor]
 ) -> None:
     """Gradients from outside, which begin a second backward of the model, give its weights the same gradients."""
-    if (made, loss_of) in (("a loss and a view", written), ("parts of one node", written)):
+    if (case, loss_of) in (("a loss and a view", written), ("parts of one node", written)):
         pytest.skip("backward needs what is written")
-    model, x = Returns(MADE[made]), torch.randn(6, 8)
+    model, x = Returns(RESULTS[case]), torch.randn(6, 8)
     loss_of(pytree.tree_leaves(model(x))).backward()
     plain = model.layer.weight.grad
     model.zero_grad()
@@ -214,7 +210,7 @@ def test_copies_of_a_recorded_model_are_not_recorded(tmp_path: Any) -> None:
             assert other[0].fp8.observer is None
             hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
             assert [hook.call(None) for hook in hooks] == [None, None]
-            assert torch.equal(other(x), model.eval()(x))
+            assert torch.equal(other(x), model(x))
         notes = recorder._twin._notes
         assert len(notes.calls) == 2 and not torch.equal(sums, recorder._table.sums)  # of the model itself
     with_optimizer = io.BytesIO()
