@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.checkpoint import PlainModel
-from octavo.inspect.forwards import Forward, map_tensors
+from octavo.inspect.forwards import Forward, map_tensors, nodes_of
 from octavo.inspect.slope import dot
 from octavo.private import current_graph_task_id, hooks_after_gradients, hooks_of, keeps_graph
 from octavo.weights.fsdp2 import whole
@@ -101,15 +101,10 @@ class NotedOutput:
                 if base.dtype == y.dtype and 0 not in y.stride():
                     notes[base]._views.append((output, *place))
         edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
-        nodes = list(dict.fromkeys(node for node, _ in edges)) if len(edges) > 1 else []
-        seen = {None, *nodes}
-        for node in nodes:  # all that lead to outputs, as each is appended once
+        for node in nodes_of(outputs) if len(edges) > 1 else ():
             for index, edge in enumerate(node.next_functions):
                 if edge in edges:
                     node.register_hook(partial(edges[edge]._add_inside, index))
-                if edge[0] not in seen:
-                    seen.add(edge[0])
-                    nodes.append(edge[0])
         for y, note in notes.items():
             note.watch(y)
         return [output for _, output in pairs]
