@@ -7,7 +7,7 @@ by octavo.inspect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +98,9 @@ class Observer(NamedTuple):
 
     counts: LayerCounts | None = None
     notes: tuple[Notes, Notes] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the layer is not observed
+        return type(None), ()
 
     def cast(
         self, recipe: Recipe, role: int, source: Callable[[], Tensor], operands: Operands, offsets: Tensor | None = None

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,14 +153,20 @@ def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]
 
 def backward(model: nn.Module, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Run backward from outputs, which changes the gradients of the model's parameters alone, of no other leaf."""
-    of_model, nodes, seen = {id(p) for p in model.parameters()}, [y.grad_fn for y in outputs], set[Any]()
+    of_model, nodes = {id(p) for p in model.parameters()}, nodes_of(outputs)
+    leaves = [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+    with _gradients_aside([leaf for leaf in leaves if id(leaf) not in of_model]):
+        torch.autograd.backward(outputs, grads)
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of autograd that a backward from outputs may run."""
+    nodes, seen = [y.grad_fn for y in outputs], set[Any]()
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
-    leaves = [node.variable for node in seen if node.name() == "torch::autograd::AccumulateGrad"]
-    with _gradients_aside([leaf for leaf in leaves if id(leaf) not in of_model]):
-        torch.autograd.backward(outputs, grads)
+    return seen
 
 
 def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:

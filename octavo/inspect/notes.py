@@ -2,55 +2,112 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.distributed.checkpoint import PlainModel
-from octavo.inspect.forwards import Forward, map_tensors
+from octavo.inspect.forwards import Forward, map_tensors, nodes_of
 from octavo.inspect.slope import dot
-from octavo.private import hooks_after_gradients
+from octavo.private import current_graph_task_id, hooks_after_gradients, hooks_of, keeps_graph
 from octavo.weights.fsdp2 import whole
 
 _Context = Callable[[], AbstractContextManager[None]]
 
 
+class ModuleHook(NamedTuple):
+    """A hook of a module, which does nothing in a copy or a pickle of the module."""
+
+    call: Callable[..., None] = lambda *_: None
+
+    def __call__(self, *arguments: Any) -> None:
+        self.call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, ()
+
+
 class NotedOutput:
-    """A tensor that a forward returned: the gradient that it gets, and their product."""
+    """A tensor that a forward returned: the gradient that it gets from outside of the forward, and their product.
 
-    def __init__(self, begins: Callable[[], None]) -> None:
-        self.begins = begins  # to be called before backward changes a gradient
-        self.grad: Tensor | None = None
-        self.product: Tensor | float = 0.0
-
-
-class _NotesGradient(torch.autograd.Function):
-    """Return a tensor as it is, and note the gradient that it gets: of outside alone, as outputs may need each other.
-
-    Not by a hook of a view: that one is left out where the view is written in place.
+    That is all of its gradient, less what nodes of the forward add, as outputs may need each other. Hooks of autograd's
+    nodes note both: the training gets the very tensor that the model returned.
     """
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, output: NotedOutput) -> Tensor:
-        ctx.output = output
-        ctx.save_for_backward(y.detach())  # freed with the graph
-        return y.detach()
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self._begins = begins  # to be called before backward changes a gradient
+        self.grad: Tensor | None = None
+        self.product: Tensor | float = 0.0
+        self._inside: list[tuple[int, Tensor]] = []  # backward pass, and what a node of the forward adds
+        self._views: list[tuple[NotedOutput, *tuple[Any, ...]]] = []  # where this is their base: size, stride, offset
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        output, noted = ctx.output, grad.detach()
-        output.begins()
-        try:
-            (y,) = ctx.saved_tensors
-            output.product = output.product + dot(whole(y), whole(noted))
-        except RuntimeError:  # it was overwritten meanwhile, perhaps by its gradient
-            output.product = math.nan
-        output.grad = noted if output.grad is None else output.grad + noted  # more than one backward of a graph
-        return grad, None
+    def watch(self, y: Tensor) -> None:
+        """Note the gradients of ``y``, from now on."""
+        self._y: Tensor | None = y.detach()
+        self._version, self._shape, index = y._version, (y.size(), y.stride()), y.output_nr
+        if hooks := hooks_of(y)[0]:  # the forward's, which run in the twin too: the gradient before them
+            earlier = dict(hooks)
+            hooks.clear()
+            y.register_hook(self._note)
+            hooks.update(earlier)
+        elif y.grad_fn is not None:  # after hooks that the training adds
+            y.grad_fn.register_prehook(lambda grads: self._note(grads[index]))
+
+    def _add_inside(self, index: int, grads: Sequence[Tensor | None], _: object) -> None:
+        if (grad := grads[index]) is not None:
+            self._inside.append((current_graph_task_id(), grad))
+
+    @torch.no_grad()
+    def _note(self, grad: Tensor | None) -> None:
+        inside = [added for graph_task, added in self._inside if graph_task == current_graph_task_id()]
+        y = None if self._y is None or self._y._version != self._version else self._y
+        self._inside, self._y = [], self._y if keeps_graph() else None
+        if grad is None or [*map(id, inside)] == [id(grad)]:  # a gradient that is no sum is the addend
+            return
+        outside = grad.detach() - functools.reduce(torch.add, inside) if inside else grad.detach()
+        if not self._views:
+            self._add(outside, y)
+        elif y is None:  # it was written: then views get their gradients by its node
+            outside = torch.empty_strided(*self._shape, dtype=grad.dtype, device=grad.device).copy_(outside)
+            for view, *place in self._views:
+                part = outside.as_strided(*place)
+                view._add(part.clone(), None)
+                part.zero_()  # views may have elements in common
+
+    def _add(self, grad: Tensor, y: Tensor | None) -> None:
+        """Add a gradient of ``y``; None: it was overwritten meanwhile, perhaps by its gradient."""
+        self._begins()
+        self.product = self.product + (math.nan if y is None else dot(whole(y), whole(grad)))
+        self.grad = grad if self.grad is None else self.grad + grad  # more than one backward of a graph
+
+    @classmethod
+    def all_of(cls, result: Any, begins: Callable[[], None]) -> list[NotedOutput]:
+        """Return a note of each tensor of a forward's result that gets a gradient."""
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, result)
+        pairs = [(y, cls(begins)) for y in tensors if gets_gradient(y)]
+        outputs = dict(reversed(pairs))  # a tensor that is returned twice has one gradient
+        notes = defaultdict(lambda: cls(begins), outputs)
+        for y, output in outputs.items():
+            if type(base := y._base) is Tensor and base.grad_fn is not None and base not in outputs:
+                place = y.size(), y.stride(), y.storage_offset() - base.storage_offset()
+                if base.dtype == y.dtype and 0 not in y.stride():
+                    notes[base]._views.append((output, *place))
+        edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
+        for node in nodes_of(outputs) if len(edges) > 1 else ():
+            for index, edge in enumerate(node.next_functions):
+                if edge in edges:
+                    node.register_hook(partial(edges[edge]._add_inside, index))
+        for y, note in notes.items():
+            note.watch(y)
+        return [output for _, output in pairs]
 
 
 class Call(NamedTuple):
@@ -86,8 +143,9 @@ class StepNotes:
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        before = self._wrapped.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._hooks = [before, self._wrapped.register_forward_hook(self._after_forward, always_call=True)]
+        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+        handle = self._wrapped.register_forward_pre_hook(before, with_kwargs=True)
+        self._hooks = [handle, self._wrapped.register_forward_hook(after, always_call=True)]
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
@@ -104,20 +162,12 @@ class StepNotes:
                 call = Call(Forward.of(model, args, kwargs), {p: p._version for p in model.parameters()}, [])
         self._running.append(call)
 
-    def _after_forward(self, _: nn.Module, args: Any, result: Any) -> Any:
+    def _after_forward(self, _: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling() or not self._running or (call := self._running.pop()) is None:
-            return None
+            return
         self.calls.append(call)
-
-        def noted(y: Tensor) -> Tensor:
-            if not gets_gradient(y):
-                return y
-            call.outputs.append(output := NotedOutput(self._before_gradient))
-            return cast(Tensor, _NotesGradient.apply(y, output))
-
         with self._or_reason():
-            return map_tensors(noted, result)
-        return None
+            call.outputs.extend(NotedOutput.all_of(result, self._before_gradient))
 
 
 def gets_gradient(y: Tensor) -> bool:

@@ -410,7 +410,8 @@ class Twin:
         del all_outputs  # with their graph
         loss = _loss(outputs, grads)
         change = loss - sum(noted[place].product for place in grads)
-        sums = torch.stack([change, loss if all(y.numel() == 1 for y in outputs.values()) else loss + math.nan])
+        others = [whole(grads[place]).any() for place, y in outputs.items() if y.numel() > 1]  # if the loss is not all
+        sums = torch.stack([change, loss.masked_fill(torch.stack(others).any(), math.nan) if others else loss])
         return sums, self._slope(call, outputs, grads, loss) if has_slope else torch.zeros_like(sums)
 
     def _slope(self, call: Call, outputs: dict[int, Tensor], grads: dict[int, Tensor], loss: Tensor) -> Tensor:
