@@ -99,13 +99,26 @@ class FirstBatch:
 
 
 def _part(arguments: Any) -> Any:
-    """Return arguments with some of their rows, where all tensors have as many rows; else the arguments."""
-    shapes: list[tuple[int, ...]] = []
-    map_tensors(lambda x: shapes.append(x.shape), arguments)
-    rows = {shape[0] if shape else 0 for shape in shapes}
+    """Return arguments with some of their rows, where all tensors have as many rows; else the arguments.
+
+    These too where a tensor has no rows to cut, as a sparse or nested one, or may have indices of rows that are cut.
+    """
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, arguments)
+    rows = {x.shape[0] if x.shape else 0 for x in tensors}
     count = max(LEAST_ROWS, min(rows, default=0) // SHARE)
-    # copies, as views would hold the whole
-    return map_tensors(lambda x: copy_of(x[:count]), arguments) if len(rows) == 1 else arguments
+    try:
+        if len(rows) != 1 or any(_may_index(x, count) for x in tensors):
+            return arguments
+        return map_tensors(lambda x: copy_of(x[:count]), arguments)  # copies, as views would hold the whole
+    except Exception:
+        return arguments
+
+
+def _may_index(x: Tensor, count: int) -> bool:
+    """Return whether a tensor's first rows may have an index of later ones, which on a GPU would end the process."""
+    is_integer = x.dtype in (torch.int32, torch.int64)
+    return is_integer and bool((x[:count] >= count).any()) and bool((x < len(x)).all())
 
 
 def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:
@@ -116,9 +129,9 @@ def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:
 def _write(path: Path, forward: Forward, model: nn.Module, ranks: Ranks) -> None:
     """Write a forward that runs again; remove an older one where this one can't be written."""
     leaves = pytree.tree_leaves(forward.arguments)
-    are_plain = all(type(x) is Tensor or isinstance(x, int | float | str | None) for x in leaves)
-    size = sum(x.nbytes for x in leaves if isinstance(x, Tensor))
-    if not are_plain or size > LARGEST:
+    tensors = [x for x in leaves if type(x) is Tensor and x.layout is torch.strided and not x.is_nested]
+    are_plain = len(tensors) == sum(not isinstance(x, int | float | str | None) for x in leaves)
+    if not are_plain or sum(x.nbytes for x in tensors) > LARGEST:
         return path.unlink(missing_ok=True)
     states = [*forward.random_states]
     states[_NUMPY] = [x.tolist() if isinstance(x, np.ndarray) else x for x in states[_NUMPY]]

@@ -83,7 +83,7 @@ class Table:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
         layers = _fp8_layers(model)
-        self._recipes = [(name, m.recipe) for name, m in layers]
+        self._recipes = [(name, m, m.recipe) for name, m in layers]
         planned = [(name, m, {role: _casts(m.recipe, role) for role in ROLES}) for name, m in layers]
         self.rows = [
             Row(name, role, *cast, *_experts_and_columns(m, role))
@@ -108,7 +108,7 @@ class Table:
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether a model's layers and recipes are those of the table."""
-        return self._recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
+        return self._recipes == [(name, m, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
         """Make the modules count (``on``), or stop counting."""

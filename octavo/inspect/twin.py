@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from octavo import recipes
 from octavo.distributed.ranks import Ranks
@@ -47,6 +49,7 @@ from octavo.inspect.slope import aimed_change, changes_along, dot
 from octavo.inspect.weights import torch_optimizer
 from octavo.nn.convert import using
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
+from octavo.weights.operands import weight_of
 
 LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
@@ -82,6 +85,8 @@ WRITTEN_WEIGHTS = (
 )
 OTHER_RANK = "it failed on another rank"
 
+_Weights = Sequence[Tensor | None]  # None of a layer whose weight is computed or gone
+
 
 class DeviceEvent(NamedTuple):
     """An event that is recorded if a number says so that arrives from the device; that number is no scalar.
@@ -114,9 +119,10 @@ class Comparison(NamedTuple):
         loss_change: the twin's loss less the step's, float64, or less that of the step's run once more in FP8; nan
             where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
-        is_float16: whether gradients were computed in float16, where losses have a scale.
-        reproduced: in the first recorded step the cosine of all gradients with those of a run in FP8. Where it is below
-            CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those of the layer.
+        has_scale: whether backward probably began from a loss times a scale: in float16, or with a GradScaler.
+        reproduced: in the first recorded step of these layers the cosine of all gradients with those of a run in FP8.
+            Where it is below CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those
+            of the layer.
         control: in later steps that run once more in FP8 the lowest such cosine of a layer.
         left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
             norm of all weights' gradients after the last.
@@ -129,7 +135,7 @@ class Comparison(NamedTuple):
     others: Tensor | None
     loss_change: Tensor
     loss: Tensor
-    is_float16: bool
+    has_scale: bool
     reproduced: Tensor | None
     control: Tensor | None
     left: Tensor
@@ -151,7 +157,7 @@ class Comparison(NamedTuple):
         A loss that the model returns is compared by its ratio, which no scale, mean over batches or rank changes.
         """
         ratio = self.loss / (self.loss - self.loss_change)
-        scale = (math.nan if self.is_float16 else 1.0) if loss_scale is None else loss_scale
+        scale = (math.nan if self.has_scale else 1.0) if loss_scale is None else loss_scale
         exact = torch.where((loss * ratio).isfinite(), loss * ratio, self.loss / scale)
         return torch.where(self.loss.isnan(), loss + self.loss_change / scale, exact)
 
@@ -220,7 +226,8 @@ class Twin:
         self._model = self._notes.model
         # ``_differs``: whether later steps need a control, as a Comparison says that arrived
         self._sums, self._differs = RankSums(self._model, ranks), False
-        self._first_cosines: Tensor | None = None  # of the first recorded step's gradients and its control's
+        self._first_cosines: Tensor | None = None  # of the gradients of these modules' first step and its control's
+        self._modules: list[nn.Module] = []  # of the layers of the last recorded step
         self._layers: Sequence[RecordedLayer] = ()
         self._left: Tensor | None = None  # squares of norms of gradients from before the first backward, [layers + 1]
         self._first: FirstBatch | None = None
@@ -235,6 +242,9 @@ class Twin:
         """Note the forwards of a recorded step, from now on."""
         self.end()
         if not self.reason:
+            last_modules, self._modules = self._modules, [module for module, _ in layers]
+            if self._modules != last_modules:  # what is known by a layer's place
+                self._first_cosines, self._sums = None, RankSums(self._model, self._ranks)
             self._layers = layers
             self._notes.begin()
 
@@ -270,18 +280,24 @@ class Twin:
         except Exception as error:
             if not forget_failed_pass(self._model):
                 raise
-            self.reason = f"the twin failed: {type(error).__name__}: {first_line(error)}"
+            self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.reason = f"the twin failed: {type(error).__name__}: {first_line(error)}"
 
     def _note_left(self) -> None:
         """Note the gradients that are there before the step's first backward."""
         if self._left is None:
-            of_layers = (module.weight_parameter.grad for module, _ in self._layers)
-            self._left = self._sums.squares([*of_layers, None])  # those of other weights are not noted
+            try:
+                of_layers = (getattr(weight_of(module), "grad", None) for module, _ in self._layers)
+                self._left = self._sums.squares([*of_layers, None])  # those of other weights are not noted
+            except Exception as error:  # the training's backward goes on
+                self._note_failure(error)
 
     def _before_update(self) -> None:
         """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
-        if torch.compiler.is_compiling() or not self._layers:
-            return
+        if torch.compiler.is_compiling() or not self._layers or own_recipes(self._model) is None:
+            return  # None: octavo.restore made all layers torch's meanwhile
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         calls = [call for call in self._notes.calls if any(output.grad is not None for output in call.outputs)]
@@ -292,16 +308,20 @@ class Twin:
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
         self.reason = self._reason_against(calls, trained)
-        if not self._has_reason():
-            self._comparison = self._compared(calls, layers, trained, left)
+        if self._has_reason():
+            return
+        comparison = None
+        with self._or_reason():
+            comparison = self._compared(calls, layers, trained, left)
+        self._comparison = None if self._has_reason() else comparison
 
     def _compared(
         self, calls: list[Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
     ) -> Comparison | None:
         """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
-        weights: list[Tensor] = [module.weight_parameter for module, _ in layers]
-        has_others = all(weight.grad is None for weight in weights)
-        weights += trained if has_others else []
+        weights: _Weights = [weight_of(module) for module, _ in layers]
+        has_others = all(weight is None or weight.grad is None for weight in weights)
+        weights = [*weights, *trained] if has_others else weights
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
         zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
@@ -325,7 +345,7 @@ class Twin:
             others=known.others[0] if has_others else None,
             loss_change=change,
             loss=loss,
-            is_float16=any(call.forward.is_float16 for call in calls),
+            has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(trained),
             reproduced=of_first[-1] if is_first else None,
             control=lowest if needs_control and not is_first else None,
             left=self._share_left(squares_left, of_step.products, layers),
@@ -335,7 +355,7 @@ class Twin:
         )
 
     def _run_control(
-        self, calls: list[Call], weights: list[Tensor], layers: Sequence[RecordedLayer], twin: _RunAgain
+        self, calls: list[Call], weights: _Weights, layers: Sequence[RecordedLayer], twin: _RunAgain
     ) -> _StepInFP8 | None:
         """Run a step's control, uncounted, and compare it; return None where that failed on a rank."""
         with _not_counted(layers):
@@ -362,7 +382,7 @@ class Twin:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
         assert self._optimizer is not None
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        places = [place for place, (module, _) in enumerate(layers) if id(module.weight_parameter) in trained]
+        places = [place for place, (module, _) in enumerate(layers) if id(weight_of(module)) in trained]
         left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products.norm_squares.sum()).sqrt())
 
@@ -372,7 +392,7 @@ class Twin:
             self.reason = self.reason or OTHER_RANK
         return bool(self.reason)
 
-    def _run(self, calls: list[Call], weights: list[Tensor], recipe: Any, is_twin: bool = False) -> _RunAgain | None:
+    def _run(self, calls: list[Call], weights: _Weights, recipe: Any, is_twin: bool = False) -> _RunAgain | None:
         """Run forwards and their backwards again under a recipe; return None where that failed on a rank.
 
         Before the twin's the first recorded batch runs: their backwards reshard what FSDP2 gathers for it.
@@ -384,7 +404,7 @@ class Twin:
                 sums, slope = self._call_again(calls[0], is_twin)
                 for call in calls[1:]:
                     sums = sums + self._call_again(call)[0]
-                pairs = [(gradients.get(weight), weight.grad) for weight in weights]
+                pairs = [(None, None) if w is None else (gradients.get(w), w.grad) for w in weights]
             run = _RunAgain(pairs, sums[0], sums[1], slope, outputs)
         return None if self._has_reason() else run
 
@@ -430,6 +450,12 @@ class Twin:
 def _loss(outputs: Sequence[Tensor] | dict[int, Tensor], grads: dict[int, Tensor]) -> Tensor:
     """Return the sum of products of outputs and their gradients, float64: the loss, to first order."""
     return torch.stack([dot(whole(outputs[place].detach()), whole(grad)) for place, grad in grads.items()]).sum()
+
+
+def _has_scale(trained: Sequence[Tensor]) -> bool:
+    """Return whether weights are float16, or a GradScaler calls the optimizer's step, in a hook of which this is."""
+    steps = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code is GradScaler.step.__code__)
+    return any(p.dtype == torch.float16 for p in trained) or any(f.f_locals["self"].is_enabled() for f in steps)
 
 
 def _not_counted(layers: Sequence[RecordedLayer]) -> contextlib.ExitStack:

@@ -51,6 +51,7 @@ GROUP = " of group "  # in the name of an option, between it and its group's num
 
 def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
+    layers = [each for each in layers if isinstance(each[0], RecipeModule)]  # octavo.restore makes others torch's
     shared = _shared_scales(layers, ranks)
     for place, (module, layer) in enumerate(layers):
         weight = weight_of(module)

@@ -175,6 +175,57 @@ def test_a_quarter_of_the_first_batch_runs_again(tmp_path: Path) -> None:
         assert np.isfinite(record.of_parameters["change"][first + (name == "no fewer") :]).all()
 
 
+class Graph(nn.Module):
+    """Multiplies what is left of its rows, or those with some indices, by its layers' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = octavo.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = x.values() if x.is_nested else x if x.dim() else x * torch.ones(16, 32)
+        if other is not None:
+            x = x[other[:, 0] % 128] if other.dtype == torch.int64 else other @ x
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.jagged)
+
+
+# arguments, and how many elements of the first one run again
+WHOLES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], int]] = {
+    "coordinates": (lambda x: (x, torch.eye(16).to_sparse()), 512),
+    "compressed rows": (lambda x: (x, torch.eye(16).to_sparse_csr()), 512),
+    "nested": (lambda x: (nested(x),), 512),
+    "a number": (lambda x: (x[0, 0],), 1),
+    "indices of rows": (lambda x: (x, torch.arange(15, -1, -1).unsqueeze(1)), 512),
+    "of first rows": (lambda x: (x, torch.tensor([0, 1] * 8).unsqueeze(1)), 128),
+    "tokens": (lambda x: (x, torch.arange(0, 2048, 128).unsqueeze(1)), 128),  # some are no indices of rows
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("case", WHOLES)
+def test_a_batch_that_has_no_part_runs_as_a_whole(case: str, tmp_path: Path) -> None:
+    arguments, elements = WHOLES[case]
+    model, seen = Graph(), list[int]()
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for steps in (range(3), range(3, 5)):  # the second is resumed
+        with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer, step=steps.start) as recorder:
+            for _ in steps:
+                seen.clear()
+                (loss := model(*arguments(torch.randn(16, 32))).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+                assert seen[1] == elements
+    record = octavo.inspect.load(tmp_path)
+    assert record.events == [] and np.isfinite(record.weights["twin_cosine"]).all()
+
+
 class Batch:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x

@@ -34,6 +34,17 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
     assert record.events == [(2, "switch", "by hand")]
 
 
+def test_a_layer_in_place_of_another_of_the_same_recipe_is_counted(tmp_path: Path) -> None:
+    model = network(recipes.dynamic())
+    with octavo.inspect.record(model, tmp_path, every=1) as recorder:
+        train(model, range(2), recorder)
+        model[0] = network(recipes.dynamic())[0]
+        train(model, range(2, 5), recorder)
+    record = octavo.inspect.load(tmp_path)
+    of_first = [row.layer == "0" and row.role == "input" for row in record.rows]
+    assert np.isfinite(record.measures["amax"][:, of_first]).all(1).tolist() == [True, True, False, True, True]
+
+
 def test_layers_that_are_restored_meanwhile_are_left_alone(tmp_path: Path) -> None:
     model = torch.nn.Sequential(octavo.nn.Linear(32, 48), octavo.nn.Linear(48, 16))
     with octavo.inspect.record(model, tmp_path, every=1) as recorder:

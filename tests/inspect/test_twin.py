@@ -509,6 +509,109 @@ def test_a_loss_scale_that_is_not_given_makes_no_false_loss(returns_loss: bool, 
     assert record.weights["twin_cosine"].min() > 0.95
 
 
+@pytest.mark.parametrize(("dtype", "is_enabled"), [("float32", True), ("float32", False), ("float16", False)])
+def test_a_small_loss_scale_makes_no_false_loss(dtype: str, is_enabled: bool, tmp_path: Path) -> None:
+    """By a GradScaler, whose clipped gradients do not show it, or by hand; a scaler that is off has none."""
+    model: Any = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+    model.to(getattr(torch, dtype))
+    scaler, optimizer = torch.amp.GradScaler("cpu", 32.0, enabled=is_enabled), octavo.optim.AdamW(model.parameters())
+    scale = 32.0 if dtype == "float16" else 1.0
+    with octavo.inspect.record(model, tmp_path, 1, optimizer=optimizer) as recorder:
+        for scales in ({}, {"loss_scale": 32.0 if is_enabled else scale}):
+            loss = (model(torch.randn(16, 64, dtype=model[0].weight.dtype)).float() - 1).square().mean()
+            (scaler.scale(loss) * scale).backward()
+            scaler.unscale_(optimizer)
+            for p in model.parameters():
+                p.grad.div_(scale)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorder.step(loss=loss, **scales)
+    record, losses, of_step = twins(tmp_path)
+    assert np.isfinite(losses).tolist() == [dtype == "float32" and not is_enabled, True]
+    np.testing.assert_allclose(losses[-1], of_step[-1], rtol=2e-3)
+    assert record.events == [] and record.weights["twin_cosine"].min() > 0.95
+
+
+class Hidden(nn.Module):
+    """Returns its second layer's output, and keeps its first one's as an attribute, of which a loss has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.first(x)
+        return self.third(self.second(x + 0.1 * self.hidden))  # type: ignore[no-any-return]
+
+
+def recipe_of(*names: str) -> octavo.RecipeMap:
+    """Return a map with FP8 in these layers alone."""
+    return octavo.RecipeMap(recipes.high_precision(), dict.fromkeys(names, recipes.dynamic()))
+
+
+THREE = ["first", "second", "third"]
+CHANGES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {  # and the layers that are in FP8 in the end
+    "one less": (lambda model: octavo.set_recipe(model, recipe_of("second")), ["second"]),
+    "one more": (lambda model: octavo.set_recipe(model, recipe_of(*THREE)), THREE),
+    "others": (lambda model: octavo.set_recipe(model, recipe_of("second", "third")), ["second", "third"]),
+    "replaced": (lambda model: setattr(model, "first", octavo.nn.Linear(64, 64)), ["first", "second"]),
+    "replaced by torch's": (lambda model: setattr(model, "first", nn.Linear(64, 64)), ["second"]),
+    "restored": (octavo.restore, []),
+    "converted anew": (lambda model: octavo.convert(octavo.restore(model), recipes.mx(), lambda *_: True), THREE),
+}
+
+
+@pytest.mark.parametrize("when", ["before the step's end", "after it"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_may_change_between_recorded_steps(change: str, when: str, tmp_path: Path) -> None:
+    """The first layer's gradient comes by another way too, so it is never compared: by its name, not by its place."""
+    changes, layers = CHANGES[change]
+    results = []
+    for twin in (True, False):
+        torch.manual_seed(0)
+        model: Any = octavo.convert(Hidden(), recipe_of("first", "second"), lambda *_: True)
+        optimizer, folder = torch.optim.SGD(model.parameters(), 0.01), tmp_path / str(twin)
+        with octavo.inspect.record(model, folder, 1, optimizer=optimizer, twin=twin) as recorder:
+            for step in range(6):
+                if step == 3 and when == "after it":
+                    changes(model)
+                loss = model(torch.randn(16, 64)).square().mean()
+                (loss + 0.05 * model.hidden.square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2 and when != "after it":
+                    changes(model)
+                recorder.step(loss=loss)
+        results.append([p.tolist() for p in model.parameters()])
+    assert results[0] == results[1]
+    record = octavo.inspect.load(tmp_path / "True")
+    assert [kind for _, kind, _ in record.events if kind == NO_TWIN] == []
+    assert record.rows[-1].layer == (layers or ["second"])[-1]
+    cosines = dict(zip(record.layers, record.weights["twin_cosine"].T, strict=True))
+    assert np.isfinite(cosines["second"][:3]).all() and np.isnan(cosines["first"]).all()
+    for name in ("second", "third"):
+        assert name not in layers or (cosines[name][4:] > 0.99).all()
+
+
+def test_an_error_of_the_comparison_ends_it_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("squares", "products"):
+        model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.dynamic(), lambda *_: True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"octavo.inspect.products.RankSums.{name}", lambda *_, **__: 1 // 0)
+            with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer) as recorder:
+                for _ in range(2):
+                    (loss := model(torch.randn(16, 64)).square().mean()).backward()
+                    optimizer.step()
+                    recorder.step(loss)
+        ((step, kind, text),) = octavo.inspect.load(tmp_path / name).events
+        assert (step, kind) == (0, NO_TWIN) and text.startswith("the twin failed: ZeroDivisionError")
+
+
 # before torch 2.13 FSDP2 can't forget a pass that failed, and the error ends the training
 WRAPS_OF_FAILURES = ("fsdp", "ddp") if hasattr(FSDPModule, "reset_iter_state") else ("ddp",)
 
