@@ -145,6 +145,12 @@ def hooks_after_gradients(tensors: Iterable[Any]) -> list[dict[int, Any]] | None
     return None if this.functorch_is_active() else [held for held in (hooks_of(x)[1] for x in tensors) if held]
 
 
+def running_backward() -> tuple[int, bool]:
+    """Return the number of the backward pass that runs, and whether it keeps its graph for another one."""
+    this = sys.modules[__name__]
+    return this.current_graph_task_id(), this.keeps_graph()
+
+
 def is_under_fsdp(module: object) -> bool:
     """Whether FSDP1 or FSDP2 manages the module's parameters: it frees them after forward."""
     return "_is_fsdp_managed_module" in module.__dict__

@@ -11,10 +11,10 @@ from octavo.formats import E4M3
 from octavo.inspect import rules
 from octavo.inspect.incidents import KINDS, OF_WARNING, Finding, incidents, level_of, severity_of, worst_stretch
 from octavo.inspect.record import Record, np
-from octavo.inspect.remedies import Exponents, outcome, percent, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, LayerRule, outcome, percent, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.inspect.verdicts import checked
-from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
+from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
 
 # A cast's measure beyond its limit is a finding; other limits are in rules.RULES.
 LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None}
@@ -254,7 +254,7 @@ class _DiagnosedCast:
     def _exponents(self, at: int | slice) -> Exponents:
         return Exponents(self.record.exponents[at, self.place], np.nan_to_num(self.values["amax"][at]))
 
-    def _with(self, cast: Cast, at: int) -> dict[str, RecipeRule] | None:
+    def _with(self, cast: Cast, at: int) -> dict[str, LayerRule] | None:
         return with_cast(self.row, self._rows(at), cast)
 
     def _rows(self, at: int) -> list[Row]:

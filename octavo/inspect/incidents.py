@@ -16,8 +16,7 @@ from enum import Flag, auto
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
-from octavo.inspect.remedies import as_text
-from octavo.scaling.recipe import RecipeRule
+from octavo.inspect.remedies import LayerRule, as_text
 
 LEVELS = {
     "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",
@@ -148,7 +147,7 @@ class Finding:
     remedy: str
     expected: str
     severity: float
-    rules: Mapping[str, RecipeRule] = field(default_factory=dict)
+    rules: Mapping[str, LayerRule] = field(default_factory=dict)
     level: str = "note"
     sentence: str = ""
     consequences: tuple[Finding, ...] = ()
@@ -158,7 +157,7 @@ class Finding:
         """(layer, role, products)."""
         return self.layer, self.role, self.products
 
-    def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
+    def mended(self, cause: str, rules: Mapping[str, LayerRule], expected: str) -> Finding:
         """Return the finding with its cause and with rules that mend it."""
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 

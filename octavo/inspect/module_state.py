@@ -28,16 +28,16 @@ class ModuleState:
     Args:
         model: whose modules these are.
         before_forward: take only what its forward may read or write: no attributes of torch or of octavo's layers, and
-            copies of the tensors, unless they are large.
+            copies of the tensors, unless these have more than ``most_bytes``.
     """
 
-    def __init__(self, model: nn.Module, before_forward: bool = False) -> None:
+    def __init__(self, model: nn.Module, before_forward: bool = False, most_bytes: float = LARGEST) -> None:
         self._collections: list[tuple[Any, Any, frozenset[str]]] = []  # (it, a shallow copy, names that it lacks)
         self._generators: list[tuple[Any, Any]] = []  # each with its state
         self._before_forward, self._seen = before_forward, set[int]()
         self._add_module(model)
         tensors = {id(x): x for _, copied, _ in self._collections for x in _values(copied) if _is_state(x)}
-        self._copies_tensors = not before_forward or sum(x.nbytes for x in tensors.values()) <= LARGEST
+        self._copies_tensors = not before_forward or sum(x.nbytes for x in tensors.values()) <= most_bytes
         if before_forward and self._copies_tensors:
             change = _copies()
             self._collections = [(one, _changed(copied, change), names) for one, copied, names in self._collections]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.distributed.checkpoint import PlainModel
 from octavo.inspect.forwards import Forward, map_tensors, nodes_of
 from octavo.inspect.slope import dot
-from octavo.private import current_graph_task_id, hooks_after_gradients, hooks_of, keeps_graph
+from octavo.private import hooks_after_gradients, running_backward
 from octavo.weights.fsdp2 import whole
 
 _Context = Callable[[], AbstractContextManager[None]]
@@ -52,23 +52,25 @@ class NotedOutput:
         """Note the gradients of ``y``, from now on."""
         self._y: Tensor | None = y.detach()
         self._version, self._shape, index = y._version, (y.size(), y.stride()), y.output_nr
-        if hooks := hooks_of(y)[0]:  # the forward's, which run in the twin too: the gradient before them
-            earlier = dict(hooks)
+        handle = y.register_hook(self._note)
+        if len(hooks := handle.hooks_dict_ref()) > 1:  # the forward's run in the twin too: the gradient before them
+            note_first = {handle.id: hooks.pop(handle.id)} | hooks  # autograd takes no notice of .move_to_end()
             hooks.clear()
-            y.register_hook(self._note)
-            hooks.update(earlier)
+            hooks.update(note_first)
         elif y.grad_fn is not None:  # after hooks that the training adds
+            handle.remove()
             y.grad_fn.register_prehook(lambda grads: self._note(grads[index]))
 
     def _add_inside(self, index: int, grads: Sequence[Tensor | None], _: object) -> None:
         if (grad := grads[index]) is not None:
-            self._inside.append((current_graph_task_id(), grad))
+            self._inside.append((running_backward()[0], grad))
 
     @torch.no_grad()
     def _note(self, grad: Tensor | None) -> None:
-        inside = [added for graph_task, added in self._inside if graph_task == current_graph_task_id()]
+        number, keeps_graph = running_backward()
+        inside = [added for backward, added in self._inside if backward == number]
         y = None if self._y is None or self._y._version != self._version else self._y
-        self._inside, self._y = [], self._y if keeps_graph() else None
+        self._inside, self._y = [], self._y if keeps_graph else None
         if grad is None or [*map(id, inside)] == [id(grad)]:  # a gradient that is no sum is the addend
             return
         outside = grad.detach() - functools.reduce(torch.add, inside) if inside else grad.detach()
@@ -143,7 +145,8 @@ class StepNotes:
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+        before: Any = ModuleHook(self._before_forward)
+        after: Any = ModuleHook(self._after_forward)
         handle = self._wrapped.register_forward_pre_hook(before, with_kwargs=True)
         self._hooks = [handle, self._wrapped.register_forward_hook(after, always_call=True)]
 

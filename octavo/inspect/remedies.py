@@ -25,10 +25,12 @@ from octavo.inspect.rows import Row
 from octavo.kernels.arguments import Counted
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import blockwise, mx
-from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
+from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe, RecipeMap
 
 RECIPES = "recipes.json"  # a record's file, with the recipes of its model
 _FINER = ((128, blockwise), (32, mx))  # how many numbers share a scale, and the recipe
+
+LayerRule = Recipe | Mapping[str, Any] | None  # what a RecipeMap has for a layer
 
 
 class Exponents:
@@ -75,7 +77,7 @@ class Exponents:
 class Remedy(NamedTuple):
     """A change of a layer's recipe, by rules of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``."""
 
-    rules: dict[str, RecipeRule]
+    rules: dict[str, LayerRule]
     share: float  # the share of the row's numbers that would be too small
     is_bound: bool  # whether ``share`` is only an upper bound
 
@@ -128,7 +130,7 @@ def _least(format: Format, least: str) -> float:
     return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
 
 
-def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
+def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, LayerRule] | None:
     """Return the rule that changes a row's cast in the products that read it; None if no recipe can have it."""
     casts = {(other.role, product): each for other in rows for product, each in _by_product(other, other.cast)}
     changed = {(row.role, product): each for product, each in _by_product(row, cast)}
@@ -152,25 +154,25 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
         yield product, dataclasses.replace(cast, granularity=cast.granularity.transposed())
 
 
-def without_fp8(row: Row) -> dict[str, RecipeRule]:
+def without_fp8(row: Row) -> dict[str, LayerRule]:
     """Return the rule that puts the products that read a row in high precision."""
     return _rules(row, dict.fromkeys(row.products))
 
 
-def _rules(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
+def _rules(row: Row, rule: LayerRule) -> dict[str, LayerRule]:
     return {glob.escape(row.layer): rule}
 
 
-def as_text(rules: Mapping[str, RecipeRule]) -> str:
+def as_text(rules: Mapping[str, LayerRule]) -> str:
     """Return rules as Python."""
     texts = (f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule) for rule in rules.values())
     short = (text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()") for text in texts)  # no defaults
     return "{" + ", ".join(f"{pattern!r}: {text}" for pattern, text in zip(rules, short, strict=True)) + "}"
 
 
-def merged_rules(rules_of_remedies: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
+def merged_rules(rules_of_remedies: Iterable[Mapping[str, LayerRule]]) -> dict[str, LayerRule]:
     """Return the rules of several remedies; of two for the same product of a layer the first."""
-    chosen: dict[str, RecipeRule] = {}
+    chosen: dict[str, LayerRule] = {}
     for rules in rules_of_remedies:
         for pattern, rule in rules.items():
             first = chosen.setdefault(pattern, rule)
@@ -188,7 +190,7 @@ def own_recipes(model: nn.Module) -> RecipeMap | None:
     return RecipeMap(default, {glob.escape(name): recipe for name, recipe in layers.items() if recipe != default})
 
 
-def with_rules(recipe_map: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
+def with_rules(recipe_map: RecipeMap, rules: Mapping[str, LayerRule]) -> RecipeMap:
     """Return a model's ``own_recipes`` with remedies applied."""
     merged = dict(recipe_map.rules)
     for pattern, rule in rules.items():

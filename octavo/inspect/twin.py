@@ -85,7 +85,7 @@ WRITTEN_WEIGHTS = (
 )
 OTHER_RANK = "it failed on another rank"
 
-_Weights = Sequence[Tensor | None]  # None of a layer whose weight is computed or gone
+_LayerWeights = Sequence[Tensor | None]  # None of a layer whose weight is computed or gone
 
 
 class DeviceEvent(NamedTuple):
@@ -319,7 +319,7 @@ class Twin:
         self, calls: list[Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
     ) -> Comparison | None:
         """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
-        weights: _Weights = [weight_of(module) for module, _ in layers]
+        weights: _LayerWeights = [weight_of(module) for module, _ in layers]
         has_others = all(weight is None or weight.grad is None for weight in weights)
         weights = [*weights, *trained] if has_others else weights
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
@@ -355,7 +355,7 @@ class Twin:
         )
 
     def _run_control(
-        self, calls: list[Call], weights: _Weights, layers: Sequence[RecordedLayer], twin: _RunAgain
+        self, calls: list[Call], weights: _LayerWeights, layers: Sequence[RecordedLayer], twin: _RunAgain
     ) -> _StepInFP8 | None:
         """Run a step's control, uncounted, and compare it; return None where that failed on a rank."""
         with _not_counted(layers):
@@ -392,7 +392,7 @@ class Twin:
             self.reason = self.reason or OTHER_RANK
         return bool(self.reason)
 
-    def _run(self, calls: list[Call], weights: _Weights, recipe: Any, is_twin: bool = False) -> _RunAgain | None:
+    def _run(self, calls: list[Call], weights: _LayerWeights, recipe: Any, is_twin: bool = False) -> _RunAgain | None:
         """Run forwards and their backwards again under a recipe; return None where that failed on a rank.
 
         Before the twin's the first recorded batch runs: their backwards reshard what FSDP2 gathers for it.

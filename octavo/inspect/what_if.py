@@ -35,6 +35,7 @@ from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.cost.text import columns
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
+from octavo.inspect.module_state import ModuleState
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
@@ -147,13 +148,11 @@ class WhatIf:
                 different recipes, or none.
 
         Raises:
-            ValueError: unless exactly one of the two is given, and is at least 0, and ``keep`` at most all layers.
+            ValueError: unless exactly one of the two is given, and is at least 0.
         """
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        if keep is not None and keep > len(self.works):
-            raise WhatIfError(f"keep={keep}: {len(self.works)} layers were compared, so give at most that many")
         plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
@@ -383,10 +382,7 @@ class _Passes:
     def __init__(self, model: nn.Module, loss: Loss, layers: Mapping[str, RecipeModule], recipes: Recipes) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # buffers and other tensors that modules hold, of which each pass gets copies
-        holders = [holder for module in model.modules() for holder in (module._buffers, vars(module))]
-        tensors = [(holder, name, x) for holder in holders for name, x in holder.items() if isinstance(x, Tensor)]
-        self.tensors = [each for each in tensors if not each[2].requires_grad]
+        self.state = ModuleState(model, before_forward=True, most_bytes=math.inf)  # which each pass begins with
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
@@ -443,8 +439,7 @@ class _Passes:
 
     def gradient(self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY) -> Gradient:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
-        for holder, name, tensor in self.tensors:
-            holder[name] = tensor.clone()
+        self.state.put_copies()
         for name, recipe in recipes.items():
             self._set_recipe(name, recipe, states.get(name))
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}

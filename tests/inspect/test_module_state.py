@@ -84,11 +84,10 @@ def test_modules_have_their_own_objects_back() -> None:
 
 
 @pytest.mark.parametrize("most", [module_state.LARGEST, 0])
-def test_a_forward_begins_with_what_it_had(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_begins_with_what_it_had(most: int) -> None:
     """As often as it runs, and whatever ran since; large tensors are not copied, and have what was written to them."""
-    monkeypatch.setattr(module_state, "LARGEST", most)
     model, x = nn.Sequential(octavo.nn.Linear(4, 4), Holder()), torch.randn(3, 4)
-    state, expected = ModuleState(model, before_forward=True), model(x)
+    state, expected = ModuleState(model, before_forward=True, most_bytes=most), model(x)
     handle, fp8 = model[1].register_forward_hook(lambda *_: None), model[0].fp8
     for _ in range(2):
         model(x)

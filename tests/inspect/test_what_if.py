@@ -56,8 +56,6 @@ def effect_of(result, layer, recipe="dynamic"):
 
 def test_the_hostile_layer_is_found_first_and_kept():
     result = compared(network(outlier=2.0**17))
-    with pytest.raises(WhatIfError, match="keep=5: 4 layers were compared"):
-        result.recipe_map(keep=5)
     ranked, rules = result.ranked("dynamic"), result.recipe_map(keep=1).rules
     assert ranked[0].layer == "4" and [name for name, rule in rules.items() if rule is None] == ["4"]
     assert ranked[0].predicted > 10 * ranked[1].predicted
