@@ -240,9 +240,6 @@ class UpdatesInBackward:
             raise RuntimeError(_SCALER)
         self._forget_used()
         params = self.optimizer.all_params()
-        for param in self._updated_last - self._updated if self.leaves_zeros else ():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
         self._pending |= {param: None for param in params if param.grad is not None}
         self._flush(in_backward=False)
         self._wait()
@@ -312,10 +309,13 @@ class UpdatesInBackward:
                 param.grad = like_sharded(UsedGradient(states.local(gradient), norm), gradient, gradient.shape)
 
     def _forget_used(self) -> None:
-        """Drop the UsedGradients."""
+        """Drop the UsedGradients; of weights without gradients put back the zeros that zero_grad has left."""
         for param in self._updated:
             if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
                 param.grad = None
+        for param in self._updated_last - self._updated if self.leaves_zeros else ():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
     def _stream_of_updates(self, params: list[nn.Parameter]) -> Any:
         """Return the stream of updates: on a GPU its own, which waits for the gradients, not for all of backward."""

@@ -136,7 +136,9 @@ class Subject:
         totals: list[Tensor | None] = []
         for at, param in enumerate(self.params):
             wide = self.coded and self.hooked[at]
-            total = None if param.grad is None else torch.zeros(param.shape, dtype=param.dtype)
+            handle = self.optimizer.in_backward
+            is_zeroed = handle is not None and handle.leaves_zeros and param in handle._updated_last
+            total = None if param.grad is None and not is_zeroed else torch.zeros(param.shape, dtype=param.dtype)
             for grads_of_batch in grads:
                 if at in grads_of_batch:
                     grad = grads_of_batch[at].float() if wide else grads_of_batch[at]
