@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,11 +159,11 @@ def backward(model: nn.Module, outputs: Sequence[Tensor], grads: Sequence[Tensor
         torch.autograd.backward(outputs, grads)
 
 
-def nodes_of(outputs: Iterable[Tensor]) -> set[Any]:
-    """Return the nodes of autograd that a backward from outputs may run."""
+def nodes_of(outputs: Iterable[Tensor], ends: Collection[Any] = ()) -> set[Any]:
+    """Return the nodes of autograd that a backward from outputs may run, without some at which it ends."""
     nodes, seen = [y.grad_fn for y in outputs], set[Any]()
     while nodes:
-        if (node := nodes.pop()) is not None and node not in seen:
+        if (node := nodes.pop()) is not None and node not in seen and node not in ends:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
     return seen

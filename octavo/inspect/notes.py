@@ -103,7 +103,8 @@ class NotedOutput:
                 if base.dtype == y.dtype and 0 not in y.stride():
                     notes[base]._views.append((output, *place))
         edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
-        for node in nodes_of(outputs) if len(edges) > 1 else ():
+        ends = {base.grad_fn for base in notes if base not in outputs} if len(outputs) == 1 else ()
+        for node in nodes_of(outputs, ends) if len(edges) > 1 else ():
             for index, edge in enumerate(node.next_functions):
                 if edge in edges:
                     node.register_hook(partial(edges[edge]._add_inside, index))
