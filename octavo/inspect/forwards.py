@@ -120,6 +120,7 @@ def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     Modules have copies of their buffers there, as backwards to come may read these. A model that is compiled runs in
     eager.
     """
+    # leaves that modules have as attributes too: those in a reentrant checkpoint are in no graph that backward() reads
     attributes = [x for attributes in map(vars, model.modules()) for x in attributes.values()]
     leaves = [x for x in attributes if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
     state, numbers = ModuleState(model), random_states(model)

@@ -62,11 +62,13 @@ class NotedOutput:
             y.grad_fn.register_prehook(lambda grads: self._note(grads[index]))
 
     def _add_inside(self, index: int, grads: Sequence[Tensor | None], _: object) -> None:
+        """Note what a node of the forward adds to this tensor's gradient: its gradient of one of its inputs."""
         if (grad := grads[index]) is not None:
             self._inside.append((running_backward()[0], grad))
 
     @torch.no_grad()
     def _note(self, grad: Tensor | None) -> None:
+        """Note this tensor's whole gradient less what nodes of the forward have added; of a base that of its views."""
         number, keeps_graph = running_backward()
         inside = [added for backward, added in self._inside if backward == number]
         y = None if self._y is None or self._y._version != self._version else self._y
