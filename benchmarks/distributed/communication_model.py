@@ -23,7 +23,7 @@ from octavo.cost.mesh.plan import plan
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes
-from octavo.cost.mesh.step import Stage, Step
+from octavo.cost.mesh.step import RankStep, Step
 from octavo.cost.rates import rates_of
 
 TAKES = "20 seconds"
@@ -77,14 +77,14 @@ class Published(NamedTuple):
     kernels: str = "compiled"  # as Megatron's are taken, which are fused by hand
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> RankStep:
         """The stage that the formulas compute for the published step."""
         shapes = self.shapes
         if shapes is TRACED:
             shapes = replace(
                 traced()[self.kernels, self.precision.name], saved=None
             )  # nothing between products is saved
-        return Stage(shapes, self.layout, self.precision, self.hardware)
+        return RankStep(shapes, self.layout, self.precision, self.hardware)
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def titan(
 
 TITAN = (
     *(
-        titan(MeshLayout(gpus, 2 * gpus, recomputed=0.5, batch=2), *row)
+        titan(MeshLayout(gpus, 2 * gpus, recomputed=0.5, micro_batch_size=2), *row)
         for gpus, rows in (
             (8, ((BF16, 5762, 82.4, "eager"), (BF16, 6667, 77.0), (TITAN_FP8, 8532, 76.8))),
             (128, ((BF16, 5605, 67.0, "eager"), (BF16, 6514, 62.0), (TITAN_FP8, 8380, 61.8))),
@@ -167,7 +167,7 @@ TITAN = (
         titan(MeshLayout(8, 8 // ranks, 32768 * ranks, context=ranks, recomputed=1), TITAN_FP8, tokens, gib)
         for ranks, tokens, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5))
     ),
-    titan(MeshLayout(256, 512, tensor=8, batch=16, recomputed=1), TITAN_FP8, 829, 71.9, shapes=LLAMA_70B),
+    titan(MeshLayout(256, 512, tensor=8, micro_batch_size=16, recomputed=1), TITAN_FP8, 829, 71.9, shapes=LLAMA_70B),
 )
 
 
@@ -177,10 +177,10 @@ def published_rows() -> list[dict[str, object]]:
     for each in (*PUBLISHED, *TITAN):
         shapes, layout, precision, tokens, source = each[:5]
         step, size = each.stage.step, each.stage.size / (1 << 30)
-        flop = shapes.flop(layout.sequence) / 1e12
+        flop = shapes.flop(layout.sequence_length) / 1e12
         rows.append(
             {"model": shapes.name.strip(), "gpus": layout.gpus, "precision": precision.name, "kernels": each.kernels}
-            | {"layout": in_words(layout), "tokens_a_step": layout.sequences * layout.sequence}
+            | {"layout": in_words(layout), "tokens_a_step": layout.sequences * layout.sequence_length}
             | {"published_tokens": f"{tokens:.0f}", "modelled_tokens": f"{step.tflops / flop:.0f}"}
             | {"published_tflops": f"{tokens * flop:.0f}", "modelled_tflops": f"{step.tflops:.0f}"}
             | {"modelled_by_published": f"{step.tflops / flop / tokens:.3f}"}
@@ -222,9 +222,9 @@ def layouts(shapes: Shapes, gpus: int) -> Iterator[MeshLayout]:
 def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> MeshLayout | None:
     """Return the layout with the shortest step in bf16 of those that fit into memory; None if none fits."""
     candidates = [
-        (Stage(shapes, layout, BF16, hardware).step.seconds, place, layout)
+        (RankStep(shapes, layout, BF16, hardware).step.seconds, place, layout)
         for place, layout in enumerate(layouts(shapes, gpus))
-        if Stage(shapes, layout, BF16, hardware).size <= hardware.memory
+        if RankStep(shapes, layout, BF16, hardware).size <= hardware.memory
     ]
     return min(candidates)[2] if candidates else None
 
@@ -236,10 +236,10 @@ def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
         layout = fastest(shapes, gpus, hardware)
         if layout is None:
             continue
-        base = Stage(shapes, layout, BF16, hardware).step
+        base = RankStep(shapes, layout, BF16, hardware).step
         for precision in LADDER:
-            step = Stage(shapes, layout, precision, hardware).step
-            state = Stage(shapes, layout, precision, hardware).size
+            step = RankStep(shapes, layout, precision, hardware).step
+            state = RankStep(shapes, layout, precision, hardware).size
             rows.append(
                 {"model": shapes.name, "gpus": gpus, "layout": in_words(layout), "precision": precision.name}
                 | {"sequences": layout.sequences, "recomputed": layout.recomputed, "gb_a_gpu": f"{state / 1e9:.0f}"}

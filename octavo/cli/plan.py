@@ -58,10 +58,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help=help)
     help = "ranks by kind, such as fsdp=8,tensor=8: fsdp, replicate, tensor, pipeline, context, expert"
     parser.add_argument("--mesh", metavar="KIND=RANKS,...", help=help)
-    help = "of a rank of data parallelism in a step on a mesh (default: one for each sequence)"
+    help = "of a rank of data parallelism in a step on a mesh (default: one for each sequence; without --mesh as many "
+    help += "as is fastest)"
     parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
-    help = "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0)"
-    parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
+    help = (
+        "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0; without --mesh the faster "
+    )
+    help += "of 0 and 1)"
+    parser.add_argument("--recompute", type=float, metavar="SHARE", help=help)
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
     add_flags(parser, ModelConfig)
@@ -94,7 +98,7 @@ def _text(options: argparse.Namespace) -> str:
         with torch.device("meta"):
             model = GPT(config).bfloat16()
     of_mesh, of_device = ({name: getattr(options, name) for name in names} for names in (OF_MESH, OF_DEVICE))
-    if options.gpus is None and any(of_mesh.values()):
+    if options.gpus is None and any(value is not None and value is not False for value in of_mesh.values()):
         raise PlanError(f"{_flags(OF_MESH)} are for a step on several GPUs: add --gpus")
     if options.attention is not None:
         rates = with_attention(rates, options.attention)

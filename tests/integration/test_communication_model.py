@@ -8,7 +8,7 @@ import pytest
 
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout
-from octavo.cost.mesh.step import Stage, Step
+from octavo.cost.mesh.step import RankStep, Step
 
 model = importlib.import_module("benchmarks.distributed.communication_model")
 sent = importlib.import_module("benchmarks.distributed.fsdp_traffic")
@@ -17,7 +17,7 @@ LAYOUT = MeshLayout(64, 64, tensor=4, pipeline=2)
 
 
 def step(shapes, layout, precision) -> Step:
-    return Stage(shapes, layout, precision, HARDWARE).step
+    return RankStep(shapes, layout, precision, HARDWARE).step
 
 
 def waited(planned: Step) -> dict[str, float]:
@@ -27,7 +27,7 @@ def waited(planned: Step) -> dict[str, float]:
 @pytest.mark.parametrize("row", model.PUBLISHED, ids=lambda row: f"{row.shapes.name} on {row.layout.gpus}")
 def test_steps_take_what_is_published(row) -> None:
     """Bounds are communication_model.py's, with their reason."""
-    ratio = row.stage.step.tflops * 1e12 / row.shapes.flop(row.layout.sequence) / row.tokens
+    ratio = row.stage.step.tflops * 1e12 / row.shapes.flop(row.layout.sequence_length) / row.tokens
     low, high = row.bounds or (1.0, 2.0)  # our formulas leave out parts of a step, so none is slower
     assert low <= ratio <= high
 

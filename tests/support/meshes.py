@@ -7,7 +7,7 @@ from dataclasses import replace
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
-from octavo.cost.mesh.step import Stage
+from octavo.cost.mesh.step import RankStep
 
 BLOCK = (Weight(3 * 1024, 1024, True, "out"), Weight(1024, 1024, True, "in"), Weight(4096, 1024, True, "experts", 8, 2))
 SHAPES = Shapes("", 1024, 4, BLOCK, (Weight(512, 1024), Weight(512, 1024)), 1024, 20480, heads=(8, 4))
@@ -17,6 +17,6 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, 
 LLAMA |= {"vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
 
 
-def stage(precision: Precision = BF16, **layout: int | float) -> Stage:
+def rank_step(precision: Precision = BF16, **layout: int | float) -> RankStep:
     """Return the step of LAYOUT with these changes."""
-    return Stage(SHAPES, replace(LAYOUT, **layout), precision, Hardware())  # type: ignore[arg-type]
+    return RankStep(SHAPES, replace(LAYOUT, **layout), precision, Hardware())  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
     """
     layout, hardware = rank.layout, rank.hardware
     recipe, levels = rank.precision.recipe if rank.precision.gathers else IN_BF16, rank.precision.reduction
-    replica_stride = layout.tensor * layout.sharded
+    replica_stride = layout.tensor * layout.shard_ranks
     exposed = in_forward = in_backward = 0.0
     links = [(0.0, "NVLink")]
     for shapes, ranks, stride in rank.shards:
@@ -98,7 +98,7 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
             for size in (root, shapes.layers * gradients + root)
         )
         first_gathers = gather(root + block)
-        gather_again = gather(shapes.layers * block) * layout.resharded
+        gather_again = gather(shapes.layers * block) * layout.reshards
         replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, replica_stride)
         exposed += first_gathers + scatter_of_root + hardware.latency * (ranks > 1 and amaxes > 0)
         in_forward += gather(shapes.layers * block + root) - first_gathers

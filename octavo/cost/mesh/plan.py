@@ -19,7 +19,7 @@ from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
 from octavo.cost.mesh.shapes import BF16, shapes_of, shortened
-from octavo.cost.mesh.step import Stage
+from octavo.cost.mesh.step import RankStep
 from octavo.cost.rates import IN_BF16, PlanError, Rates
 from octavo.cost.steps import RECIPES, STORED
 from octavo.cost.text import GIB, folded
@@ -34,31 +34,31 @@ class MeshPlan(NamedTuple):
     ``other``: a mesh on which a compiled step fits, if none does on the one that was asked for.
     """
 
-    steps: Mapping[str, Sequence[Stage]]
-    best: Stage
-    changes: Sequence[tuple[str, Stage]]
-    other: Stage | None
+    steps: Mapping[str, Sequence[RankStep]]
+    best: RankStep
+    changes: Sequence[tuple[str, RankStep]]
+    other: RankStep | None
 
     def text(self) -> str:
         """Return tables, whether the step fits, what limits it, and what to change."""
-        best, hardware, name = self.best, self.best.hardware, self.best.precision.name
-        batch, rates = best.layout.batch, hardware.rates
+        best, name, rates = self.best, self.best.precision.name, self.best.hardware.rates
+        size, memory = best.layout.micro_batch_size, best.hardware.memory
         says = f"{name}, compiled, is the fastest that fits" if best.fits else f"None fits: {name} is the smallest"
         return "\n".join(
             [
-                f"{flags(best)}, micro-batches of {batch} sequences, by the rates of {rates.device} ({rates.source})",
+                f"{flags(best)}, micro-batches of {size} sequences, by the rates of {rates.device} ({rates.source})",
                 *("", folded(self._times()), "", folded(self._sizes()), ""),
-                f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {hardware.memory / GIB:.0f}.",
+                f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {memory / GIB:.0f}.",
                 f"{name}, compiled: {limit(best)}.",
                 *self._what_to_change(),
             ]
         )
 
-    def _rows(self) -> Iterator[tuple[str, Stage, float]]:
+    def _rows(self) -> Iterator[tuple[str, RankStep, float]]:
         """Yield (name, step, its share of bf16's time with these kernels) for each row of the tables."""
-        for kernels, stages in self.steps.items():
-            for stage in stages:
-                yield f"{stage.precision.name} {kernels}", stage, stage.step.seconds / stages[0].step.seconds
+        for kernels, by_recipe in self.steps.items():
+            for rank in by_recipe:
+                yield f"{rank.precision.name} {kernels}", rank, rank.step.seconds / by_recipe[0].step.seconds
 
     def _times(self) -> list[list[str]]:
         """Return the rows of milliseconds a step by kind; of collectives also how long ranks wait for them."""
@@ -66,8 +66,8 @@ class MeshPlan(NamedTuple):
         kinds, waits = list(step.kinds), [kind for kind, wait in step.waits.items() if wait.seconds]
         header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         rows = [[*header, "total", "of bf16", "TFLOP/s"]]
-        for name, stage, share in self._rows():
-            step = stage.step
+        for name, rank, share in self._rows():
+            step = rank.step
             row = [f"{1e3 * step.kinds[kind]:.1f}" for kind in kinds]
             row += [f"{1e3 * step.waits[kind].exposed:.1f} of {1e3 * step.waits[kind].seconds:.1f}" for kind in waits]
             row += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
@@ -77,26 +77,27 @@ class MeshPlan(NamedTuple):
     def _sizes(self) -> list[list[str]]:
         """Return the rows of GiB a rank by kind, and whether they fit."""
         rows = [["GiB a rank", *self.best.memory, "total", "fits"]]
-        for name, stage, _ in self._rows():
-            sizes = [f"{size / GIB:.2f}" for size in (*stage.memory.values(), stage.size)]
-            rows.append([name, *sizes, "yes" if stage.fits else "no"])
+        for name, rank, _ in self._rows():
+            sizes = [f"{size / GIB:.2f}" for size in (*rank.memory.values(), rank.size)]
+            rows.append([name, *sizes, "yes" if rank.fits else "no"])
         return rows
 
     def _what_to_change(self) -> Iterator[str]:
         """Yield a line for each change, and one for a mesh on which the step fits, if it doesn't on this one."""
-        for words, stage in self.changes:
-            gain = f"{stage.step.tflops / self.best.step.tflops:.2f} times the speed, {stage.size / GIB:,.0f} GiB"
-            yield f"change first: {words}: {gain}{'' if stage.fits else ', still too much'}"
+        for words, rank in self.changes:
+            gain = f"{rank.step.tflops / self.best.step.tflops:.2f} times the speed, {rank.size / GIB:,.0f} GiB"
+            yield f"change first: {words}: {gain}{'' if rank.fits else ', still too much'}"
         if self.other is not None:
             yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB"
 
 
-def limit(stage: Stage) -> str:
+def limit(rank: RankStep) -> str:
     """Return a text of what takes longest, and of the link that ranks wait for."""
-    step = stage.step
+    step = rank.step
     times = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
     times |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
-    longest, (kind, wait) = max(times, key=times.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
+    longest = max(times, key=times.__getitem__)
+    kind, wait = max(step.waits.items(), key=lambda item: item[1].exposed)
     link_name = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
     share = f"{times[longest] / step.seconds:.0%} of the step is {longest}"
     if (waits := wait.exposed / step.seconds) < 0.01:
@@ -105,10 +106,10 @@ def limit(stage: Stage) -> str:
     return f"{share}; the link that limits is {link_name}, on which {waiting}"
 
 
-def flags(stage: Stage) -> str:
+def flags(rank: RankStep) -> str:
     """Return the command's flags for a step."""
-    now = stage.layout
-    in_fp8 = " --checkpoint-in-fp8" * (stage.precision.regions < BF16)
+    now = rank.layout
+    in_fp8 = " --checkpoint-in-fp8" * (rank.precision.regions < BF16)
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
@@ -121,7 +122,7 @@ def plan(
     context: int,
     mesh: str | None,
     micro_batches: int | None,
-    recompute: float,
+    recompute: float | None,
     fuse: bool,
     checkpoint_in_fp8: bool,
     algorithm: str,
@@ -131,42 +132,52 @@ def plan(
     Args:
         sequences: of a step, each of ``context`` tokens.
         mesh: ranks by kind, as for ``mesh_of``; None: any.
-        micro_batches, recompute, fuse, checkpoint_in_fp8, algorithm: as the flags of ``octavo plan``.
+        micro_batches: of a rank in a step; None: one for each sequence, or without ``mesh`` what is fastest.
+        recompute: share of layers whose forward runs again; None: 0, or without ``mesh`` 0 or 1, what is faster.
+        fuse, checkpoint_in_fp8, algorithm: as the flags of ``octavo plan``.
 
     Raises:
         PlanError: for options that contradict each other, or a device that is no GPU.
     """
-    if gpus < 1 or not 0 <= recompute <= 1:
-        raise PlanError(f"--gpus {gpus} --recompute {recompute:g}: one GPU at least, and a share from 0 to 1")
-    hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
+    if gpus < 1 or not 0 <= (recompute or 0) <= 1:
+        raise PlanError(f"--gpus {gpus} --recompute {recompute or 0:g}: one GPU at least, and a share from 0 to 1")
+    if micro_batches is not None and micro_batches < 1:
+        raise PlanError(f"--micro-batches {micro_batches}: at least one")
+    hardware = Hardware.of(rates)
+    ranks = mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
     del ranks["fsdp"]  # all other ranks
-    layout = MeshLayout(gpus, sequences, context, recomputed=recompute, **ranks).in_micro_batches(micro_batches)
+    layout = MeshLayout(gpus, sequences, context, recomputed=recompute or 0.0, **ranks)
+    if mesh:
+        layout = layout.in_micro_batches(micro_batches)
     short, inputs = shortened(model), tokens_of(context, context)
     work = work_of(short, inputs)
 
-    def stage(name: str, compiled: bool) -> Stage:
-        recipe, saved = None if name == IN_BF16 else RECIPES[name](), None
+    def rank_step(name: str, compiled: bool) -> RankStep:
+        recipe = None if name == IN_BF16 else RECIPES[name]()
+        saved = None
         if not compiled:
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=recipe is not None and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        in_fp8, regions = recipe is not None, in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
+        in_fp8 = recipe is not None
+        regions = in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)
-        return Stage(shapes, layout, precision, hardware)
+        return RankStep(shapes, layout, precision, hardware)
 
-    compiled = [stage(name, True) for name in (IN_BF16, *RECIPES)]
-    looks_further = not mesh or not any(each.fits for each in compiled)
-    other = max(map(fastest_mesh, compiled), key=merit) if looks_further else None
-    if not mesh and other is not None:
-        layout, other = other.layout, None
+    compiled = [rank_step(name, True) for name in (IN_BF16, *RECIPES)]
+    other = None
+    if not mesh:
+        layout = max((fastest_mesh(each, micro_batches, recompute) for each in compiled), key=merit).layout
         compiled = [replace(each, layout=layout) for each in compiled]
-    steps = {"compiled": compiled, "eager": [stage(each.precision.name, False) for each in compiled]}
+    elif not any(each.fits for each in compiled):
+        other = max(map(fastest_mesh, compiled), key=merit)
+    steps = {"compiled": compiled, "eager": [rank_step(each.precision.name, False) for each in compiled]}
     best = max(compiled, key=merit)
     return MeshPlan(steps, best, improvements(best), other if other and other.fits else None)
 
 
-def merit(stage: Stage) -> tuple[bool, float]:
+def merit(rank: RankStep) -> tuple[bool, float]:
     """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
-    return stage.fits, stage.step.tflops if stage.fits else -stage.size
+    return rank.fits, rank.step.tflops if rank.fits else -rank.size
 
 
 def in_pairs(width: int) -> float:
@@ -174,52 +185,61 @@ def in_pairs(width: int) -> float:
     return 1 + 4 / width
 
 
-def with_changes(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
-    """Yield the step with these changes, if the model divides so."""
+def with_changes(
+    rank: RankStep, precision: Mapping[str, Any] | None = None, micro_batches: int | None = None, **layout: Any
+) -> Iterator[RankStep]:
+    """Yield the step with these changes, and in so many micro-batches unless None, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
-        other = replace(stage.precision, **precision or {})
-        yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
+        other_layout = replace(rank.layout, **layout).in_micro_batches(micro_batches)
+        yield replace(rank, layout=other_layout, precision=replace(rank.precision, **precision or {}))
 
 
-def fastest_mesh(stage: Stage) -> Stage:
-    """Return the best step on all meshes of powers of two, with and without recomputation."""
-    stages, has_experts = [stage], any(weight.split == "experts" for weight in stage.whole.block)
+def fastest_mesh(rank: RankStep, micro_batches: int | None = None, recompute: float | None = None) -> RankStep:
+    """Return the best step on all meshes of powers of two: with so many micro-batches, and this share recomputed.
+
+    None for either leaves it open: micro-batches have 1, 2, 4 or 8 sequences, and all layers are recomputed or none.
+    Raises PlanError where no mesh has so many micro-batches.
+    """
+    candidates = [rank] if micro_batches is None and not recompute else []
+    has_experts = any(weight.split == "experts" for weight in rank.whole.block)
     choices: dict[str, Sequence[Any]] = {
         "tensor": (1, 2, 4, 8),
         "pipeline": (1, 2, 4, 8, 16),
         "expert": (1, 2, 4, 8, 16, 32, 64) if has_experts else (1,),
-        "batch": (1, 2, 4, 8),
-        "recomputed": (0.0, 1.0),
+        "micro_batch_size": (1, 2, 4, 8) if micro_batches is None else (1,),
+        "recomputed": (0.0, 1.0) if recompute is None else (recompute,),
     }
     for values in itertools.product(*choices.values()):
         layout = dict(zip(choices, values, strict=True))
-        for replicate in {1, max(1, stage.layout.gpus // (layout["pipeline"] * stage.hardware.server))}:
-            stages += with_changes(stage, replicate=replicate, context=1, **layout)
-    return max(stages, key=merit)
+        for replicate in {1, max(1, rank.layout.gpus // (layout["pipeline"] * rank.hardware.server))}:
+            candidates += with_changes(rank, None, micro_batches, replicate=replicate, context=1, **layout)
+    if not candidates:
+        raise PlanError(f"--micro-batches {micro_batches}: on no mesh of {rank.layout.gpus} GPUs has a rank so many")
+    return max(candidates, key=merit)
 
 
-def improvements(stage: Stage) -> list[tuple[str, Stage]]:
+def improvements(rank: RankStep) -> list[tuple[str, RankStep]]:
     """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
-    least = (True, WORTH_NAMING * stage.step.tflops) if stage.fits else merit(stage)
-    candidates = [(words, other) for words, ways in _neighbours(stage) for other in ways if merit(other) > least]
+    least = (True, WORTH_NAMING * rank.step.tflops) if rank.fits else merit(rank)
+    candidates = [(words, other) for words, ways in _neighbours(rank) for other in ways if merit(other) > least]
     return sorted(candidates, key=lambda candidate: merit(candidate[1]), reverse=True)[:3]
 
 
-def _neighbours(stage: Stage) -> Iterator[tuple[str, Iterator[Stage]]]:
+def _neighbours(rank: RankStep) -> Iterator[tuple[str, Iterator[RankStep]]]:
     """Yield changes, each with the step that has it, if there is one: an option, or ranks of one kind for another's."""
-    layout, ranks = stage.layout, stage.layout.ranks
-    yield "checkpoint activations (--recompute 1)", with_changes(stage, recomputed=1.0)
-    yield "keep activations (--recompute 0)", with_changes(stage, recomputed=0.0)
-    regions = {"regions": in_pairs(stage.whole.width)}
-    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(stage, regions)
-    yield f"micro-batches of {2 * layout.batch} sequences", with_changes(stage, batch=2 * layout.batch)
-    yield f"micro-batches of {layout.batch // 2} sequences", with_changes(stage, batch=layout.batch // 2)
-    yield "twice as many tokens a step", with_changes(stage, sequences=2 * layout.sequences)
-    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(stage, {"reduction": 2})
-    if stage.precision.recipe in STORED:
-        yield "weights, masters and moments in FP8", with_changes(stage, {"state": "FP8"})
+    layout, ranks = rank.layout, rank.layout.ranks
+    yield "checkpoint activations (--recompute 1)", with_changes(rank, recomputed=1.0)
+    yield "keep activations (--recompute 0)", with_changes(rank, recomputed=0.0)
+    regions = {"regions": in_pairs(rank.whole.width)}
+    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(rank, regions)
+    for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
+        yield f"micro-batches of {size} sequences", with_changes(rank, micro_batch_size=size)
+    yield "twice as many tokens a step", with_changes(rank, sequences=2 * layout.sequences)
+    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(rank, {"reduction": 2})
+    if rank.precision.recipe in STORED:
+        yield "weights, masters and moments in FP8", with_changes(rank, {"state": "FP8"})
     for more, fewer in itertools.permutations(RANKS[:-1], 2):
         if ranks[fewer] % 2 == 0:
             kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
             words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
-            yield words, with_changes(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
+            yield words, with_changes(rank, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})

@@ -64,16 +64,17 @@ class Rank:
             yield f"tensor={layout.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
         if layout.pipeline > self.whole.layers:
             yield f"pipeline={layout.pipeline}: there are {self.whole.layers} layers, and each stage needs one"
-        if layout.gpus % (layout.tensor * layout.pipeline * layout.context) or layout.data % layout.replicate:
+        if layout.gpus % (layout.tensor * layout.pipeline * layout.context) or layout.data_ranks % layout.replicate:
             yield f"{layout.gpus} GPUs do not divide by the ranks of {layout.ranks}: no fsdp would make it so"
-        at_once = layout.data * layout.batch
+        at_once = layout.data_ranks * layout.micro_batch_size
         if layout.sequences % at_once:
             yield (
-                f"the step's {layout.sequences} sequences do not divide by {layout.data} ranks of data parallelism and "
-                f"{layout.batch} a micro-batch: {at_once * math.ceil(layout.sequences / at_once)} sequences would"
+                f"the step's {layout.sequences} sequences do not divide by {layout.data_ranks} ranks of data "
+                f"parallelism and {layout.micro_batch_size} a micro-batch: "
+                f"{at_once * math.ceil(layout.sequences / at_once)} sequences would"
             )
-        if layout.sharded * layout.tensor % layout.expert:
-            most = math.gcd(layout.sharded * layout.tensor, layout.expert)
+        if layout.shard_ranks * layout.tensor % layout.expert:
+            most = math.gcd(layout.shard_ranks * layout.tensor, layout.expert)
             yield f"expert={layout.expert}: experts divide among ranks of fsdp and tensor: expert={most} would do"
 
     def _undivided_features_and_experts(self) -> Iterator[str]:
@@ -102,7 +103,7 @@ class Rank:
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on a rank of context parallelism."""
-        return self.layout.batch * self.layout.sequence / self.layout.context
+        return self.layout.micro_batch_size * self.layout.sequence_length / self.layout.context
 
     @functools.cached_property
     def shards(self) -> list[ShardGroup]:
@@ -112,12 +113,12 @@ class Rank:
         """
         layout, shapes = self.layout, self.shapes
         if layout.expert == 1:
-            return [ShardGroup(shapes, layout.sharded, layout.tensor)]
+            return [ShardGroup(shapes, layout.shard_ranks, layout.tensor)]
         dense = tuple(w for w in shapes.block if w.split != "experts")
         experts_only = replace(shapes, block=tuple(w for w in shapes.block if w.split == "experts"), root=(Weight(0),))
-        ranks = layout.sharded * layout.tensor // layout.expert
+        ranks = layout.shard_ranks * layout.tensor // layout.expert
         return [
-            ShardGroup(replace(shapes, block=dense), layout.sharded, layout.tensor),
+            ShardGroup(replace(shapes, block=dense), layout.shard_ranks, layout.tensor),
             ShardGroup(experts_only, ranks, min(layout.expert, self.hardware.server)),
         ]
 
@@ -155,11 +156,11 @@ class Rank:
         bytes_by_kind: Counter[Any] = Counter()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
-            resident = shard if layout.resharded else part.parameters
+            resident = shard if layout.reshards else part.parameters
             largest = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
             sizes = {"weights": state.weight * resident, "masters": state.master * shard}
             sizes |= {"moments": self.moments(part) * shard, "gradients": FLOAT * resident}
-            bytes_by_kind.update(sizes | {"gathered": 4 * BF16 * largest * layout.resharded})
+            bytes_by_kind.update(sizes | {"gathered": 4 * BF16 * largest * layout.reshards})
         return bytes_by_kind
 
     def _activations(self) -> float:
@@ -168,11 +169,12 @@ class Rank:
         A pipeline keeps them for as many micro-batches as interleaved 1F1B has on their way. A layer that is recomputed
         keeps its input, and one such layer at a time has all.
         """
-        layout, width = self.layout, self.precision.regions * self.tokens * self.whole.width / self.layout.tensor
-        saved, recomputed = self._saved_by_layer(), layout.recomputed
+        layout, recomputed = self.layout, self.layout.recomputed
+        input_bytes = self.precision.regions * self.tokens * self.whole.width / layout.tensor
+        saved = self._saved_by_layer()
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
         layers = self.shapes.layers * min(under_way, layout.micro_batches)
-        return layers * ((1 - recomputed) * saved + recomputed * width) + math.ceil(recomputed) * saved
+        return layers * ((1 - recomputed) * saved + recomputed * input_bytes) + math.ceil(recomputed) * saved
 
     def _saved_by_layer(self) -> float:
         """Return bytes that a layer saves for a micro-batch: ``Shapes.saved``, or operands and what follows them."""

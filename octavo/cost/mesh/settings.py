@@ -17,7 +17,7 @@ class MeshLayout:
 
     gpus: int
     sequences: int  # of a step
-    sequence: int = 8192  # tokens of one
+    sequence_length: int = 8192  # tokens of one sequence
     tensor: int = 1  # ranks of each kind of parallelism; of this kind with sequence parallelism
     pipeline: int = 1
     context: int = 1
@@ -25,10 +25,10 @@ class MeshLayout:
     chunks: int = 1  # that the layers of a stage come in (interleaved 1F1B)
     recomputed: float = 0.0  # the share of layers whose forward runs again in backward
     replicate: int = 1  # groups of ranks of data parallelism that each hold all weights (HSDP, DDP)
-    batch: int = 1  # sequences of a micro-batch
+    micro_batch_size: int = 1  # sequences of a micro-batch
 
     @property
-    def resharded(self) -> bool:
+    def reshards(self) -> bool:
         """Whether FSDP2 frees weights after each use, gathers them twice a micro-batch, and reduces gradients in each.
 
         A pipeline does so once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2
@@ -37,32 +37,32 @@ class MeshLayout:
         return self.pipeline == 1
 
     @property
-    def data(self) -> int:
+    def data_ranks(self) -> int:
         """Ranks of data parallelism."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a rank in a step."""
-        return self.sequences // (self.data * self.batch)
+        return self.sequences // (self.data_ranks * self.micro_batch_size)
 
     @property
-    def sharded(self) -> int:
+    def shard_ranks(self) -> int:
         """Ranks that the weights of a stage are sharded over."""
-        return self.data * self.context // self.replicate
+        return self.data_ranks * self.context // self.replicate
 
     @property
     def ranks(self) -> dict[str, int]:
         """{kind of RANKS: number of ranks}."""
-        return {"fsdp": self.sharded // self.context} | {kind: getattr(self, kind) for kind in RANKS[1:]}
+        return {"fsdp": self.shard_ranks // self.context} | {kind: getattr(self, kind) for kind in RANKS[1:]}
 
     def in_micro_batches(self, count: int | None) -> MeshLayout:
         """Return the layout with so many micro-batches, PlanError if sequences don't divide by them; None: as it is."""
         if count is None:
             return self
-        layout = replace(self, batch=max(1, self.micro_batches // max(1, count)))
+        layout = replace(self, micro_batch_size=max(1, self.micro_batches // max(1, count)))
         if layout.micro_batches != count:
-            rank_sequences = self.sequences // self.data
+            rank_sequences = self.sequences // self.data_ranks
             raise PlanError(f"--micro-batches {count} does not divide the {rank_sequences} sequences of a rank")
         return layout
 
@@ -72,11 +72,14 @@ class MeshLayout:
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
     """Return ranks by kind, from a text such as "fsdp=8,tensor=8"."""
-    ranks_by_kind = dict.fromkeys(RANKS, 1)
+    ranks_by_kind, named = dict.fromkeys(RANKS, 1), set[str]()
     for part in text.split(","):
         kind, _, ranks = (word.strip() for word in part.partition("="))
-        if kind not in RANKS or not ranks.isdigit() or int(ranks) < 1:
+        if kind not in RANKS or not ranks.isdecimal() or int(ranks) < 1:
             raise PlanError(f"--mesh {text}: {part!r} is not KIND=RANKS; kinds are {', '.join(RANKS)}")
+        if kind in named:
+            raise PlanError(f"--mesh {text}: {kind} is named twice")
+        named.add(kind)
         ranks_by_kind[kind] = int(ranks)
     product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
     if product != gpus:

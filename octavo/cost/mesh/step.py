@@ -33,7 +33,7 @@ class Step:
     tflops: float
 
 
-class Stage(Rank):
+class RankStep(Rank):
     """A rank's compute and waits for a micro-batch, and its step; all stages of a pipeline are equally long."""
 
     @functools.cached_property
@@ -42,7 +42,7 @@ class Stage(Rank):
         layout, rates, whole, hardware = self.layout, self.hardware.rates, self.whole, self.hardware
         layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
         other = 3 * BF16 * whole.elementwise * self.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
-        flop = 2.0 * self.tokens * layout.sequence * whole.attention / layout.tensor
+        flop = 2.0 * self.tokens * layout.sequence_length * whole.attention / layout.tensor
         backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
         attention = flop / hardware.attention_forward + backward / hardware.attention_backward
         passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
@@ -88,12 +88,12 @@ class Stage(Rank):
         """The Step of all micro-batches and of the optimizer; a pipeline's stages wait for its first and last ones."""
         layout, count = self.layout, self.layout.micro_batches
         tensor, expert = messages.tensor(self), messages.expert(self)
-        waits = {"fsdp": self.fsdp.times(count if layout.resharded else 1)}
+        waits = {"fsdp": self.fsdp.times(count if layout.reshards else 1)}
         waits |= {"tensor": tensor.times(count), "expert": expert.times(count)}
         kinds = {kind: count * seconds for kind, seconds in self.kinds.items()}
         bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + tensor.seconds + expert.seconds)
         total = sum(kinds.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
-        flop = layout.sequences * layout.sequence * self.whole.flop(layout.sequence) / layout.gpus
+        flop = layout.sequences * layout.sequence_length * self.whole.flop(layout.sequence_length) / layout.gpus
         return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
 
 
@@ -117,8 +117,8 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
     gathered in FP8, else as a whole; once a step if it stays gathered.
     """
     layout, precision = rank.layout, rank.precision
-    elements = weight.elements / weight.share / (layout.sharded if precision.gathers else 1)
-    elements /= 1 if layout.resharded else layout.micro_batches
+    elements = weight.elements / weight.share / (layout.shard_ranks if precision.gathers else 1)
+    elements /= 1 if layout.reshards else layout.micro_batches
     divisor: float = 1
     if precision.pairs and weight.split in ("in", "out"):
         divisor = layout.tensor

@@ -16,7 +16,7 @@ from octavo.cost.mesh.plan import fastest_mesh, improvements, in_pairs, limit, m
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
-from octavo.cost.mesh.step import Stage
+from octavo.cost.mesh.step import RankStep
 from octavo.nn.checkpointing import watched
 from tests.support.meshes import BF16, LLAMA, SHAPES
 
@@ -39,9 +39,15 @@ def test_the_command_for_a_mesh(tmp_path: Path, capsys: Any, monkeypatch: pytest
     assert sizes[0].split()[3:] == kinds.split()
     assert [line.split()[-1] for line in sizes[1:5]] == ["yes"] * 4
     assert "compiled, is the fastest that fits" in text and "tensor=" not in text.partition(", by the rates")[0]
+    assert cli.main([*asked, "--micro-batches", "8", "--recompute", "0.5"]) == 0  # more than a rank of 16 has
+    flags = capsys.readouterr().out.partition(", micro-batches of")[0]
+    assert flags.endswith("--micro-batches 8 --recompute 0.5")
     for flags, says in (
         (["--gpus", "16", "--recompute", "2"], "a share from 0 to 1"),
         (["--gpus", "16", "--mesh", "fsdp=16", "--micro-batches", "3"], "3 does not divide the 4 sequences"),
+        (["--gpus", "16", "--micro-batches", "3"], "on no mesh of 16 GPUs has a rank so many"),
+        (["--gpus", "16", "--micro-batches", "0"], "--micro-batches 0: at least one"),
+        (["--micro-batches", "0"], "add --gpus"),
         (["--mesh", "fsdp=4"], "add --gpus"),
         (["--checkpoint-in-fp8"], "add --gpus"),
         (["--gpus", "16", "--moments", "fp8"], "--moments, --master, --weight-storage, --update-in-backward, --head"),
@@ -54,29 +60,29 @@ def test_the_command_for_a_mesh(tmp_path: Path, capsys: Any, monkeypatch: pytest
 def test_what_limits_and_what_to_change() -> None:
     block = Weight(10240, 8192, True, "out"), Weight(8192, 8192, True, "in"), Weight(8192, 22528, True, "in")
     wide = Shapes("", 8192, 12, block, (Weight(0), Weight(12288, 8192)), 8192, 200000, heads=(64, 8))
-    layout = MeshLayout(64, 128, 8192, tensor=2, batch=2)
-    stage = Stage(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
-    assert "of the step is products" in limit(stage) and "NVLink" in limit(stage)
-    small = replace(stage, hardware=replace(stage.hardware, memory=0.7 * stage.size))
+    layout = MeshLayout(64, 128, 8192, tensor=2, micro_batch_size=2)
+    rank = RankStep(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
+    assert "of the step is products" in limit(rank) and "NVLink" in limit(rank)
+    small = replace(rank, hardware=replace(rank.hardware, memory=0.7 * rank.size))
     ways = improvements(small)
     orders = [merit(way) for _, way in ways]
     assert ways and ways[0][1].fits and orders == sorted(orders, reverse=True)
     assert fastest_mesh(small).fits and merit(fastest_mesh(small)) >= merit(ways[0][1])
-    none = replace(stage, hardware=replace(stage.hardware, memory=1e6))
+    none = replace(rank, hardware=replace(rank.hardware, memory=1e6))
     assert not fastest_mesh(none).fits and all(way.size < none.size for _, way in improvements(none))
-    slow = replace(stage, layout=replace(layout, tensor=1), hardware=replace(stage.hardware, network=1e8))
+    slow = replace(rank, layout=replace(layout, tensor=1), hardware=replace(rank.hardware, network=1e8))
     assert "the network between servers, on which ranks wait for fsdp" in limit(slow)
 
 
 def test_another_mesh_is_named_where_this_one_is_too_small_and_no_link_where_none_limits() -> None:
-    layout = MeshLayout(8, 64, 1024, batch=4)
-    stage = Stage(SHAPES, layout, BF16, Hardware())
-    small = replace(stage, hardware=replace(stage.hardware, memory=0.5 * stage.size))
-    other = replace(small, layout=replace(layout, tensor=2), hardware=replace(stage.hardware, memory=stage.size))
+    layout = MeshLayout(8, 64, 1024, micro_batch_size=4)
+    rank = RankStep(SHAPES, layout, BF16, Hardware())
+    small = replace(rank, hardware=replace(rank.hardware, memory=0.5 * rank.size))
+    other = replace(small, layout=replace(layout, tensor=2), hardware=replace(rank.hardware, memory=rank.size))
     lines = list(plan.MeshPlan({"compiled": [small]}, small, [("half", other)], other)._what_to_change())
     assert lines[0].startswith("change first: half: ") and lines[1].startswith("bf16 fits with ")
     assert "tensor=2" in lines[1] and f": {other.size / plan.GIB:.0f} GiB" in lines[1]
-    alone = replace(stage, layout=MeshLayout(1, 64, 1024, batch=4))
+    alone = replace(rank, layout=MeshLayout(1, 64, 1024, micro_batch_size=4))
     assert limit(alone).endswith("; no link limits") and "% of the step is" in limit(alone)
 
 

@@ -6,16 +6,16 @@ import pytest
 
 from octavo.cost.mesh.settings import Precision
 from octavo.cost.rates import PlanError
-from tests.support.meshes import SHAPES, stage
+from tests.support.meshes import SHAPES, rank_step
 
 
 def test_ranks_hold_the_state_of_one_model_together() -> None:
     one = 4 * SHAPES.parameters  # bytes of a master
     for layout in ({}, {"tensor": 4, "expert": 8}, {"expert": 8}, {"tensor": 2, "pipeline": 2, "expert": 2}):
-        assert stage(**layout).memory["masters"] * 64 == pytest.approx(one)  # type: ignore[arg-type]
-    assert stage(replicate=8).memory["masters"] * 8 == pytest.approx(one)  # each group of 8 has a model of its own
-    fp8 = stage(Precision("dynamic", state="FP8")).memory
-    assert fp8["masters"] * 64 == SHAPES.parameters and fp8["weights"] < 0.52 * stage().memory["weights"]
+        assert rank_step(**layout).memory["masters"] * 64 == pytest.approx(one)  # type: ignore[arg-type]
+    assert rank_step(replicate=8).memory["masters"] * 8 == pytest.approx(one)  # each group of 8 has a model of its own
+    fp8 = rank_step(Precision("dynamic", state="FP8")).memory
+    assert fp8["masters"] * 64 == SHAPES.parameters and fp8["weights"] < 0.52 * rank_step().memory["weights"]
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_ranks_hold_the_state_of_one_model_together() -> None:
 )
 def test_a_mesh_that_does_not_divide_says_what_would(layout: dict[str, int], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        stage(**layout)
+        rank_step(**layout)

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from octavo.cost.mesh.servers import Hardware
-from octavo.cost.mesh.step import Stage
+from octavo.cost.mesh.step import RankStep
 from octavo.cost.rates import PUBLISHED, PlanError
-from tests.support.meshes import BF16, LAYOUT, SHAPES, stage
+from tests.support.meshes import BF16, LAYOUT, SHAPES, rank_step
 
 
 def test_other_devices() -> None:
     h100, b200 = Hardware.of(PUBLISHED["H100"]), Hardware.of(PUBLISHED["B200"])
     assert h100 == replace(Hardware(), memory=PUBLISHED["H100"].memory) and b200.nvlink == 2 * h100.nvlink
-    assert Stage(SHAPES, LAYOUT, BF16, b200).step.seconds < stage().step.seconds
+    assert RankStep(SHAPES, LAYOUT, BF16, b200).step.seconds < rank_step().step.seconds
     with pytest.raises(PlanError, match="add --device H100"):
         Hardware.of(replace(PUBLISHED["H100"], device="CPU, 2 threads"))
 

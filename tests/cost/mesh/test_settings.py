@@ -12,6 +12,8 @@ def test_a_mesh_of_a_flag_has_as_many_ranks_as_gpus() -> None:
     for mesh, says in (
         ("fsdp=4,tensor=2", "fsdp=8 or --gpus 8 would do"),
         ("data=16", "'data=16' is not KIND=RANKS; kinds are fsdp, replicate"),
+        ("fsdp=\u00b2", "is not KIND=RANKS"),
+        ("fsdp=2,fsdp=16", "fsdp is named twice"),
     ):
         with pytest.raises(PlanError, match=says):
             mesh_of(mesh, 16)

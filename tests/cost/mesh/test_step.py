@@ -8,25 +8,28 @@ import pytest
 
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.shapes import Weight
-from octavo.cost.mesh.step import Stage, layer_seconds
+from octavo.cost.mesh.step import RankStep, layer_seconds
 from octavo.cost.rates import PlanError
-from tests.support.meshes import BF16, BLOCK, FP8, LAYOUT, SHAPES, stage
+from tests.support.meshes import BF16, BLOCK, FP8, LAYOUT, SHAPES, rank_step
 
 
 def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives() -> None:
-    saved, again = stage(), stage(recomputed=1.0)
+    saved, again = rank_step(), rank_step(recomputed=1.0)
     assert again.memory["activations"] < saved.memory["activations"] and again.compute > saved.compute
     assert again.kinds["attention"] == pytest.approx(4 / 3 * saved.kinds["attention"])
     in_fp8 = replace(again, precision=replace(again.precision, regions=1))
-    inputs = 2 * LAYOUT.batch * LAYOUT.sequence * SHAPES.width * SHAPES.layers  # of a micro-batch
+    inputs = 2 * LAYOUT.micro_batch_size * LAYOUT.sequence_length * SHAPES.width * SHAPES.layers  # of a micro-batch
     assert again.memory["activations"] - in_fp8.memory["activations"] == pytest.approx(inputs / 2)
-    larger = stage(batch=2)
+    larger = rank_step(micro_batch_size=2)
     assert larger.memory["activations"] == 2 * saved.memory["activations"] and larger.step.seconds < saved.step.seconds
-    assert stage(FP8).memory["activations"] < saved.memory["activations"]
+    assert rank_step(FP8).memory["activations"] < saved.memory["activations"]
 
 
 def test_muon_keeps_one_moment_of_the_blocks_matrices_and_takes_its_products() -> None:
-    adamw, muon = stage(expert=8), Stage(SHAPES, replace(LAYOUT, expert=8), replace(BF16, algorithm="muon"), Hardware())
+    adamw, muon = (
+        rank_step(expert=8),
+        RankStep(SHAPES, replace(LAYOUT, expert=8), replace(BF16, algorithm="muon"), Hardware()),
+    )
     matrices, root = 4 * sum(w.rows * w.cols * w.held for w in BLOCK), 2 * 512 * 1024
     assert muon.memory["moments"] * 64 == 4 * matrices + 8 * root
     assert adamw.memory["moments"] * 64 == 8 * (matrices + root)
@@ -35,10 +38,10 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices_and_takes_its_products() -
     saved = 2 * (adamw.memory["moments"] - muon.memory["moments"]) / Hardware().rates.copy
     assert muon.optimizer + saved - adamw.optimizer > flop / fastest
     with pytest.raises(PlanError, match="tensor=1 would do"):
-        Stage(SHAPES, replace(LAYOUT, tensor=2), replace(BF16, algorithm="muon"), Hardware())
+        RankStep(SHAPES, replace(LAYOUT, tensor=2), replace(BF16, algorithm="muon"), Hardware())
 
 
 def test_products_of_few_tokens_take_the_time_of_their_bytes() -> None:
-    few, weight = stage(sequence=64), Weight(8192, 8192, True)
+    few, weight = rank_step(sequence_length=64), Weight(8192, 8192, True)
     products, _ = layer_seconds(few, weight)
     assert products > 3 * 2 * weight.elements / Hardware().rates.copy
