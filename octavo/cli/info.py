@@ -71,7 +71,8 @@ def describe_machine() -> str:
         "torch": torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else ""),
         "triton": triton,
     }
-    lines, rows = [*(f"{name:<9}{value}" for name, value in versions.items()), "", "devices"], devices()
+    lines = [*(f"{name:<9}{value}" for name, value in versions.items()), "", "devices"]
+    rows = devices()
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines += [f"  {name:<{widths[0]}}  {kind:<{widths[1]}}  {fp8}" for name, kind, fp8 in rows]
     lines += [*described_on([torch.device(name) for name, *_ in rows]), "", "extras"]

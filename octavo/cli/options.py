@@ -19,10 +19,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type, names: Sequence[str
     """
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
     for field in (field for field in dataclasses.fields(config) if field.name in names or not names):
-        flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
+        flag = flag_of(field.name)
+        default = field.default
+        text = field.metadata["help"].replace("%", "%%")
         if default is not None and "(default: " not in text:
             text += f" (default: {'no' if default == '' or default is False else default})"
-        words, common = choices(field), {"default": argparse.SUPPRESS, "help": text}
+        words = choices(field)
+        common = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool) and words:  # --resume, --resume auto, --no-resume
             group.add_argument(flag, nargs="?", const=True, choices=words, **common)
             group.add_argument(f"--no-{flag[2:]}", dest=field.name, action="store_false", default=argparse.SUPPRESS)

@@ -148,11 +148,12 @@ class _Times:
 
     def __init__(self, work: Work, rates: Rates, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> None:
         """Begin with all but linear layers; ``kernels``: the traffic of fused parts, by part."""
-        self.work, self.rates = work, rates
+        self.work = work
+        self.rates = rates
         other_products = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
-        self.other_compiled = work.other.compiled / rates.copy + attention
+        self.other_compiled = work.traffic.compiled / rates.copy + attention
         traffic = self._traffic(fused, kernels)
         self.device = [each.bytes / rates.copy + each.ops * rates.launch for each in traffic]
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
@@ -165,8 +166,8 @@ class _Times:
 
     def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
         """Return the traffic in eager of each span, where these parts are fused."""
-        of_blocks = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward
-        traffic = [of_blocks, self.work.other.less(of_blocks)]
+        of_blocks = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward_traffic
+        traffic = [of_blocks, self.work.traffic.less(of_blocks)]
         for module, part, elements in fused:
             forward, backward, forward_launches, backward_launches = map(operator.sub, kernels[part], PARTS[part].plain)
             span = self._forward_span(module)
@@ -181,12 +182,16 @@ class _Times:
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
         """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
-        multiplied, cast = linear.product_seconds(recipe, self.rates), linear.cast_seconds(recipe, self.rates)
-        layer = LayerTime(linear, linear.seconds(high_precision(), self.rates)[0], sum(multiplied) + sum(cast.values()))
+        multiplied = linear.product_seconds(recipe, self.rates)
+        cast = linear.cast_seconds(recipe, self.rates)
+        in_bf16, _ = linear.seconds(high_precision(), self.rates)
+        layer = LayerTime(linear, in_bf16, sum(multiplied) + sum(cast.values()))
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
-        self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast.values())
-        span, (output, *gradients) = self._forward_span(linear.name), multiplied
+        self.products += sum(multiplied)
+        self.casts += sum(cast.values())
+        span = self._forward_span(linear.name)
+        output, *gradients = multiplied
         self.device[span] += output + cast["input"] + cast["weight"]
         self.device[AFTER] += sum(gradients) + cast["grad_output"]
         self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
@@ -280,7 +285,8 @@ def estimate(
         >>> bf16.total > fp8.total
         True
     """
-    twin, work, is_fused_bf16 = on_meta(model), work or work_of(model, inputs), fuse and recipe is None
+    twin, work = on_meta(model), work or work_of(model, inputs)
+    is_fused_bf16 = fuse and recipe is None
     if recipe is not None:
         convert_quietly(twin, recipe, select, fuse)
     elif is_fused_bf16:  # the same modules are fused as in FP8, and joined until the recipe below
@@ -288,9 +294,11 @@ def estimate(
     modules = dict(twin.named_modules())
     kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
-    loss, uncast_head = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits, None
+    has_fused_loss = any(each.part == "loss" for each in parts)
+    loss_bytes = (FUSED_LOSS if has_fused_loss else LOSS) * work.logits
+    uncast_head = None
     if chunked_loss:
-        loss, uncast_head = _chunked(work, modules)
+        loss_bytes, uncast_head = _chunked(work, modules)
         parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
     if is_fused_bf16:
         set_recipe(twin, high_precision())
@@ -307,12 +315,12 @@ def estimate(
         casts=times.casts,
         other=times.other,
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
-        memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss}),
+        memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss_bytes}),
         layers=layers,
         other_compiled=times.other_compiled,
         device=tuple(times.device),
         host=tuple(times.host),
-        loss=loss,
+        loss=loss_bytes,
     )
 
 
@@ -323,7 +331,8 @@ def _added_layers(
 
     ``uncast_head``: the head, if the loss writes its output's gradient in codes.
     """
-    layers, cast_inputs = [], set()
+    layers: list[LayerTime] = []
+    cast_inputs = set()
     for linear in times.work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()

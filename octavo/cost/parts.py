@@ -47,9 +47,15 @@ _LOSS = by_launch([6, 8, 4], [8, 12, 6])  # to float32, log-softmax, the loss
 # that fewer casts need are below 0: of a difference the latter number is what the cast alone reads. A block has two
 # norms, Qwen3's two more of heads, and one of all others but losses.
 PARTS = {
-    # its input: to float32, squares, their mean, times its root's inverse (two launches of rows), to bf16, times gamma
+    # its input
     "norm": Part(
-        by_launch([6, 8, 4, 0, 0, 8, 6, 4], [4, 6, 2, 6, 12, 8, 4, 0, 0, 0, 8, 8, 8, 12, 12, 6]), by_launch([4], [6])
+        by_launch(
+            [6, 8, 4, 0, 0, 8, 6, 4],  # to float32, pow, mean, add, rsqrt, mul, to bf16, mul by gamma
+            # mul, mul and sum (gamma's gradient), to float32, mul, mul, sum, pow, mul, mul, div, pow, mul, mul, add, to
+            # bf16
+            [4, 6, 2, 6, 12, 8, 4, 0, 0, 0, 8, 8, 8, 12, 12, 6],
+        ),
+        by_launch([4], [6]),
     ),
     # The product of gate and up. Fused casts of it and of its gradient read gate and up; the codes that the former
     # leaves to the latter are written once all the same.

@@ -120,7 +120,8 @@ class Rates:
         Without a measurement it is the time of the bytes: each launch reads two an element, and each layout writes one.
         The amax of a whole tensor takes one more launch, unless the cast is Delayed; the amaxes of columns take two.
         """
-        form, delayed = form_of(cast), isinstance(cast.rule, Delayed)
+        form = form_of(cast)
+        delayed = isinstance(cast.rule, Delayed)
         launches = {"tensor": 1 if delayed else 2, "row": 3 if both else 1}.get(form, 1)
         measured = self.casts.get("delayed" if delayed else form, (2 * launches + 1 + both) / self.copy)
         return elements * measured + self.launch * launches

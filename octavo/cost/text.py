@@ -21,7 +21,9 @@ def folded(rows: Sequence[Sequence[str]]) -> str:
     def between(begin: int, end: int) -> str:
         return columns([row[0], *row[begin:end]] for row in rows)
 
-    tables, begin, count = [], 1, len(rows[0])
+    tables = []
+    begin = 1
+    count = len(rows[0])
     while begin < count:
         wide = (end for end in range(begin + 2, count + 1) if max(map(len, between(begin, end).splitlines())) > WIDTH)
         end = next(wide, count + 1) - 1

@@ -70,7 +70,8 @@ MEMORY = (
 
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
-    bf16, steps = estimates[0], [step for step in estimates[1:] if step.name != FUSED_BF16]
+    bf16 = estimates[0]
+    steps = [step for step in estimates[1:] if step.name != FUSED_BF16]
     fitting = [step for step in steps if fits([step], rates)]
     choices = fitting or steps or [bf16]
     lines = [f"by the rates of {rates.device} ({rates.source})", *describe_attention(rates), "", tables(estimates), ""]
@@ -215,7 +216,8 @@ def change_that_fits(
         state: the arguments of ``optimizer_of``, where a change is one of these.
         settings: other arguments of ``step_in``, with the optimizer of the step.
     """
-    name, context = "delayed", inputs[0].shape[1]
+    name = "delayed"
+    context = inputs[0].shape[1]
     work = cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
     for change in changes(inputs[0].numel(), context, settings.get("head")):
         options = {**settings, **change.settings}
@@ -225,7 +227,8 @@ def change_that_fits(
             step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
         except PlanError:  # a head whose output is not in FP8 can't be stored so
             continue
-        flags, size = change.flags, f"{step.peak / GIB:,.0f} GiB"
+        flags = change.flags
+        size = f"{step.peak / GIB:,.0f} GiB"
         if fits([step], rates):
             return f"The smallest change that fits: {flags}. {name} takes {size} then."
     devices = 1 << math.ceil(math.log2(step.peak / rates.memory))

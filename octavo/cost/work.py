@@ -86,7 +86,8 @@ class LinearWork(NamedTuple):
 
     def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
         """Return seconds of output, grad_input and grad_weight in a step under a recipe."""
-        sizes, seconds = self.sizes, []
+        sizes = self.sizes
+        seconds = []
         results = sizes.output, sizes.input, sizes.weight  # the other two are the product's operands
         for kind, result, is_computed in zip(product_kinds(recipe), results, self.products, strict=True):
             moved = (2 if kind == IN_BF16 else 1) * (sum(sizes) - result) + 2 * result  # bytes of operands and result
@@ -129,12 +130,12 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 
 class Blocks(NamedTuple):
-    """A model's list of blocks: its name, how many, their share of ``Work.other``, and their forward's share."""
+    """A model's list of blocks: its name, how many, their share of ``Work.traffic``, and their forward's."""
 
     name: str
     size: int
-    other: Traffic
-    forward: Traffic
+    traffic: Traffic
+    forward_traffic: Traffic
 
 
 class Work(NamedTuple):
@@ -142,7 +143,7 @@ class Work(NamedTuple):
 
     linears: tuple[LinearWork, ...]  # that run, those of experts included
     other_flop: float  # of other products: attention, convolutions, experts that convert does not take
-    other: Traffic  # with the loss of a language model
+    traffic: Traffic  # of operations that are no products, with the loss of a language model
     blocks: Blocks | None
     attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
     inputs: Mapping[str, int] = MappingProxyType({})  # elements of the input of each other module, by name
@@ -165,7 +166,8 @@ class _Counter(OperationCounter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts, self.products = NO_TRAFFIC, self.formulas()
+        self.counts = NO_TRAFFIC
+        self.products = self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, _Origin] = {}  # by storage
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read, or _WRITTEN)
@@ -285,7 +287,8 @@ def lengthened(short: Result, long: Result, more: int) -> Result:
 def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None
-    name, fields = short.blocks.name, ("other_flop", "other", "blocks", "attention")
+    name = short.blocks.name
+    fields = ("other_flop", "traffic", "blocks", "attention")
     numbers, longer = ({field: getattr(work, field) for field in fields} for work in (short, long))
     block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
@@ -334,7 +337,8 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
     convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
     works_by_name, sizes = _watch(twin)
-    traffic, name = _Counter(), blocks_of(twin)
+    traffic = _Counter()
+    name = blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
         if not (results := [result for result in _tensors(twin(*arguments)) if result.requires_grad]):
@@ -345,7 +349,7 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return Work(
         linears=linears,
         other_flop=max(flop.get_total_flops() - sum(work.flop * sum(work.products) for work in linears), 0.0),
-        other=traffic.counts,
+        traffic=traffic.counts,
         blocks=None if name is None else _blocks(name, twin, marks, traffic.counts),
         attention=dict(traffic.attention),
         inputs=sizes,
@@ -384,15 +388,19 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        inputs, (groups, columns, rows) = _inputs(module, arguments, keywords), sizes_of(module)
+        inputs = _inputs(module, arguments, keywords)
+        (groups, columns, rows) = sizes_of(module)
         if not columns:  # no layer
             sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in inputs[:1] if isinstance(x, Tensor))
             return
-        x, weight = inputs[0], next(p for p in (weight_of(module), *module.parameters()) if p is not None)
-        tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
+        x = inputs[0]
+        weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
+        tokens = x.numel() // columns
+        reads = numbers.setdefault((id(x), x._version), len(numbers) + 1)
         live_inputs.append(x)
         if name in works_by_name:  # called more than once: the rows of its products add up
-            tokens, reads = tokens + works_by_name[name].tokens, 0
+            tokens = tokens + works_by_name[name].tokens
+            reads = 0
         needs = x.requires_grad, weight.requires_grad
         works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
 

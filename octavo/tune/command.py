@@ -84,9 +84,11 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     from octavo.kernels.triton.cases import CASES_OF_KIND
     from octavo.tune import timing, tuner
 
-    deadline, extent = timing.Deadline(options.minutes), tuner.TOY if options.toy else tuner.FULL
+    deadline = timing.Deadline(options.minutes)
+    extent = tuner.TOY if options.toy else tuner.FULL
     tuned_by_kind: dict[str, Tuned] = {}
-    kinds, failed = options.kinds or [*CASES_OF_KIND], False
+    kinds = options.kinds or [*CASES_OF_KIND]
+    failed = False
     if unknown := set(kinds) - CASES_OF_KIND.keys():
         raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(CASES_OF_KIND)}")
     if timing.ON_GPU and (tasks := tuner.tasks(kinds, extent)):

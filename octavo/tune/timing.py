@@ -121,7 +121,8 @@ def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], m
         a line for each task that raised; those not done in ``minutes`` are compiled when they are first called.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # inherited by the processes, which would start more
-    processes, in_time = min(len(os.sched_getaffinity(0)), len(tasks), 32), False
+    processes = min(len(os.sched_getaffinity(0)), len(tasks), 32)
+    in_time = False
     failures = []
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     futures = {pool.submit(_attempt, function, task): task for task in tasks}

@@ -69,14 +69,15 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile of
     a kind that transposes has 16 rows or more, and of large tensors 32: a sector's bytes.
     """
-    base, is_product = TileTable.read(None).config(kind, bucket), kind.startswith("matmul")
+    base = TileTable.read(None).config(kind, bucket)
     factors, configs = (1.0, 0.5, 2.0), [base]
-    least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
-    for r, c, w, t in itertools.product(factors, repeat=4):
-        depth = base.depth + round(math.log2(t)) if is_product else max(1, int(base.depth * t))
-        warps = min(16, int(base.num_warps * w))
-        if r * c / w in factors and base.block_r * r >= least and warps > 0:
-            configs.append(type(base)(int(base.block_r * r), int(base.block_c * c), depth, warps))
+    least_rows = (32 if bucket == 64 else 16) if "transpose" in kind else 1
+    for of_rows, of_cols, of_warps, of_depth in itertools.product(factors, repeat=4):
+        is_product = kind.startswith("matmul")
+        depth = base.depth + round(math.log2(of_depth)) if is_product else max(1, int(base.depth * of_depth))
+        warps = min(16, int(base.num_warps * of_warps))
+        if of_rows * of_cols / of_warps in factors and base.block_r * of_rows >= least_rows and warps > 0:
+            configs.append(type(base)(int(base.block_r * of_rows), int(base.block_c * of_cols), depth, warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 
@@ -134,7 +135,8 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
-    names, grid = [*cases.CASES_OF_KIND[kind]], grid_of(kind, bucket, extent)
+    names = [*cases.CASES_OF_KIND[kind]]
+    grid = grid_of(kind, bucket, extent)
     best = [config for config, cost in costs(grid, names[:1], extent.rounds[0]).items() if cost < math.inf][:FINALISTS]
     return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
 
@@ -165,7 +167,7 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
                 break
             print(f"  FAILED {tuple(config)}: {problem}", flush=True)
     if rows:
-        rows[-1][0] = 64
+        rows[-1][0] = 64  # the last row that was measured serves all larger sizes
     finite = [gain for gain in gains if gain < math.inf]
     return Tuned(rows, math.exp(sum(finite) / len(finite)) if finite else math.nan)
 
@@ -175,7 +177,8 @@ def _tune_library(extent: Extent) -> Tuned:
     rows: TableRows = []
     shapes = extent.buckets_of(LIBRARY)[64]
     for name, case in cases.CASES_OF_KIND[LIBRARY].items():
-        problem, log_ratio = case.wrong(shapes[0]), 0.0
+        problem = case.wrong(shapes[0])
+        log_ratio = 0.0
         for shape in () if problem else shapes:
             times = timings({"torch": case.call_of(shape), "Triton": case.by_triton().call_of(shape)}, extent.rounds[1])
             log_ratio += math.log(times.median("torch") / times.median("Triton"))

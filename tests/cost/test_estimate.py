@@ -70,7 +70,7 @@ def test_the_device_waits_where_the_host_takes_longer() -> None:
     idle = estimated()
     forward, after = idle.device
     assert idle.waits == 0 and min(forward, after) > 0 and work.blocks is not None
-    late = estimated(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
+    late = estimated(operation=HostTime(2 * forward / work.blocks.forward_traffic.ops, 0.0))
     assert late.waits == pytest.approx(forward) and late.total == pytest.approx(idle.total + forward)
     hidden, never = (estimated(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
     assert hidden.waits == 0 and never.waits == pytest.approx(2 * after - forward)
@@ -89,7 +89,7 @@ def test_the_loss_counts() -> None:
 
     def moved(vocabulary: int) -> float:
         words = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)).to(torch.bfloat16)
-        return work_of(on_meta(words), (TOKENS,)).other.bytes
+        return work_of(on_meta(words), (TOKENS,)).traffic.bytes
 
     assert moved(4096) - moved(1024) == pytest.approx(44 * TOKENS.numel() * (4096 - 1024), rel=0.05)
     features = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))

@@ -33,7 +33,7 @@ def test_work_is_that_of_a_real_step() -> None:
     scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of query . key^T: batch, heads, C, C, head width
     assert work.other_flop == scores * (2 + 5)  # forward two products, backward five: torch counts them from 2.15 on
     assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert work.other.bytes > sum(p.numel() for p in model.parameters())
+    assert work.traffic.bytes > sum(p.numel() for p in model.parameters())
 
 
 def test_operations_between_products_are_one_kernel_where_compiled() -> None:
@@ -44,8 +44,8 @@ def test_operations_between_products_are_one_kernel_where_compiled() -> None:
     x = torch.ones(4, 8, requires_grad=True)
     nets = (nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False)) for times in (1, 2))
     once, twice = (work_of(on_meta(net), (x,)) for net in nets)
-    assert twice.other.compiled == once.other.compiled and twice.other.ops == once.other.ops + 2
-    assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
+    assert twice.traffic.compiled == once.traffic.compiled and twice.traffic.ops == once.traffic.ops + 2
+    assert twice.traffic.bytes == once.traffic.bytes + 2 * 2 * 4 * 32
 
 
 def test_inputs_that_are_no_tensors_are_given_on() -> None:
@@ -89,7 +89,9 @@ def test_inputs_may_be_keywords_in_any_order() -> None:
     x = torch.ones(4, 8, requires_grad=True)
     by_keywords, by_place = (work_of(Net(keywords), (x,)) for keywords in (True, False))
     assert by_keywords == by_place and len(by_place.linears) == 3 and by_place.blocks is not None
-    assert by_keywords.inputs["blocks.0"] == 32 and by_place.blocks.forward.bytes < by_place.blocks.other.bytes
+    assert (
+        by_keywords.inputs["blocks.0"] == 32 and by_place.blocks.forward_traffic.bytes < by_place.blocks.traffic.bytes
+    )
 
 
 def test_what_backward_needs_and_a_layer_called_twice() -> None:

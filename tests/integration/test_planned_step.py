@@ -62,6 +62,6 @@ def test_casts_are_those_of_kernels_and_the_hosts_times_gpu_hosts() -> None:
 
 def test_a_block_moves_what_the_account_says() -> None:
     (_, one), (_, two) = step.models()
-    moved = two.blocks.other.bytes - one.blocks.other.bytes
+    moved = two.blocks.traffic.bytes - one.blocks.traffic.bytes
     said = float(re.findall(r"together \| ([\d.]+)", step.account_table())[0])
     assert 1e-9 * moved == pytest.approx(said, rel=0.06)  # a CPU copies its keys and values for attention

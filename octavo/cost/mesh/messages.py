@@ -46,8 +46,10 @@ def gather_bytes(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes
     """
     total = amaxes = 0.0
     for weight in weights:
-        shard_rows, matrices = math.ceil(weight.rows / ranks), weight.share * weight.held
-        elements, pairs = matrices * shard_rows * ranks * weight.cols, 0.0
+        shard_rows = math.ceil(weight.rows / ranks)
+        matrices = weight.share * weight.held
+        elements = matrices * shard_rows * ranks * weight.cols
+        pairs = 0.0
         is_converted = weight.converted and recipe != IN_BF16
         for granularity, scale_bytes in weight_scales(recipe) if is_converted else ():
             scales = matrices * math.prod(granularity.scale_shape((weight.rows, weight.cols)))
@@ -82,7 +84,8 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
     ``forward``, ``backward``: seconds that the rank computes.
     """
     layout, hardware = rank.layout, rank.hardware
-    recipe, levels = rank.precision.recipe if rank.precision.gathers else IN_BF16, rank.precision.reduction
+    recipe = rank.precision.recipe if rank.precision.gathers else IN_BF16
+    levels = rank.precision.reduction
     replica_stride = layout.tensor * layout.shard_ranks
     exposed = in_forward = in_backward = 0.0
     links = [(0.0, "NVLink")]
@@ -117,13 +120,14 @@ def tensor(rank: Rank) -> Wait:
     weight's gradient (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the
     features in scatters the sum of its output and gathers that output's gradient.
     """
-    layout, hardware, bytes_gathered = rank.layout, rank.hardware, rank.precision.operand_bytes
+    layout, hardware = rank.layout, rank.hardware
+    operand_bytes = rank.precision.operand_bytes
     seconds = 0.0
     for weight in rank.whole.block:
         if layout.tensor > 1 and weight.split in ("in", "out"):
             elements = rank.tokens * (weight.cols if weight.split == "out" else weight.rows)
             gathers = 2 if weight.split == "out" and rank.precision.as_megatron else 1
-            seconds += weight.share * gathers * hardware.wire(elements * bytes_gathered, layout.tensor, 1)
+            seconds += weight.share * gathers * hardware.wire(elements * operand_bytes, layout.tensor, 1)
             seconds += weight.share * hardware.wire(elements * BF16, layout.tensor, 1)  # the sum
             seconds += weight.share * hardware.latency * rank.precision.pairs  # of the scale
     seconds *= rank.shapes.layers
@@ -141,7 +145,8 @@ def expert(rank: Rank) -> Wait:
     link = hardware.link(layout.expert, 1, directly=True)
     if layout.expert == 1 or not experts:
         return Wait(0.0, 0.0, link)
-    used, servers = experts[0].used, max(1.0, layout.expert / hardware.server)
+    used = experts[0].used
+    servers = max(1.0, layout.expert / hardware.server)
     visited = min(MOST_SERVERS, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.as_megatron else used
     here = min(layout.expert, hardware.server)
     layers = rank.shapes.layers * experts[0].share

@@ -63,7 +63,8 @@ class MeshPlan(NamedTuple):
     def _times(self) -> list[list[str]]:
         """Return the rows of milliseconds a step by kind; of collectives also how long ranks wait for them."""
         step = self.best.step
-        kinds, waits = list(step.kinds), [kind for kind, wait in step.waits.items() if wait.seconds]
+        kinds = list(step.kinds)
+        waits = [kind for kind, wait in step.waits.items() if wait.seconds]
         header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         rows = [[*header, "total", "of bf16", "TFLOP/s"]]
         for name, rank, share in self._rows():

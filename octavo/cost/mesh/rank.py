@@ -84,7 +84,8 @@ class Rank:
         heads_and_features = [*self.whole.heads, *features] if features else []
         experts = [w.held for w in block if w.split == "experts"]
         for kind, words, counts in ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts):
-            ranks, common = getattr(self.layout, kind), math.gcd(*counts) or 1
+            ranks = getattr(self.layout, kind)
+            common = math.gcd(*counts) or 1
             if common % ranks:
                 divisors = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
                 sizes = ", ".join(map(str, sorted(set(counts)))) or "none known"

@@ -72,7 +72,8 @@ class MeshLayout:
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
     """Return ranks by kind, from a text such as "fsdp=8,tensor=8"."""
-    ranks_by_kind, named = dict.fromkeys(RANKS, 1), set[str]()
+    ranks_by_kind = dict.fromkeys(RANKS, 1)
+    named = set[str]()
     for part in text.split(","):
         kind, _, ranks = (word.strip() for word in part.partition("="))
         if kind not in RANKS or not ranks.isdecimal() or int(ranks) < 1:

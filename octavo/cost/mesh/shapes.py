@@ -119,7 +119,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
-    traffic = work.other, work.blocks.other
+    traffic = work.traffic, work.blocks.traffic
     moved, moved_in_blocks = (each.compiled if saved is None else each.bytes for each in traffic)
     return Shapes(
         name=type(model).__name__,
@@ -130,7 +130,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
         attention=work.other_flop / (sum(ATTENTION_FLOP) * context**2 * count),
         elementwise=moved_in_blocks / (6 * context * count),  # of bf16, and backward as twice forward
         logits=(moved - moved_in_blocks) / (context * head.out_features),
-        launches=0 if saved is None else work.blocks.other.ops / count,
+        launches=0 if saved is None else work.blocks.traffic.ops / count,
         saved=saved_bytes / context / count if saved_bytes else None,
         heads=_heads(model),
     )

@@ -72,7 +72,8 @@ class RankStep(Rank):
         It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the
         products; matrices but those of experts travel to them and back in bf16.
         """
-        seconds, hardware = 0.0, self.hardware
+        seconds = 0.0
+        hardware = self.hardware
         for part, ranks, stride in self.shards:
             moved = 2 * (self.state.master + self.moments(part)) + FLOAT + BF16
             seconds += moved * part.parameters / ranks / hardware.rates.copy
