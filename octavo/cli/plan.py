@@ -34,7 +34,8 @@ STATE = ("algorithm", "moments", "master", "weight_storage", "update_in_backward
 # options by the step that they are for; each is in one of these, but for those of StateConfig and of the model's sizes
 OF_ANY = ("model", "tokens", "device", "fuse", "gpus")
 OF_DEVICE = ("head", "attention", "loss")
-OF_MESH = ("mesh", "micro_batches", "recompute", "checkpoint_in_fp8")  # arguments of plan_on_mesh
+# arguments of plan_on_mesh, with what they are where the flag is not given
+OF_MESH = {"mesh": None, "micro_batches": None, "recompute": None, "checkpoint_in_fp8": False}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,22 +85,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _text(options: argparse.Namespace) -> str:
     """Return the plan of the options, whose first line says what is planned."""
-    sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
-    if options.model is not None and sizes:
-        flags = ", ".join(sorted(map(flag_of, sizes)))
-        raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
     with option_errors():
         config, state = build(ModelConfig, vars(options)), build(StateConfig, vars(options))
-    rates, context = cost.rates_of(options.device), config.context
-    if options.model is not None:
-        model = from_flags.from_hugging_face(options.model)
-        context = getattr(options, "context", None) or from_flags.context_of(model)
-    else:
-        with torch.device("meta"):
-            model = GPT(config).bfloat16()
-    of_mesh, of_device = ({name: getattr(options, name) for name in names} for names in (OF_MESH, OF_DEVICE))
-    if options.gpus is None and any(value is not None and value is not False for value in of_mesh.values()):
-        raise PlanError(f"{_flags(OF_MESH)} are for a step on several GPUs: add --gpus")
+    _require_consistent(options, state)
+    model, context = _model_of(options, config)
+    rates = cost.rates_of(options.device)
     if options.attention is not None:
         rates = with_attention(rates, options.attention)
     inputs = from_flags.tokens_of(options.tokens, context)
@@ -108,12 +98,33 @@ def _text(options: argparse.Namespace) -> str:
     head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is None:
         return _on_one_device(head, model, inputs, rates, options, state)
-    if state != StateConfig(algorithm=state.algorithm) or any(of_device.values()):
-        flags = _flags(STATE[1:] + OF_DEVICE)
-        raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
+    of_mesh = {name: getattr(options, name) for name in OF_MESH}
     of_mesh |= {"gpus": options.gpus, "fuse": options.fuse, "algorithm": state.algorithm}
     of_mesh |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
     return f"{head}\n{plan_on_mesh(model, rates, **of_mesh).text()}"
+
+
+def _require_consistent(options: argparse.Namespace, state: StateConfig) -> None:
+    """Raise PlanError for options that are for another kind of model, or of step, than the one planned."""
+    sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
+    if options.model is not None and sizes:
+        flags = ", ".join(sorted(map(flag_of, sizes)))
+        raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
+    if options.gpus is None:
+        if any(getattr(options, name) is not default for name, default in OF_MESH.items()):
+            raise PlanError(f"{_flags([*OF_MESH])} are for a step on several GPUs: add --gpus")
+    elif state != StateConfig(algorithm=state.algorithm) or any(getattr(options, name) for name in OF_DEVICE):
+        flags = _flags(STATE[1:] + OF_DEVICE)
+        raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
+
+
+def _model_of(options: argparse.Namespace, config: ModelConfig) -> tuple[nn.Module, int]:
+    """Return the model that the options name, without memory, and the tokens of one of its sequences."""
+    if options.model is not None:
+        model = from_flags.from_hugging_face(options.model)
+        return model, getattr(options, "context", None) or from_flags.context_of(model)
+    with torch.device("meta"):
+        return GPT(config).bfloat16(), config.context
 
 
 def _flags(names: Sequence[str]) -> str:
