@@ -82,7 +82,7 @@ class Published(NamedTuple):
         shapes = self.shapes
         if shapes is TRACED:
             shapes = replace(
-                traced()[self.kernels, self.precision.name], saved=None
+                traced()[self.kernels, self.precision.name], saved_bytes=None
             )  # nothing between products is saved
         return RankStep(shapes, self.layout, self.precision, self.hardware)
 

@@ -178,7 +178,7 @@ class Rank:
         return layers * ((1 - recomputed) * saved + recomputed * input_bytes) + math.ceil(recomputed) * saved
 
     def _saved_by_layer(self) -> float:
-        """Return bytes that a layer saves for a micro-batch: ``Shapes.saved``, or operands and what follows them."""
+        """Return bytes that a layer saves for a micro-batch: ``Shapes.saved_bytes``, or operands and what follows them."""
         layout, precision = self.layout, self.precision
         operand = BF16 if precision.recipe == IN_BF16 else CODE
         operands, from_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
@@ -188,5 +188,5 @@ class Rank:
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
             gathered = min(operand, precision.operand_bytes) * w.share * w.used * w.converted * w.cols
             from_other_ranks += gathered * (layout.tensor - 1) * is_gathered
-        saved = operands if self.whole.saved is None else self.whole.saved
+        saved = operands if self.whole.saved_bytes is None else self.whole.saved_bytes
         return self.tokens / layout.tensor * (saved + from_other_ranks)

@@ -45,9 +45,9 @@ class Weight:
 class Shapes:
     """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root.
 
-    ``elementwise``: elements that a block's forward reads or writes for a token between its products (norms, residuals,
-    rotation, activation). ``saved``: bytes that a block saves for a token; None: its products' operands as they read
-    them, and what attention and the activation read, in bf16.
+    ``elementwise_elements``: those that a block's forward reads or writes for a token between its products (norms,
+    residuals, rotation, activation). ``saved_bytes``: of what a block saves for a token; None: its products' operands
+    as they read them, and what attention and the activation read, in bf16.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Shapes:
     layers: int
     block: tuple[Weight, ...]
     root: tuple[Weight, ...]
-    attention: float  # features of a head's queries and values, the mean of both, times heads
-    elementwise: float
-    logits: float = 4 * BF16  # bytes that a step moves for one
+    attention_features: float  # features of a head's queries and values, the mean of both, times heads
+    elementwise_elements: float
+    bytes_a_logit: float = 4 * BF16  # that a step moves
     launches: float = 0  # kernels of a block between products, if the device waits for their launches
-    saved: float | None = None
+    saved_bytes: float | None = None
     heads: tuple[int, ...] = ()  # numbers of heads of queries and of keys; tensor parallelism divides each
 
     @property
@@ -75,7 +75,7 @@ class Shapes:
     def flop(self, sequence: int) -> float:
         """Return FLOP of a token: 6 a parameter that multiplies it, and causal attention, without recomputation."""
         converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
-        return 6.0 * (converted + self.head.elements + sequence * self.attention * self.layers)
+        return 6.0 * (converted + self.head.elements + sequence * self.attention_features * self.layers)
 
     def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
         """Return a rank's shapes before FSDP2 shards them; stages of a pipeline have equal parts of embedding, head."""
@@ -127,11 +127,11 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
         layers=layers,
         block=(*block, Weight(max(0, round(vectors)))),
         root=(embedding, Weight(head.out_features, head.in_features)),
-        attention=work.other_flop / (sum(ATTENTION_FLOP) * context**2 * count),
-        elementwise=moved_in_blocks / (6 * context * count),  # of bf16, and backward as twice forward
-        logits=(moved - moved_in_blocks) / (context * head.out_features),
+        attention_features=work.other_flop / (sum(ATTENTION_FLOP) * context**2 * count),
+        elementwise_elements=moved_in_blocks / (6 * context * count),  # of bf16, and backward as twice forward
+        bytes_a_logit=(moved - moved_in_blocks) / (context * head.out_features),
         launches=0 if saved is None else work.blocks.traffic.ops / count,
-        saved=saved_bytes / context / count if saved_bytes else None,
+        saved_bytes=saved_bytes / context / count if saved_bytes else None,
         heads=_heads(model),
     )
 

@@ -41,8 +41,11 @@ class RankStep(Rank):
         """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
         layout, rates, whole, hardware = self.layout, self.hardware.rates, self.whole, self.hardware
         layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
-        other = 3 * BF16 * whole.elementwise * self.tokens / layout.tensor / rates.copy + whole.launches * rates.launch
-        flop = 2.0 * self.tokens * layout.sequence_length * whole.attention / layout.tensor
+        other = (
+            3 * BF16 * whole.elementwise_elements * self.tokens / layout.tensor / rates.copy
+            + whole.launches * rates.launch
+        )
+        flop = 2.0 * self.tokens * layout.sequence_length * whole.attention_features / layout.tensor
         backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
         attention = flop / hardware.attention_forward + backward / hardware.attention_backward
         passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
@@ -52,7 +55,7 @@ class RankStep(Rank):
             "products": passes * sum(products for products, _ in layers) + head,
             "casts": passes * sum(casts for _, casts in layers),
             "attention": passes * attention,
-            "other": passes * other + whole.logits * logits / rates.copy,
+            "other": passes * other + whole.bytes_a_logit * logits / rates.copy,
         }
 
     @property

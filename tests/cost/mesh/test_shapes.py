@@ -31,15 +31,15 @@ def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
         Weight(64 + 2 * 32, 64, True, "out"), Weight(64, 64, True, "in"), Weight(2 * 176, 64, True, "out"),
         Weight(64, 176, True, "in"),
     )  # fmt: skip
-    assert (counted.layers, counted.width, counted.heads, counted.attention) == (2, 64, (4, 2), 64)
+    assert (counted.layers, counted.width, counted.heads, counted.attention_features) == (2, 64, (4, 2), 64)
     assert counted.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=64)
     assert len(short.model.layers) == 1 and len(model.model.layers) == 2  # type: ignore[union-attr,arg-type]
     ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
-    assert ideal < counted.elementwise < 2 * ideal
+    assert ideal < counted.elementwise_elements < 2 * ideal
     whole = shapes.shapes_of(model, work_of(model, tokens_of(64, 64)), 64, {"norms": 6400})
     # asking for a device is no launch
     assert whole.block == counted.block and 20 < whole.launches < 150 and counted.launches == 0
-    assert whole.elementwise > 2 * counted.elementwise and whole.saved == 6400 / 64 / 2
+    assert whole.elementwise_elements > 2 * counted.elementwise_elements and whole.saved_bytes == 6400 / 64 / 2
 
 
 def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
