@@ -1,5 +1,7 @@
 import copy
 import dataclasses
+import inspect
+import itertools
 import json
 import pickle
 import re
@@ -34,7 +36,11 @@ def test_the_page_has_the_formats_of_gradients():
     text = (Path(__file__).parents[1] / "docs/guides/which-recipe.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| formats \| (.+) \|$", text, re.MULTILINE)
     default, e5m2, e2m1 = row.split("; ")
-    formats = {name: make().grad_input[0].format for name, make in ALL.items() if make().grad_input}
+    gradients = {name: (make().grad_input, make().grad_weight) for name, make in ALL.items() if make().grad_input}
+    formats = {name: grad_input[0].format for name, (grad_input, _) in gradients.items()}
+    assert all(
+        grad_weight is None or grad_weight[0].format is formats[name] for name, (_, grad_weight) in gradients.items()
+    )
     assert default == "E4M3"
     for text, format in ((e5m2, E5M2), (e2m1, E2M1)):
         assert text.startswith(format.name.upper())
@@ -79,9 +85,11 @@ def test_granularities_formats_and_what_is_cast_once(name, input, weight, grad_o
 
 
 def test_scales_are_powers_of_two_where_they_are_asked_for():
-    assert not recipes.blockwise(power_of_two=False).output[0].power_of_two
-    assert recipes.dynamic(power_of_two=True).grad_weight[0].power_of_two
-    assert recipes.rowwise(power_of_two=True).grad_weight[0].power_of_two
+    asked = {name for name, make in ALL.items() if "power_of_two" in inspect.signature(make).parameters}
+    assert {"blockwise", "dynamic", "rowwise"} <= asked
+    for name, powers in itertools.product(asked, (False, True)):
+        products = [getattr(ALL[name](power_of_two=powers), product) for product in PRODUCTS]
+        assert {cast.power_of_two for casts in products if casts is not None for cast in casts} == {powers}, name
 
 
 def test_a_head_with_its_output_in_high_precision():

@@ -27,6 +27,7 @@ from tests.support.tiny_models import decoder
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 2}
 GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
+IN_PAGES = ("blockwise", "mx", "rowwise", "dynamic", "delayed")
 
 
 def test_types_pages_and_configurations_are_of_the_layouts_of_the_table():
@@ -39,7 +40,36 @@ def test_types_pages_and_configurations_are_of_the_layouts_of_the_table():
     assert re.findall(r'`"(\S+)"`', columns) == [*of_files]
     for name, layout in of_files.items():
         net = to_fp8(nn.Sequential(nn.Linear(128, 128)), getattr(recipes, layout.recipe)())
-        assert layout.config(*entries(net, name)[1:])["quant_method"] == layout.method
+        net.append(nn.Linear(128, 128))
+        config = layout.config(*entries(net, name)[1:])
+        assert config["quant_method"] == layout.method
+        assert '["1"]' in json.dumps(config), "a server has to know which matrices are in high precision"
+
+
+def test_pages_say_which_layouts_hold_which_recipes() -> None:
+    rollout, export = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("rollout.md", "export.md"))
+
+    def holds(layout: str, recipe: str) -> bool:
+        try:
+            entries(to_fp8(nn.Sequential(nn.Linear(128, 128)), getattr(recipes, recipe)()), layout)
+        except ExportError:
+            return False
+        return True
+
+    layouts_of_table = re.findall(r'`"(\S+)"`', re.findall(r"^\| recipe \(by the weight's cast\).+$", export, re.M)[0])
+    in_table: dict[str, list[str]] = {name: [] for name in layouts_of_table}
+    for row in re.findall(r"^\| (`\w+`.* \(.+\) \|.+) \|$", export, re.MULTILINE):
+        first, *cells = row.split(" | ")
+        for name, cell in zip(layouts_of_table, cells, strict=True):
+            assert cell.partition(":")[0].partition(";")[0] in ("works", "refused"), row
+            in_table[name] += re.findall(r"`(\w+)`", first) if cell.startswith("works") else []
+    in_rollout = dict(re.findall(r'^\| `"(\S+)"` \| [^|]+\| [^|]+\| ([^|]+) \|', rollout, re.MULTILINE))
+    methods = dict(re.findall(r'^\| `"(\S+)"` \|.*\| `\{"quant_method": "(\w+)"', rollout, re.MULTILINE))
+    for name, layout in LAYOUTS.items():
+        expected = {recipe for recipe in IN_PAGES if holds(name, recipe)}
+        assert {*re.findall(r"`(\w+)`", in_rollout[name])} == expected, name
+        assert name not in in_table or {*in_table[name]} == expected, name
+        assert layout.method is None or methods.get(name, layout.method) == layout.method
 
 
 def mixtral(intermediate: int = 256) -> nn.Module:

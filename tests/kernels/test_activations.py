@@ -26,6 +26,10 @@ def test_every_implementation_has_each(ops: Ops, name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_in_the_operations_of_torch_too(name: str) -> None:
+    h = torch.randn(200) * 3
+    before = h.clone()
+    values, with_slope = FUNCTIONS[name].in_float32(h), FUNCTIONS[name].with_slope(h)[0]
+    assert torch.equal(h, before) and torch.equal(values, with_slope)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         h, dy = torch.randn(200, dtype=dtype) * 3, torch.rand(200, dtype=dtype) - 0.5
         results = FUNCTIONS[name].value(h).double(), FUNCTIONS[name].gradient(dy, h).double()

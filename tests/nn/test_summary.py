@@ -241,7 +241,9 @@ def test_where_an_unconverted_layer_saves_nothing_the_table_says_how_much_the_co
 
 def test_every_column_is_described_and_printed():
     """A field of each class stands among its attributes, and another value of it prints another summary."""
-    row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic())).modules[0]
+    row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic()), torch.randn(16, 32)).modules[0]
+    numbers = [field.name for field in dataclasses.fields(row) if getattr(row, field.name) in (None, 0)]
+    assert numbers == [], "a forward in FP8 has a number of each"
     saved = SavedBytes({"norms": MIB}, {"norms": MIB}, regions={"": (1, MIB, MIB)})
     whole = Summary((row,), (1, 2), saved, {"mlp": "MLP"}, {"norm": "a hook"})
     saved_more = dataclasses.replace(saved, plain={"norms": 3 * MIB})
