@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks
+from octavo.inspect.weights import local_gradient
 from octavo.weights.fsdp2 import on_this_rank
 
 # --- limits: by how much the loss should change: far more than it is rounded by, and so little that its curvature
@@ -49,6 +50,14 @@ def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
     return (bits & -(1 << 16)).view(torch.float32)
 
 
+def _copies(parameter: Tensor, ranks: int) -> int:
+    """Return on how many ranks each element of a parameter lies, in a model some of whose parameters are sharded."""
+    if not hasattr(parameter, "placements"):
+        return ranks
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
+
+
 @torch.no_grad()
 def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[[], Tensor]) -> Tensor:
     """Return by how much a loss changes where weights move along their gradients, and by how much these say it does.
@@ -62,25 +71,29 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
         aim: a float64 number: by how much the loss should change.
         change: runs the forward, and returns the change of the loss.
     """
-    params = [(on_this_rank(p).data, on_this_rank(p.grad)) for p in model.parameters() if p.grad is not None]
-    moved = [(weight, grad) for weight, grad in params if type(weight) is Tensor and weight.element_size() > 1]
+    is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
+    moved: list[tuple[Tensor, Tensor, int]] = []  # weights and gradients of this rank; how many ranks have the same
+    for p in model.parameters():
+        grad, weight = local_gradient(p), on_this_rank(p).data
+        if grad is not None and type(weight) is Tensor and weight.element_size() > 1:
+            moved.append((weight, grad, _copies(p, ranks.size) if is_sharded else 1))
     if not moved:
         return aim.new_zeros(2)
-    is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
-    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) for weight, grad in moved])
+    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) / n for weight, grad, n in moved])
     grad_norms, weight_norms = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
     shares = torch.where(grad_norms > 0, weight_norms / grad_norms, 0.0)  # each weight by the same part of its size
     # of gradients that are inf or NaN, or all 0, no weight moves: the forward gets no NaN
     steps = (aim * shares / (grad_norms * weight_norms).sum()).nan_to_num(0.0, 0.0, 0.0)
-    weights = [weight.clone() for weight, _ in moved]
+    weights = [weight.clone() for weight, *_ in moved]
     try:
-        for (weight, grad), step in zip(moved, steps, strict=True):
+        for (weight, grad, _), step in zip(moved, steps, strict=True):
             weight.copy_(_moved(weight, grad, step))
-        predicted = torch.stack([dot(grad, weight - w) for (weight, grad), w in zip(moved, weights, strict=True)]).sum()
+        products = [dot(grad, weight - w) / n for (weight, grad, n), w in zip(moved, weights, strict=True)]
+        predicted = torch.stack(products).sum()
         reshard(model)
         changed = change()
     finally:
-        for (weight, _), w in zip(moved, weights, strict=True):
+        for (weight, *_), w in zip(moved, weights, strict=True):
             weight.copy_(w)
         reshard(model)
     return torch.stack([changed, predicted * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean

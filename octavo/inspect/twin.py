@@ -46,7 +46,7 @@ from octavo.inspect.products import GradientPair, Products, RankSums, cosines_of
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.inspect.slope import aimed_change, changes_along, dot
-from octavo.inspect.weights import torch_optimizer
+from octavo.inspect.weights import hook_before_update, torch_optimizer
 from octavo.nn.convert import using
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 from octavo.weights.operands import weight_of
@@ -73,7 +73,10 @@ MOVED_LOSS = 0.1
 
 NO_OPTIMIZER = "a twin runs before an optimizer's update: give octavo.inspect.record the optimizer"
 NO_HOOKS = "a twin runs before an optimizer's update, but optimizer.step() runs no hooks, as if it is compiled"
-IN_BACKWARD = "hooks take gradients as backward makes them, such as an optimizer's update in backward"
+IN_BACKWARD = (
+    "the model's parameters have no gradients before the update: hooks take them as backward makes them, such as an "
+    "optimizer's update in backward, or forwards compute with other parameters (torch.func.functional_call)"
+)
 NO_OUTPUT = (
     "no gradient came through the outputs of the model that octavo.inspect.record has: give it the module that the "
     "training calls (what torch.compile returned, not the module inside; a model.compile() cannot be noted), which "
@@ -236,7 +239,7 @@ class Twin:
         self.reason, self._hooks = NO_OPTIMIZER, list[Any]()
         if self._optimizer is not None:
             self.reason = ""
-            self._hooks = [self._optimizer.register_step_pre_hook(lambda *_: self._before_update())]
+            self._hooks = [hook_before_update(self._optimizer, self._before_update)]
 
     def begin(self, layers: Sequence[RecordedLayer]) -> None:
         """Note the forwards of a recorded step, from now on."""
@@ -294,13 +297,15 @@ class Twin:
             except Exception as error:  # the training's backward goes on
                 self._note_failure(error)
 
-    def _before_update(self) -> None:
+    def _before_update(self, is_after_closure: bool) -> None:
         """Compare the step with its twin before the optimizer's update, and note the comparison for ``take``."""
         if torch.compiler.is_compiling() or not self._layers or own_recipes(self._model) is None:
             return  # None: octavo.restore made all layers torch's meanwhile
         if device_of(self._model).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         calls = [call for call in self._notes.calls if any(output.grad is not None for output in call.outputs)]
+        if is_after_closure:  # where the optimizer moved weights for the closure, gradients are of its forwards alone
+            calls = [call for call in calls if not call.is_before_writes(self._model)]
         left, layers = self._left, self._layers
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
             if calls:

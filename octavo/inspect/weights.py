@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,40 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
+def hook_before_update(optimizer: torch.optim.Optimizer, call: Callable[[bool], None]) -> Any:
+    """Call a function before each update of an optimizer; return a handle with ``remove()``.
+
+    Where ``optimizer.step`` gets a closure that computes the gradients, as Lightning's, it is called after that. Its
+    argument says so: the optimizer may have moved weights for the closure, as sharpness-aware minimisation does.
+    """
+
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if torch.compiler.is_compiling() or not callable(closure):
+            return call(False)
+
+        def closure_and_call() -> Any:
+            loss = closure()
+            call(True)
+            return loss
+
+        return (args[0], *args[2:]), {**kwargs, "closure": closure_and_call}
+
+    return optimizer.register_step_pre_hook(before_step)
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """Return this rank's part of a parameter's gradient, sharded as the parameter is.
+
+    Under sequence parallelism gradients of norms arrive as addends, and that of an embedding as a whole.
+    """
+    grad: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and getattr(grad, "placements", placements) != placements:
+        grad = grad.redistribute(placements=placements)
+    return None if grad is None else on_this_rank(grad)
+
+
 class Updates:
     """Reads weights before and after the optimizer's step of recorded steps, for MOVED of each.
 
@@ -151,7 +185,8 @@ class Updates:
         self._last: Tensor | None = None  # sampled weights after the last recorded step's update
         self._moved: Tensor | None = None
         if (hooked := torch_optimizer(optimizer)) is not None:
-            self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_update()))
+            self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_step()))
+            self._handles.append(hook_before_update(hooked, lambda _: self._before_update()))
             self._handles.append(hooked.register_step_post_hook(lambda *_: self._after_update()))
         self.is_hooked = bool(self._handles)
 
@@ -167,16 +202,20 @@ class Updates:
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
     @torch.no_grad()
-    def _before_update(self) -> None:
+    def _before_step(self) -> None:
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             _, self._before = _read(self._weights, self.optimizer)
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             self._gradients = self._read_gradients()
 
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
-        leaf_gradients = [p.grad if p is not None and p.is_leaf else None for p in params]
-        local = [None if grad is None else on_this_rank(grad).detach() for grad in leaf_gradients]
+        leaf_gradients = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
+        local = [None if grad is None else grad.detach() for grad in leaf_gradients]
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
         empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before.weights[0, :0])
         gradients = [empty if grad is None else strided(grad) for grad in plain]

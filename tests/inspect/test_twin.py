@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -168,6 +176,114 @@ def test_a_twin_is_the_same_model_in_high_precision(returns_loss: bool, tmp_path
         assert record.weights["twin_cosine"][0, place] == pytest.approx(cosine, rel=1e-6)
         error = float((g - factor * t).norm() / (factor * t).norm())
         assert record.weights["twin_error"][0, place] == pytest.approx(error, rel=1e-4)
+
+
+def test_a_closure_that_computes_the_gradients_leaves_the_same_record(tmp_path: Path) -> None:
+    """As Lightning's Trainer gives it to each step: gradients of the step before are left when the step begins."""
+    records = []
+    for name in ("plain", "closure"):
+        torch.manual_seed(0)
+        model = octavo.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.delayed(), lambda *_: True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        with octavo.inspect.record(model, tmp_path / name, 1, optimizer=optimizer) as recorder:
+            for _ in range(3):
+
+                def closure(x: Tensor) -> Tensor:
+                    optimizer.zero_grad()  # noqa: B023
+                    (loss := (model(x) - x).square().mean()).backward()  # noqa: B023
+                    return loss
+
+                run = partial(closure, torch.randn(16, 64))
+                loss = run() if name == "plain" else optimizer.step(run)
+                if name == "plain":
+                    optimizer.step()
+                recorder.step(loss=loss)
+        records.append(octavo.inspect.load(tmp_path / name))
+    plain, closed = records
+    assert plain.events == closed.events == [] and plain.scalars == closed.scalars
+    for name, values in plain.weights.items():
+        np.testing.assert_array_equal(closed.weights[name], values, err_msg=name)
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Moves weights along their gradients before it calls the closure, and back after it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        weights = [p.clone() for p in params]
+        for p in params:
+            p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, weight in zip(params, weights, strict=True):
+            p.copy_(weight)
+        super().step()
+
+
+def test_a_closure_at_moved_weights_has_a_twin_at_these(tmp_path: Path) -> None:
+    weights = []
+    for twin in (True, False):
+        torch.manual_seed(0)
+        model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.delayed(), lambda *_: True)
+        optimizer = SharpnessAware(model.parameters(), 0.1)
+        with octavo.inspect.record(model, tmp_path / str(twin), 1, optimizer=optimizer, twin=twin) as recorder:
+            for _ in range(3):
+
+                def closure(x: Tensor) -> Tensor:
+                    (loss := (model(x) - x).square().mean()).backward()  # noqa: B023
+                    return loss
+
+                run = partial(closure, torch.randn(16, 64))
+                loss = run()
+                optimizer.step(run)
+                optimizer.zero_grad()
+                recorder.step(loss=loss)
+        weights.append([p.tolist() for p in model.parameters()])
+    assert weights[0] == weights[1]
+    record, losses, of_step = twins(tmp_path / "True")
+    assert record.events == [] and (record.weights["twin_cosine"] > 0.99).all()
+    np.testing.assert_allclose(losses, of_step, rtol=0.01)
+    np.testing.assert_array_equal(record.weights["outside"], 0)  # the optimizer itself moved them
+
+
+def tensor_parallel(mesh: Any, folder: str) -> list[list[float]]:
+    """Train under tensor and sequence parallelism; return root mean squares of the norm's gradients, [steps, 2]."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Embedding(32, 64), nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32)
+    )
+    octavo.convert(model, recipes.dynamic(), lambda *_: True)
+    styles = [
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        SequenceParallel(),
+        ColwiseParallel(input_layouts=Shard(1)),
+        RowwiseParallel(output_layouts=Replicate()),
+    ]
+    parallelize_module(model, mesh, {str(place): style for place, style in enumerate(styles)})
+    optimizer, sizes = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False), list[list[float]]()
+    with octavo.inspect.record(model, folder, 1, optimizer=optimizer, group=mesh.get_group()) as recorder:
+        for step in range(2):
+            tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(step))
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            sizes.append([float(p.grad.full_tensor().square().mean().sqrt()) for p in (model[1].weight, model[1].bias)])
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+    return sizes
+
+
+def test_gradients_that_are_not_sharded_as_their_weights_have_a_twin(pool: Any, tmp_path: Path) -> None:
+    """Those of a norm under sequence parallelism are addends, that of an embedding is whole."""
+    sizes, _ = pool.run(tensor_parallel, (2,), str(tmp_path))
+    record, losses, of_step = twins(tmp_path)
+    assert record.events == [] and len(losses) == 2
+    np.testing.assert_allclose(losses, of_step, rtol=0.01)
+    np.testing.assert_allclose(record.scalar("twin_slope"), 1, atol=0.02)
+    places = [record.others.index(name) for name in ("1.weight", "1.bias")]
+    np.testing.assert_allclose(record.of_others["gradient"][:, places], sizes, rtol=1e-5)
 
 
 class Loss(nn.Module):
@@ -363,6 +479,9 @@ def test_where_no_twin_can_run_the_record_says_why(tmp_path: Path) -> None:
     bias = model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     assert "update in backward" in why("in backward", sgd)
     handle.remove(), bias.remove()
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with_others = lambda: torch.func.functional_call(model, others, (torch.randn(16, 64),))  # noqa: E731
+    assert "compute with other parameters" in why("other parameters", sgd, with_others)
     outside = lambda: model(torch.randn(16, 64)).mean() + 99 * model[0].weight.square().sum()  # noqa: E731
     assert "another way than the model's outputs" in why("a penalty of weights", sgd, outside)
     assert "no gradient came through the outputs" in why("another module", sgd, lambda: model[0](torch.randn(16, 64)))

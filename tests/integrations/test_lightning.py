@@ -103,6 +103,58 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {**weights, **octavo.nn.delayed_state_dict(module)}
 
 
+class Recording(lightning.Callback):
+    """Records each step of a Whole's network into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.steps = 0
+        self.recorder = octavo.inspect.record(module.layers, self.folder, 1, optimizer=trainer.optimizers[0])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step > self.steps:  # not in each micro-batch
+            self.steps = trainer.global_step
+            self.recorder.step(loss=outputs["loss"])
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.recorder.close()
+
+
+class Whole(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = (self.layers(batch).float() - batch.float()).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_recorded_training_has_twins_and_the_bits_of_one_without(micro_batches: int, tmp_path: Path) -> None:
+    """The Trainer gives each step of the optimizer a closure that computes, and clips, the gradients."""
+    np = pytest.importorskip("numpy")
+    results = []
+    for callbacks in ([Recording(tmp_path)], []):
+        module, inputs = Whole(), torch.randn(3 * micro_batches * BATCH, WIDTH, generator=torch.Generator())
+        options = {"max_epochs": 1, "gradient_clip_val": 1e-3, "accumulate_grad_batches": micro_batches}
+        torch.manual_seed(0)
+        trainer = lightning.Trainer(
+            **ALONE, **options, callbacks=callbacks, plugins=[plugin()], enable_checkpointing=False
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(inputs, batch_size=BATCH))
+        results.append((module.losses, state(module)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
+    record = octavo.inspect.load(tmp_path)
+    assert record.events == [] and (record.weights["twin_cosine"] > 0.95).all()
+    sizes = np.sqrt(np.square(record.weights["gradient"]).sum(1)) * WIDTH  # of this step, as the optimizer gets it
+    assert ((sizes > 5e-4) & (sizes < 1.2e-3)).all()  # which clipping makes at most 0.001, with biases
+
+
 CASES: dict[str, dict[str, Any]] = {
     "bf16-mixed": {},
     "bf16-true": {"precision": "bf16-true"},
