@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.distributed.checkpoint import PlainModel
 from octavo.inspect.forwards import Forward, map_tensors, nodes_of
 from octavo.inspect.slope import dot
+from octavo.nn.inputs import finds_shapes
 from octavo.private import hooks_after_gradients, running_backward
 from octavo.weights.fsdp2 import whole
 
@@ -160,7 +161,7 @@ class StepNotes:
         self._hooks, self.calls, self._running = [], [], []
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or finds_shapes():
             return
         call, model = None, self.model
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:

@@ -53,6 +53,22 @@ def test_an_output_has_the_gradient_that_it_gets_from_outside() -> None:
     assert torch.equal(model.layer.weight.grad, again.layer.weight.grad)
 
 
+def test_a_forward_by_which_a_pipeline_finds_shapes_is_not_noted() -> None:
+    """Its input is memory that nobody wrote."""
+    pytest.importorskip("torch.distributed.pipelining.stage")
+    model = TwoOutputs()
+    notes = noted(model)
+    notes.begin()
+
+    def _shape_inference(x: Tensor) -> None:  # the name of torch's function
+        model(x)
+
+    _shape_inference(torch.empty(3, 8))
+    assert notes.calls == []
+    model(torch.randn(3, 8))
+    assert len(notes.calls) == 1
+
+
 def test_an_output_that_is_overwritten_has_no_product() -> None:
     model = TwoOutputs()
     notes = noted(model)
