@@ -41,8 +41,9 @@ from octavo.scaling.recipe import (
 __all__ = ["dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
 __all__ += ["nvfp4", "batch_invariant", "high_precision"]
 NAMED = tuple(__all__)  # each recipe once: default() is another's name
-__all__ += ["default", "last_blocks", "as_recipe", "load", "to_json"]
-AnyRecipe = Recipe | RecipeMap | str | Path  # as_recipe's argument: a str is the name of a recipe or a file
+__all__ += ["default", "last_blocks", "as_recipe", "load", "to_json", "AnyRecipe"]
+AnyRecipe = Recipe | RecipeMap | str | Path
+"""What arguments called ``recipe`` take: a recipe, recipes by names of layers, or the name of a recipe or of a file."""
 
 
 def default() -> Recipe:
