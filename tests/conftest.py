@@ -196,6 +196,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if item is item.config.stash.get(LAST_ON_RANKS, None) and (ranks := item.funcargs.get("pool")):  # type: ignore[attr-defined]
         ranks.stop()
     if nextitem is None or sets.file_of(nextitem) != sets.file_of(item):
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()  # torch compiles a function eight times, and no more, whichever files ask for it
         gc.collect()
         gc.freeze()
 

@@ -88,7 +88,6 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
         optimizer.step()
         return y + params[1].sum()
 
-    torch.compiler.reset()
     compiled = torch.compile(step, backend="aot_eager")
     for seed in (0, 1, 2):
         fill(params, seed)
@@ -97,7 +96,6 @@ def test_in_compiled_code_it_is_a_graph_break() -> None:
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(3))
-    torch.compiler.reset()
 
 
 def test_a_subclass_may_override_its_step() -> None:

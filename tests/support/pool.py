@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -118,6 +119,8 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
         while (task := connection.recv()) is not None:
             number, module, name, shape, arguments = task
             if module != module_before:  # nobody looks again at the objects of another file's tasks
+                if dynamo := sys.modules.get("torch._dynamo"):
+                    dynamo.reset()  # see tests/conftest.py
                 gc.collect()
                 gc.freeze()
             module_before = module

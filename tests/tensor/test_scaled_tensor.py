@@ -164,8 +164,6 @@ def test_repr_of_what_has_no_amax() -> None:
 
 
 def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes_anew() -> None:
-    torch.compiler.reset()
-
     def step(q: ScaledTensor, x: Tensor) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor, Tensor]:
         return q.t(), q.to(torch.bfloat16), quantize(x, E4M3, BLOCK), x @ q.dequantize()
 
@@ -181,7 +179,6 @@ def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes
 
 
 def test_an_op_outside_the_table_raises_in_a_compiled_function_too() -> None:
-    torch.compiler.reset()
     f = torch.compile(lambda q: q + 1, backend="aot_eager")
     with pytest.raises(Exception, match=r"aten.add.Tensor is not defined for a ScaledTensor"):
         f(pair())
@@ -191,7 +188,6 @@ def test_an_op_outside_the_table_raises_in_a_compiled_function_too() -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_quantize_compiles_with_its_gradient() -> None:
-    torch.compiler.reset()
     x = torch.randn(7, 11, requires_grad=True)
     # in two graphs: torch traces the backward with a ScaledTensor for its gradient, which then is a plain tensor
     value = torch.compile(lambda x: quantize(x, E4M3, BLOCK).dequantize(), backend="aot_eager")(x)

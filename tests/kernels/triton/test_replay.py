@@ -1,6 +1,7 @@
 """From its third call on an op is replayed, and does with other values all that it did."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,10 +80,9 @@ def test_any_other_op(kernels: TritonKernels, recorded: list[tuple[Any, Any]], n
         *(pytest.param(name, marks=pytest.mark.full) for name in ("cast rows + columns", "1x32 . 1x32, Triton")),
     ],
 )
-def test_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulating(90):
-        replay = triton_kernels.load(False).module("replay")
-        monkeypatch.setattr(replay, "REPLAYS", {})
+def test_compiled_kernels(name: str) -> None:
+    replay = triton_kernels.load(False).module("replay")
+    with emulating(90), mock.patch.object(replay, "REPLAYS", {}):
         for seed in range(3):
             torch.manual_seed(seed)
             assert cases.ALL_CASES[name].wrong((33, 64) if "." not in name else (48, 48, 64)) == ""
