@@ -178,7 +178,7 @@ class Rank:
         return layers * ((1 - recomputed) * saved + recomputed * input_bytes) + math.ceil(recomputed) * saved
 
     def _saved_by_layer(self) -> float:
-        """Return bytes that a layer saves for a micro-batch: ``Shapes.saved_bytes``, or operands and what follows them."""
+        """Return bytes that a layer saves for a micro-batch: ``Shapes.saved_bytes``, or operands and what follows."""
         layout, precision = self.layout, self.precision
         operand = BF16 if precision.recipe == IN_BF16 else CODE
         operands, from_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
