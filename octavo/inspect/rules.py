@@ -54,246 +54,321 @@ from octavo.inspect.twin import CONTROL_COSINE
 
 # parts of sentences and remedies of several rows
 SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
-LOAD = (
-    'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes',
-    "moments go on as they were",
-    "load it",
-)
 WORSE = "updates make it worse: look at the rate, at the gradients' sign and what changes them, and at the optimizer"
 RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
 SKIP = "leave out such steps"
-RECOVER = RECOVERY, "leaves out steps with such gradients", SKIP
 AFTER = "after the optimizer's step, and in no layer's input or gradient of its output"
 FIND = f"{RESTORE}; find what wrote them"
 MEAN = "divide the loss once by the batches that it is summed over"
-CLEAR = "call optimizer.zero_grad() before each step's backward"
+CLEAR_GRADIENTS = "call optimizer.zero_grad() before each step's backward"
 FALL = "the gradients are {share} of those before"
 BACKWARD = "look at hooks, autograd functions, detach(), and what checkpoints compute again, with which random numbers"
 TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
 
-_rate, _batch = (functools.partial(Rule, kind) for kind in ("learning rate", "batch"))
-_written = functools.partial(Rule, "overwritten", WRITTEN, find_written)
-_forward = functools.partial(Rule, "nonfinite", 0.0, find_nonfinite_forward)
-_backward = functools.partial(Rule, "nonfinite", 0.0, find_nonfinite_backward, unless=(find_nonfinite_forward,))
-_weights = functools.partial(
-    Rule, "nonfinite", 0.0, find_nonfinite_weights, unless=(find_nonfinite_forward, find_nonfinite_backward)
+# Rows that share a kind or a test. A row's own keywords win.
+_rate = functools.partial(Rule, kind="learning rate", test=find_rates)
+_low_rate = functools.partial(_rate, remedy=SCHEDULE, expected="it trains on")
+_state = functools.partial(
+    Rule,
+    kind="state",
+    test=find_state,
+    remedy='optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes',
+    expected="moments go on as they were",
+    advice="load it",
 )
-_frozen = functools.partial(Rule, "frozen", 0.0, find_frozen)
+_written = functools.partial(Rule, kind="overwritten", limit=WRITTEN, test=find_written, remedy=FIND)
+_forward = functools.partial(Rule, kind="nonfinite", test=find_nonfinite_forward)
+_backward = functools.partial(Rule, kind="nonfinite", test=find_nonfinite_backward, unless=(find_nonfinite_forward,))
+_skipped = functools.partial(_backward, remedy=RECOVERY, expected="leaves out steps with such gradients", advice=SKIP)
+_weights = functools.partial(
+    Rule,
+    kind="nonfinite",
+    test=find_nonfinite_weights,
+    remedy=RESTORE,
+    unless=(find_nonfinite_forward, find_nonfinite_backward),
+)
+_frozen = functools.partial(Rule, kind="frozen", test=find_frozen)
+_unmoved = functools.partial(Rule, kind="unmoved", limit=UNMOVED, test=find_unmoved)
+_slope = functools.partial(Rule, kind="backward", test=find_slope)
 
 RULES: dict[str, Rule] = {
     # times the highest earlier one, after a step that hardly raised it
     "rate_rises": _rate(
-        *(2.0, find_rates, "{name} rises from {top:.3g} to {most:.3g}"),
-        'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {top:.3g})',
-        "the rate of the steps before; look at the schedule and at what resumed the run",
-        "keep it at {top:.3g}",
+        limit=2.0,
+        text="{name} rises from {top:.3g} to {most:.3g}",
+        remedy='for group in optimizer.param_groups: group["lr"] = min(group["lr"], {top:.3g})',
+        expected="the rate of the steps before; look at the schedule and at what resumed the run",
+        advice="keep it at {top:.3g}",
     ),
     # a rate that falls to less than one in so many, and stays low
-    "rate_falls": _rate(30.0, find_rates, "{name} falls from {previous:.3g} to {value:.3g}", SCHEDULE, "it trains on"),
-    "rate_is_0": _rate(0.0, find_rates, "{name} is 0", SCHEDULE, "it trains on"),
-    "rate_below_0": _rate(0.0, find_rates, "{name} is below 0: {value:.3g}", SCHEDULE, "each such step goes uphill"),
+    "rate_falls": _low_rate(limit=30.0, text="{name} falls from {previous:.3g} to {value:.3g}"),
+    "rate_is_0": _low_rate(text="{name} is 0"),
+    "rate_below_0": _low_rate(text="{name} is below 0: {value:.3g}", expected="each such step goes uphill"),
     # times its last value, of another option of the optimizer that did not change a step earlier
     "option_leaps": Rule(
-        *("options", 2.0, find_options, "{option} of group {group} changes from {was:.3g} to {now:.3g}"),
-        'optimizer.param_groups[{group}]["{option}"] = {was:.3g}',
+        kind="options",
+        limit=2.0,
+        test=find_options,
+        text="{option} of group {group} changes from {was:.3g} to {now:.3g}",
+        remedy='optimizer.param_groups[{group}]["{option}"] = {was:.3g}',
         advice="keep it at {was:.3g}",
     ),
     # share of a weight that weight decay takes in a step
     "decay_takes": Rule(
-        *("decay", 0.02, find_options, "weight decay takes {share} of the weights of group {group} in a step"),
-        f'optimizer.param_groups[{{group}}]["{{option}}"] = {USUAL_DECAY}',
+        kind="decay",
+        limit=0.02,
+        test=find_options,
+        text="weight decay takes {share} of the weights of group {group} in a step",
+        remedy=f'optimizer.param_groups[{{group}}]["{{option}}"] = {USUAL_DECAY}',
         advice="lower it",
     ),
     # times the bound of a moment by its last value and the gradient, or the bound over the moment
-    "moments_written": Rule("state", 1.3, find_state, "something but the optimizer wrote its moments", *LOAD),
-    "state_is_new": Rule(
-        "state", 0.0, find_state, "the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}", *LOAD
-    ),
+    "moments_written": _state(limit=1.3, text="something but the optimizer wrote its moments"),
+    "state_is_new": _state(text="the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}"),
     # the very first step's change of a weight, over its root mean square: median of layers
     "large_first_step": Rule(
-        *("warm-up", 0.1, find_large_steps),
-        "the first step, without a warm-up, changes most weights by {share} of their size",
-        "let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
-        "smaller first updates",
+        kind="warm-up",
+        limit=0.1,
+        test=find_large_steps,
+        text="the first step, without a warm-up, changes most weights by {share} of their size",
+        remedy="let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
+        expected="smaller first updates",
     ),
     # the same of any step, where the update is as large as before for its rate
-    "large_steps": _rate(
-        *(0.05, find_large_steps),
-        "the learning rate is too high: a step changes most weights by {share} of their size",
-        'for group in optimizer.param_groups: group["lr"] /= {times:.3g}',
-        "steps of about 1 %",
-        "divide it by {times:.3g}",
+    "large_steps": Rule(
+        kind="learning rate",
+        limit=0.05,
+        test=find_large_steps,
+        text="the learning rate is too high: a step changes most weights by {share} of their size",
+        remedy='for group in optimizer.param_groups: group["lr"] /= {times:.3g}',
+        expected="steps of about 1 %",
+        advice="divide it by {times:.3g}",
         unless=(find_rates,),
     ),
     # the numbers of a batch, over those of all earlier batches, where it lasts
-    "batch_shrinks": _batch(
-        *(0.3, find_smaller_batches, "batches have {share} of the numbers that they had"),
-        "look at the data loader, and at what splits its batches or accumulates them",
+    "batch_shrinks": Rule(
+        kind="batch",
+        limit=0.3,
+        test=find_smaller_batches,
+        text="batches have {share} of the numbers that they had",
+        remedy="look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    "loss_stays_up": _batch(0.05, find_rise, "the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", "{look}"),
-    "loss_climbs": Rule("drift", 0.05, find_rise, "the loss climbs step by step, from {was:.3g} to {now:.3g}", WORSE),
+    "loss_stays_up": Rule(
+        kind="batch",
+        limit=0.05,
+        test=find_rise,
+        text="the loss rose and stays up, from {was:.3g} to {now:.3g}{more}",
+        remedy="{look}",
+    ),
+    "loss_climbs": Rule(
+        kind="drift",
+        limit=0.05,
+        test=find_rise,
+        text="the loss climbs step by step, from {was:.3g} to {now:.3g}",
+        remedy=WORSE,
+    ),
     # the curvature of the loss over that of earlier steps
     "batches_repeat": Rule(
-        *("repeats", 0.25, find_repeated_batches),
-        "the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn",
-        "look whether the data loader shuffles, goes on, and gives each worker its own data",
+        kind="repeats",
+        limit=0.25,
+        test=find_repeated_batches,
+        text="the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn",
+        remedy="look whether the data loader shuffles, goes on, and gives each worker its own data",
     ),
-    "loss_is_nonfinite": _batch(
-        0.0, find_bad_losses, "the loss is inf or NaN, though no layer has one: as of a batch without a label", LOOK
+    "loss_is_nonfinite": Rule(
+        kind="batch",
+        test=find_bad_losses,
+        text="the loss is inf or NaN, though no layer has one: as of a batch without a label",
+        remedy=LOOK,
     ),
     "made_between_records": _forward(
-        "inf or NaN began between two recorded steps",
-        "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
+        text="inf or NaN began between two recorded steps",
+        remedy="train from the last checkpoint under octavo.inspect.trace_faults, which names the layer",
     ),
     "made_by_batch": _forward(
-        "the batch, or what embeds it, brings inf or NaN to the first layer",
-        f"{LOOK}; then {RESTORE}",
-        "the other layers had none before",
-    )._replace(kind="batch"),
+        kind="batch",
+        text="the batch, or what embeds it, brings inf or NaN to the first layer",
+        remedy=f"{LOOK}; then {RESTORE}",
+        expected="the other layers had none before",
+    ),
     "made_by_activation": _forward(
-        "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
-        RECOVERY,
+        text="gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them",
+        remedy=RECOVERY,
         advice=SKIP,
     ),
     "made_by_weight": _forward(
-        "has inf or NaN in its weight, or in what is computed up to {then}: its input has none", RESTORE
+        text="has inf or NaN in its weight, or in what is computed up to {then}: its input has none", remedy=RESTORE
     ),
     "made_by_loss_scale": _backward(
-        "gradients overflow at a loss scale{scale}", "take a loss scale that is lower: let GradScaler halve it"
-    )._replace(kind="loss scale"),
-    "made_by_backward": _backward("gets a gradient with inf or NaN, which the layers behind it did not have", *RECOVER),
-    "made_after_backward": _backward(
-        "the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or what "
-        "changes gradients after backward",
-        *RECOVER,
+        kind="loss scale",
+        text="gradients overflow at a loss scale{scale}",
+        remedy="take a loss scale that is lower: let GradScaler halve it",
     ),
-    "made_by_update": _weights(f"has inf or NaN in its weight {AFTER}", RESTORE),
-    "made_by_updates": _weights(f"inf or NaN are in the weights {AFTER}", RESTORE),
+    "made_by_backward": _skipped(text="gets a gradient with inf or NaN, which the layers behind it did not have"),
+    "made_after_backward": _skipped(
+        text="the gradients that the optimizer gets have inf or NaN, and no layer's do: another rank made them, or "
+        "what changes gradients after backward",
+    ),
+    "made_by_update": _weights(text=f"has inf or NaN in its weight {AFTER}"),
+    "made_by_updates": _weights(text=f"inf or NaN are in the weights {AFTER}"),
     # share of the last layer's gradients that became 0
     "gradients_underflow": Rule(
-        *("loss scale", 0.3, find_underflow, "{share} of the last layer's gradients are 0 at a loss scale{scale}"),
-        "take a loss scale that is higher: they underflow",
+        kind="loss scale",
+        limit=0.3,
+        test=find_underflow,
+        text="{share} of the last layer's gradients are 0 at a loss scale{scale}",
+        remedy="take a loss scale that is higher: they underflow",
     ),
     "labels_ignored": Rule(
-        *("labels", 0.3, find_underflow, "{share} of the last layer's gradients are 0"),
-        "look at the labels that the loss ignores, and at what changes its gradient; in float16 these may underflow",
+        kind="labels",
+        limit=0.3,
+        test=find_underflow,
+        text="{share} of the last layer's gradients are 0",
+        remedy="look at the labels that the loss ignores, and at what changes its gradient; in float16 these may "
+        "underflow",
     ),
     "weight_untied": Rule(
-        *("untied", 0.0, find_untied, "no longer shares its weight: {names} were one"),
-        "tie them again, before the optimizer is made",
-        "one parameter, which the optimizer trains",
+        kind="untied",
+        test=find_untied,
+        text="no longer shares its weight: {names} were one",
+        remedy="tie them again, before the optimizer is made",
+        expected="one parameter, which the optimizer trains",
     ),
     # share of a weight's numbers that became 0
     "rows_died": Rule(
-        *("dead rows", 1e-4, find_dead_rows, "has 0 in {share} of its weight"),
-        "give these units their initial weights anew; look for what masks them, and at the bias before",
+        kind="dead rows",
+        limit=1e-4,
+        test=find_dead_rows,
+        text="has 0 in {share} of its weight",
+        remedy="give these units their initial weights anew; look for what masks them, and at the bias before",
     ),
     # a change of a weight by something but the optimizer, over the weight's root mean square
     "weight_written": _written(
-        "has a weight that the optimizer did not write: its {name} went from {was:.3g} to {now:.3g}", FIND
+        text="has a weight that the optimizer did not write: its {name} went from {was:.3g} to {now:.3g}"
     ),
-    "weights_written": _written("{count} of {all} weights have new numbers, not by the optimizer", FIND),
-    "weights_permuted": Rule(
-        *("ranks", WRITTEN, find_written),
-        "{count} of {all} weights have the same numbers in other places, as if ranks had loaded each other's shards, "
-        "not by the optimizer",
-        FIND,
+    "weights_written": _written(text="{count} of {all} weights have new numbers, not by the optimizer"),
+    "weights_permuted": _written(
+        kind="ranks",
+        text="{count} of {all} weights have the same numbers in other places, as if ranks had loaded each other's "
+        "shards, not by the optimizer",
     ),
     "gradients_left": Rule(
-        "gradients", 0.0, find_left_gradients, "gradients of the step before are left when backward begins", CLEAR
+        kind="gradients",
+        test=find_left_gradients,
+        text="gradients of the step before are left when backward begins",
+        remedy=CLEAR_GRADIENTS,
     ),
     # their cosine with those of the same step, computed once more
     "gradients_changed": Rule(
-        *("gradients", CONTROL_COSINE, find_changed_gradients),
-        "the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
-        "look at what changes gradients after backward: hooks, what ranks send, an average with other steps' gradients",
+        kind="gradients",
+        limit=CONTROL_COSINE,
+        test=find_changed_gradients,
+        text="the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
+        remedy="look at what changes gradients after backward: hooks, what ranks send, an average with other steps' "
+        "gradients",
         unless=(find_left_gradients,),
     ),
     # the gradients that the optimizer gets over the median of earlier ones, and half as much over the largest
     "gradients_leap": Rule(
-        *("gradients", 3.0, find_leaps),
-        "the gradients are {times:.3g} times as large as before, and a step changes most weights {ratio:.3g} times as "
-        "much",
-        f"{CLEAR}, and {MEAN}; or torch.nn.utils.clip_grad_norm_(model.parameters(), {{norm:.3g}})",
-        "before each optimizer.step(): no more than twice the last record's",
-        f"{CLEAR}, and {MEAN}; or clip their norm",
+        kind="gradients",
+        limit=3.0,
+        test=find_leaps,
+        text="the gradients are {times:.3g} times as large as before, and a step changes most weights {ratio:.3g} "
+        "times as much",
+        remedy=f"{CLEAR_GRADIENTS}, and {MEAN}; or torch.nn.utils.clip_grad_norm_(model.parameters(), {{norm:.3g}})",
+        expected="before each optimizer.step(): no more than twice the last record's",
+        advice=f"{CLEAR_GRADIENTS}, and {MEAN}; or clip their norm",
     ),
     # of all layers' gradients, which fall to one in so many
-    "gradients_fall": Rule("gradients", 8.0, find_leaps, FALL, MEAN),
+    "gradients_fall": Rule(kind="gradients", limit=8.0, test=find_leaps, text=FALL, remedy=MEAN),
     # such a fall, where the norm of all gradients over the median of earlier ones rises to this
     "clipped_fall": Rule(
-        *("gradients", 3.0, find_leaps, f"{FALL}, though their norm rose"),
-        "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
+        kind="gradients",
+        limit=3.0,
+        test=find_leaps,
+        text=f"{FALL}, though their norm rose",
+        remedy="divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
     "not_in_optimizer": _frozen(
-        "does not train{others}, though it has gradients: no group of the optimizer has it", TRAINS
+        text="does not train{others}, though it has gradients: no group of the optimizer has it", remedy=TRAINS
     ),
-    "without_gradient": _frozen("does not train{others}, and gets no gradient", TRAINS),
+    "without_gradient": _frozen(text="does not train{others}, and gets no gradient", remedy=TRAINS),
     "nothing_trains": _frozen(
-        "no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
-        "look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or NaN",
+        text="no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
+        remedy="look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or "
+        "NaN",
     ),
     # share of a weight's, or its master's, numbers that a step does not change
-    "weight_unmoved": Rule(
-        *("unmoved", UNMOVED, find_unmoved, BELOW.format("weight")),
-        'octavo.optim.AdamW(model.parameters(), master="split24")',
-        "keeps 8 more bits of what is rounded off",
+    "weight_unmoved": _unmoved(
+        text=BELOW.format("weight"),
+        remedy='octavo.optim.AdamW(model.parameters(), master="split24")',
+        expected="keeps 8 more bits of what is rounded off",
     ),
-    "master_unmoved": Rule(
-        *("unmoved", UNMOVED, find_unmoved, BELOW.format("master")),
-        'octavo.optim.AdamW(model.parameters(), master="fp32")',
-        "keeps all what is rounded off",
+    "master_unmoved": _unmoved(
+        text=BELOW.format("master"),
+        remedy='octavo.optim.AdamW(model.parameters(), master="fp32")',
+        expected="keeps all what is rounded off",
     ),
     # share of second moments that are flushed
     "moments_flushed": Rule(
-        *("second moments", 1e-2, find_flushed),
-        "flushes {share} of its second moments where the first are not, {extent},",
-        'octavo.optim.AdamW(model.parameters(), moments="bf16")',
-        "bf16 has float32's range: nothing is flushed",
+        kind="second moments",
+        limit=1e-2,
+        test=find_flushed,
+        text="flushes {share} of its second moments where the first are not, {extent},",
+        remedy='octavo.optim.AdamW(model.parameters(), moments="bf16")',
+        expected="bf16 has float32's range: nothing is flushed",
     ),
     # tokens of an expert
     "expert_is_idle": Rule(
-        *("idle expert", 0.0, find_idle_experts, "gives no tokens to expert {expert} of {count}"),
-        "balance the router: a bias for each expert, or a loss for balance; look at its scores",
+        kind="idle expert",
+        test=find_idle_experts,
+        text="gives no tokens to expert {expert} of {count}",
+        remedy="balance the router: a bias for each expert, or a loss for balance; look at its scores",
     ),
     # times the largest earlier change of a module's output of the same batch, beside its input's and weights' too
     "new_forward": Rule(
-        *("forward", 4.0, find_new_forward),
-        "{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
-        "look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, of a "
-        "run that was resumed, at the weights that it loaded",
+        kind="forward",
+        limit=4.0,
+        test=find_new_forward,
+        text="{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
+        remedy="look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, "
+        "of a run that was resumed, at the weights that it loaded",
         level="warning",
     ),
     # the change of a gradient of the same batch, over the largest and twice the spread of those before
     "new_backward": Rule(
-        *("backward", 2.0, find_new_backward),
-        "backward computes another gradient of {name} for the same batch: it changed by {now}, by {most} before",
-        BACKWARD,
+        kind="backward",
+        limit=2.0,
+        test=find_new_backward,
+        text="backward computes another gradient of {name} for the same batch: it changed by {now}, by {most} before",
+        remedy=BACKWARD,
         level="warning",
     ),
     # the change of the loss along the gradients over what they say, less what it was; less 1
-    "slope_leaves": Rule(
-        *("backward", 0.04, find_slope),
-        "backward no longer computes the gradients of what the model computes: along them its loss changes by "
+    "slope_leaves": _slope(
+        limit=0.04,
+        text="backward no longer computes the gradients of what the model computes: along them its loss changes by "
         "{now:.2f} times what they say, by {was:.2f} times before",
-        BACKWARD,
+        remedy=BACKWARD,
         level="warning",
     ),
-    "slope_is_off": Rule(
-        *("backward", 0.2, find_slope),
-        "backward computes other gradients than those of what the model computes: along them its loss changes by "
+    "slope_is_off": _slope(
+        limit=0.2,
+        text="backward computes other gradients than those of what the model computes: along them its loss changes by "
         "{now:.2f} times what they say",
-        f"{BACKWARD}, unless this is meant",
+        remedy=f"{BACKWARD}, unless this is meant",
         level="note",
     ),
     # standard deviation of attention's logits
     "logits_are_large": Rule(
-        *("logits", 10.0, find_large_logits),
-        "makes queries and keys so large that attention's logits deviate by about {most:.2g}",
-        "norm queries and keys before they are multiplied (QK norm)",
+        kind="logits",
+        limit=10.0,
+        test=find_large_logits,
+        text="makes queries and keys so large that attention's logits deviate by about {most:.2g}",
+        remedy="norm queries and keys before they are multiplied (QK norm)",
     ),
 }
 

@@ -35,11 +35,11 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: the finding's kind.
-        limit: of the measure that the test takes; 0 where any is a fault.
         test: yields the hits of all rows with this test, from the run and these rows, which are arguments by name.
             It depends on no other test.
         text: the fault, without its layer's name.
         remedy: as Python, or what to look at.
+        limit: of the measure that the test takes; 0 where any is a fault.
         expected: the remedy's effect.
         advice: the remedy in plain words, if it is code; else the remedy up to its first semicolon is taken.
         level: the level of these findings, if their severity does not say it.
@@ -47,10 +47,10 @@ class Rule(NamedTuple):
     """
 
     kind: str
-    limit: float
     test: Callable[..., Iterator[Hit]]
     text: str
     remedy: str
+    limit: float = 0.0
     expected: str = ""
     advice: str = ""
     level: str = ""
