@@ -34,7 +34,7 @@ from octavo.weights.fsdp2 import on_this_rank, whole
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step
+STEPS_BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step
 LATE = 2  # the host reads an accelerator's step this many steps later, when it has been computed, or nearly
 WATCHED = (ROLES[0], ROLES[2])  # the roles that are watched by their products: input and grad_output
 SIGNALS = ("weight", "input", "loss", "grad_output", "grad_norm")  # in the order in which a step computes them
@@ -132,10 +132,10 @@ class FaultTrace:
         self._device = self._layers[0][1].parameters_device
         self._late = 0 if self._device.type == "cpu" else LATE
         self._readings: list[tuple[int, InFlight]] = []  # steps, and _send's signals
-        self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
+        self._read: deque[tuple[int, float, float]] = deque(maxlen=STEPS_BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
         self._statistics = torch.zeros(len(roles), len(Counted.faults), device=self._device, dtype=torch.float32)
-        self._ring = self._statistics.new_zeros(BEFORE + 1 + self._late, *self._statistics.shape)
+        self._ring = self._statistics.new_zeros(STEPS_BEFORE + 1 + self._late, *self._statistics.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
         # number roles, or experts of a role, from 1 on
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]

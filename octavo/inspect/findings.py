@@ -16,7 +16,7 @@ from octavo.inspect.rows import Row
 from octavo.inspect.verdicts import checked
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
 
-# A cast's measure beyond its limit is a finding; other limits are in rules.RULES.
+# A cast's measure beyond its limit is a finding; other limits are in rules.FAULT_RULES.
 LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None}
 
 # --- limits beside these, of which docs/inspect.md has the SQNR that a cast needs; others were chosen by how many first
@@ -88,7 +88,7 @@ def diagnose(record: Record) -> list[Finding]:
     record = _without_skips(record)
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
-    findings = rules.findings(record)
+    findings = rules.apply_rules(record)
     for place in range(len(record.rows)):
         findings += _DiagnosedCast(worst, excess, place).findings()
     return incidents(record, checked(record, findings))

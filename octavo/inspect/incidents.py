@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
     ``part``: the part of a step in which they begin; None for casts and layers, whose role says it. ``warns``: a
     measure of so many times its limit is a warning. Of a cast's kinds: its limit, the sentence with the role and the
-    measures, and the measure of what is lost; the others have these in rules.RULES.
+    measures, and the measure of what is lost; the others have these in rules.FAULT_RULES.
     """
 
     part: int | None = None

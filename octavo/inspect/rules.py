@@ -90,10 +90,13 @@ _weights = functools.partial(
     unless=(find_nonfinite_forward, find_nonfinite_backward),
 )
 _frozen = functools.partial(Rule, kind="frozen", test=find_frozen)
+_rise = functools.partial(Rule, limit=0.05, test=find_rise)
+_underflow = functools.partial(Rule, limit=0.3, test=find_underflow)
+_leap = functools.partial(Rule, kind="gradients", test=find_leaps)
 _unmoved = functools.partial(Rule, kind="unmoved", limit=UNMOVED, test=find_unmoved)
 _slope = functools.partial(Rule, kind="backward", test=find_slope)
 
-RULES: dict[str, Rule] = {
+FAULT_RULES: dict[str, Rule] = {
     # times the highest earlier one, after a step that hardly raised it
     "rate_rises": _rate(
         limit=2.0,
@@ -156,20 +159,10 @@ RULES: dict[str, Rule] = {
         remedy="look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    "loss_stays_up": Rule(
-        kind="batch",
-        limit=0.05,
-        test=find_rise,
-        text="the loss rose and stays up, from {was:.3g} to {now:.3g}{more}",
-        remedy="{look}",
+    "loss_stays_up": _rise(
+        kind="batch", text="the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", remedy="{look}"
     ),
-    "loss_climbs": Rule(
-        kind="drift",
-        limit=0.05,
-        test=find_rise,
-        text="the loss climbs step by step, from {was:.3g} to {now:.3g}",
-        remedy=WORSE,
-    ),
+    "loss_climbs": _rise(kind="drift", text="the loss climbs step by step, from {was:.3g} to {now:.3g}", remedy=WORSE),
     # the curvature of the loss over that of earlier steps
     "batches_repeat": Rule(
         kind="repeats",
@@ -215,17 +208,13 @@ RULES: dict[str, Rule] = {
     "made_by_update": _weights(text=f"has inf or NaN in its weight {AFTER}"),
     "made_by_updates": _weights(text=f"inf or NaN are in the weights {AFTER}"),
     # share of the last layer's gradients that became 0
-    "gradients_underflow": Rule(
+    "gradients_underflow": _underflow(
         kind="loss scale",
-        limit=0.3,
-        test=find_underflow,
         text="{share} of the last layer's gradients are 0 at a loss scale{scale}",
         remedy="take a loss scale that is higher: they underflow",
     ),
-    "labels_ignored": Rule(
+    "labels_ignored": _underflow(
         kind="labels",
-        limit=0.3,
-        test=find_underflow,
         text="{share} of the last layer's gradients are 0",
         remedy="look at the labels that the loss ignores, and at what changes its gradient; in float16 these may "
         "underflow",
@@ -272,10 +261,8 @@ RULES: dict[str, Rule] = {
         unless=(find_left_gradients,),
     ),
     # the gradients that the optimizer gets over the median of earlier ones, and half as much over the largest
-    "gradients_leap": Rule(
-        kind="gradients",
+    "gradients_leap": _leap(
         limit=3.0,
-        test=find_leaps,
         text="the gradients are {times:.3g} times as large as before, and a step changes most weights {ratio:.3g} "
         "times as much",
         remedy=f"{CLEAR_GRADIENTS}, and {MEAN}; or torch.nn.utils.clip_grad_norm_(model.parameters(), {{norm:.3g}})",
@@ -283,12 +270,10 @@ RULES: dict[str, Rule] = {
         advice=f"{CLEAR_GRADIENTS}, and {MEAN}; or clip their norm",
     ),
     # of all layers' gradients, which fall to one in so many
-    "gradients_fall": Rule(kind="gradients", limit=8.0, test=find_leaps, text=FALL, remedy=MEAN),
+    "gradients_fall": _leap(limit=8.0, text=FALL, remedy=MEAN),
     # such a fall, where the norm of all gradients over the median of earlier ones rises to this
-    "clipped_fall": Rule(
-        kind="gradients",
+    "clipped_fall": _leap(
         limit=3.0,
-        test=find_leaps,
         text=f"{FALL}, though their norm rose",
         remedy="divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
@@ -373,14 +358,14 @@ RULES: dict[str, Rule] = {
 }
 
 
-def findings(record: Record) -> list[Finding]:
-    """Return what the rules find in a record."""
+def apply_rules(record: Record) -> list[Finding]:
+    """Return a finding for each fault of a record by FAULT_RULES, but for those that another one explains."""
     if not record.steps or not record.layers:
         return []
     run = Training(record)
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
-        tests = itertools.groupby(RULES.items(), key=lambda row: row[1].test)
+        tests = itertools.groupby(FAULT_RULES.items(), key=lambda row: row[1].test)
         hits = [hit for test, rows in tests for hit in test(run, **dict(rows))]
         tests_with_hits = {hit.rule.test for hit in hits}
         return [hit.finding() for hit in hits if tests_with_hits.isdisjoint(hit.rule.unless)]

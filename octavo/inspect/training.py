@@ -1,6 +1,6 @@
 """A training's numbers, for the tests that look for faults in them; a fault's rule, and a hit: where it was found.
 
-What the tests say, and by which limits, is in rules.RULES. They lie by what they read: of_steps.py, of_weights.py,
+What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by what they read: of_steps.py, of_weights.py,
 of_layers.py. Most compare a quantity with its own earlier records, with other layers' in the same step, or with what
 another quantity allows: an optimizer's step with the weight, a moment with the gradient.
 
@@ -20,7 +20,7 @@ from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of
 from octavo.inspect.record import Record, np
 from octavo.inspect.weights import GROUP
 
-BEFORE = 8  # a measure is compared with the median of so many earlier records
+RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier records
 FEW = 3  # a fault has to last for so many records, or steps
 CERTAIN, LIKELY = 8.0, 4.0  # a measure over its limit: of a fault that has no measure, as it is one or not
 # a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
@@ -31,7 +31,7 @@ CHANGED = 0.1  # the change of a module's output over its size: one that changes
 
 
 class Rule(NamedTuple):
-    """A row of rules.RULES: a fault and what is said of it. Texts are formats of the values of a Hit.
+    """A row of rules.FAULT_RULES: a fault and what is said of it. Texts are formats of the values of a Hit.
 
     Attributes:
         kind: the finding's kind.
@@ -248,10 +248,10 @@ class Leaps(NamedTuple):
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
-    """Return the median (or another ``statistic``) of up to BEFORE earlier records; nan for the first two."""
+    """Return the median (or another ``statistic``) of up to RECORDS_BEFORE earlier records; nan for the first two."""
     statistics = np.full(values.shape, np.nan)
     for at in range(2, len(values)):
-        statistics[at] = (statistic or np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
+        statistics[at] = (statistic or np.nanmedian)(values[max(0, at - RECORDS_BEFORE) : at], axis=0)
     return statistics
 
 

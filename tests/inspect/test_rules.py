@@ -9,7 +9,7 @@ import pytest
 
 from octavo.inspect import Record, of_layers, of_steps, of_weights, rules
 from octavo.inspect.incidents import KINDS
-from octavo.inspect.rules import RULES
+from octavo.inspect.rules import FAULT_RULES
 
 pytest.importorskip("numpy")
 
@@ -22,12 +22,12 @@ HITS = "Iterator[Hit]"  # what a rule's test returns
 
 
 def test_each_test_takes_the_rows_that_name_it() -> None:
-    groups = [(test, dict(rows)) for test, rows in itertools.groupby(RULES.items(), key=lambda row: row[1].test)]
+    groups = [(test, dict(rows)) for test, rows in itertools.groupby(FAULT_RULES.items(), key=lambda row: row[1].test)]
     assert len({test for test, _ in groups}) == len(groups), "rows of one test stand beside each other"
     for test, rows in groups:
         inspect.signature(test).bind("a training", **rows)
-    assert {rule.kind for rule in RULES.values()} <= KINDS.keys()
-    assert {test for rule in RULES.values() for test in rule.unless} <= {test for test, _ in groups}
+    assert {rule.kind for rule in FAULT_RULES.values()} <= KINDS.keys()
+    assert {test for rule in FAULT_RULES.values() for test in rule.unless} <= {test for test, _ in groups}
 
 
 def test_each_test_and_each_kind_has_a_row() -> None:
@@ -35,8 +35,8 @@ def test_each_test_and_each_kind_has_a_row() -> None:
     functions = [each for file in (of_steps, of_weights, of_layers) for each in vars(file).items()]
     tests = {test for name, test in functions if name.startswith("find_")}
     assert {test.__annotations__["return"] for test in tests} == {HITS}
-    assert len(tests) > 20 and tests == {rule.test for rule in RULES.values()}
-    assert {kind for kind, each in KINDS.items() if each.limit is None} <= {rule.kind for rule in RULES.values()}
+    assert len(tests) > 20 and tests == {rule.test for rule in FAULT_RULES.values()}
+    assert {kind for kind, each in KINDS.items() if each.limit is None} <= {rule.kind for rule in FAULT_RULES.values()}
 
 
 def large_steps(record: Record) -> None:
@@ -64,9 +64,9 @@ def test_a_hit_that_another_explains_is_dropped(
     """In whatever order the rows stand."""
     record = healthy(4, RECORDS)
     cause[2](record), other(record)
-    findings = rules.findings(record)
-    monkeypatch.setattr(rules, "RULES", dict(reversed(RULES.items())))
-    assert rules.findings(record) == findings[::-1]
-    rule = RULES[explained]
-    monkeypatch.setattr(rules, "RULES", RULES | {explained: rule._replace(unless=())})
-    assert len(rules.findings(record)) == len(findings) + 1
+    findings = rules.apply_rules(record)
+    monkeypatch.setattr(rules, "FAULT_RULES", dict(reversed(FAULT_RULES.items())))
+    assert rules.apply_rules(record) == findings[::-1]
+    rule = FAULT_RULES[explained]
+    monkeypatch.setattr(rules, "FAULT_RULES", FAULT_RULES | {explained: rule._replace(unless=())})
+    assert len(rules.apply_rules(record)) == len(findings) + 1

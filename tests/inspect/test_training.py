@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.inspect import Record, diagnose
-from octavo.inspect.rules import RULES
+from octavo.inspect.rules import FAULT_RULES
 from octavo.inspect.training import Hit, Training
 
 np = pytest.importorskip("numpy")
@@ -117,6 +117,6 @@ def test_what_was_0_is_exceeded_by_no_factor() -> None:
 
 
 def test_a_rule_can_say_its_level() -> None:
-    hit = Hit(RULES["not_in_optimizer"], 3, 4.0, {"others": ""}, ("head", "weight"))
+    hit = Hit(FAULT_RULES["not_in_optimizer"], 3, 4.0, {"others": ""}, ("head", "weight"))
     noted = hit._replace(rule=hit.rule._replace(level="note")).finding()
     assert (hit.finding().level, noted.level) == ("warning", "note") and noted.sentence == hit.finding().sentence
