@@ -38,7 +38,8 @@ def find_nonfinite_forward(
 ) -> Iterator[Hit]:
     """Yield what made the first inf or NaN, if forward had it: the layer before the first input with one."""
     for at, (inputs, _, gradients) in _first_nonfinite(run):
-        names, step = run.layers, run.steps[at]
+        names = run.layers
+        step = run.steps[at]
         if (run.steps[at - 1] if at else -1) < min(run.bad_losses, default=math.inf) < step:
             yield Hit(made_between_records, min(run.bad_losses), math.inf)
         elif 0 in inputs:
@@ -110,8 +111,8 @@ def find_idle_experts(run: Training, expert_is_idle: Rule) -> Iterator[Hit]:
     for load in run.record.loads():
         for expert, step in load.idle.items():
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
-                texts, where = {"expert": expert, "count": len(load.tokens)}, (load.layer, "input")
-                yield Hit(expert_is_idle, step, LIKELY, texts, where, numbers={"expert": expert})
+                texts = {"expert": expert, "count": len(load.tokens)}
+                yield Hit(expert_is_idle, step, LIKELY, texts, (load.layer, "input"), numbers={"expert": expert})
 
 
 def find_new_forward(run: Training, new_forward: Rule) -> Iterator[Hit]:
@@ -119,15 +120,15 @@ def find_new_forward(run: Training, new_forward: Rule) -> Iterator[Hit]:
 
     By more than earlier outputs did, than its input does beside them, and than weights inside of it do beside theirs.
     """
-    modules, leap = run.record.modules, run.forward_leaps
-    over = leap > new_forward.limit
+    modules = run.record.modules
+    over = run.forward_leaps > new_forward.limit
     if (at := first_true(over)) is not None:
         changes = run.record.of_modules["output"]
         layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
         place = modules.index(layer)
         numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
         texts = {**{name: percent(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
-        times = float(leap[at, place]) / new_forward.limit
+        times = float(run.forward_leaps[at, place]) / new_forward.limit
         yield Hit(new_forward, run.steps[at], times, texts, (layer, ""), numbers=numbers)
 
 
@@ -146,14 +147,17 @@ def find_new_backward(run: Training, new_backward: Rule) -> Iterator[Hit]:
     over = leaps > new_backward.limit
     if (at := first_true(over)) is not None:
         place = int(np.flatnonzero(over[at])[-1])
-        changes, name = run.record.of_parameters["change"], run.record.parameters[place].removesuffix(".weight")
-        texts = {"now": percent(float(changes[at, place])), "most": percent(float(np.nanmax(changes[:at, place])))}
-        times = float(leaps[at, place]) / new_backward.limit
-        yield Hit(new_backward, run.steps[at], times, texts | {"name": name})
+        changes = run.record.of_parameters["change"][:, place]
+        texts = {
+            "name": run.record.parameters[place].removesuffix(".weight"),
+            "now": percent(float(changes[at])),
+            "most": percent(float(np.nanmax(changes[:at]))),
+        }
+        yield Hit(new_backward, run.steps[at], float(leaps[at, place]) / new_backward.limit, texts)
 
 
 def _backward_leaps(run: Training) -> Any:
-    """Return the factors by which parameters' gradients of the same batch changed more than ever: [steps, parameters].
+    """Return the factors by which parameters' gradients of one batch changed more than ever: [records, parameters].
 
     Over the largest change before and twice what all before differ by, and over the changes of weights. 0 where it
     means nothing, or where outputs of the same batch changed more than ever too.

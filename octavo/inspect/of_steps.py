@@ -127,10 +127,12 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
                 yield Hit(rule, steps[at], times, {**texts, "was": values[at - 1], "now": values[at]})
                 return
         is_unusual = is_decay and max(values) > USUAL_DECAY  # else the rate is too high, or as in "Adadelta" usual
-        betas, decoupled = (run.scalar(f"{each}{GROUP}{group}")[1] for each in ("betas 0", "decoupled_weight_decay"))
+        betas, decoupled = (
+            run.scalar(f"{each}{GROUP}{group}").values for each in ("betas 0", "decoupled_weight_decay")
+        )
         is_divided = betas and decoupled[:1] != [1]  # Adam's second moments divide a decay that is added to gradients
         if is_unusual and not is_divided and f"lr{GROUP}{group}" in run.record.scalars:
-            taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}")[1], strict=True))
+            taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}").values, strict=True))
             if taken > decay_takes.limit:
                 yield Hit(decay_takes, steps[0], taken / decay_takes.limit, {**texts, "share": percent(taken)})
 
@@ -237,7 +239,7 @@ NOISY = 0.75  # a share of losses' changes: if fewer are falls, the losses diffe
 
 def find_repeated_batches(run: Training, batches_repeat: Rule) -> Iterator[Hit]:
     """Yield a step from which on losses fall as smoothly as those of one batch, or of a few in turn."""
-    losses = np.array(run.loss[1])
+    losses = np.array(run.loss.values)
     for turn in range(1, MOST_BATCHES + 1):
         changes = losses[turn:] - losses[:-turn]
         falls = changes < 0
@@ -248,7 +250,7 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Iterator[Hit]:
             usual = float(np.median(bends[before]))
             now = float(bends[since].max())
             if falls[before].mean() < NOISY and falls[since].all() and usual > 0 and now < batches_repeat.limit * usual:
-                yield Hit(batches_repeat, run.loss[0][at], usual / max(now, 1e-9 * usual), {"turn": turn})
+                yield Hit(batches_repeat, run.loss.steps[at], usual / max(now, 1e-9 * usual), {"turn": turn})
                 return
 
 

@@ -23,12 +23,13 @@ def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iter
     for (_, then), (step, now) in itertools.pairwise(zip(*run.scalar("state_age"), strict=True)):
         if now < then:
             yield Hit(state_is_new, step, CERTAIN, {"now": now, "then": then})
-    values, squares = run.weights["second_moment"], run.weights["gradient"] ** 2
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
-        decay, limit = np.array(run.filled(name)[1])[1:, None] ** run.gaps[1:], moments_written.limit
-        now, then, is_next = values[1:], values[:-1], run.gaps[1:] == 1
-        off = (now * limit < decay * then) | (is_next & (now > NO_MEAN * limit * np.fmax(then, squares[1:])))
-        for at in np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
+        moments = run.weights["second_moment"]
+        then, now = moments[:-1], moments[1:]
+        decay = np.array(run.filled(name).values)[1:, None] ** run.gaps[1:]
+        largest = NO_MEAN * moments_written.limit * np.fmax(then, run.weights["gradient"][1:] ** 2)
+        is_off = (now * moments_written.limit < decay * then) | ((run.gaps[1:] == 1) & (now > largest))
+        for at in np.flatnonzero(is_off.mean(axis=1) > 0.5)[:1]:
             yield Hit(moments_written, run.steps[at + 1], CERTAIN)
 
 
@@ -38,17 +39,19 @@ LARGER = 2.0  # an update over those before: with more it isn't the rate that ma
 
 def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -> Iterator[Hit]:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
-    ages, rates_of_steps, losses_of_steps = run.scalar("state_age")[1], run.rate[1], run.loss[1]
+    ages = run.scalar("state_age").values
+    rates = run.rate.values
+    losses = run.loss.values
     begins_at_0 = run.rms[0] < NEAR_0 * np.nanmax(run.rms[0])  # which any step changes by a large share
     sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
     shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
-    is_fresh = bool(rates_of_steps and ages) and ages[0] <= 1 and rates_of_steps[0] >= max(rates_of_steps) / 2
-    last_losses = losses_of_steps[-FEW:] if len(losses_of_steps) > FEW else []
-    is_lost = bool(last_losses) and not np.median(last_losses) < losses_of_steps[0]  # whose first is a random guess's
+    is_fresh = bool(rates and ages) and ages[0] <= 1 and rates[0] >= max(rates) / 2
+    last_losses = losses[-FEW:] if len(losses) > FEW else []
+    is_lost = bool(last_losses) and not np.median(last_losses) < losses[0]  # whose first is a random guess's
     if is_fresh and shares[0] > large_first_step.limit and not is_lost:
-        texts = {"share": percent(shares[0]), "rate": max(rates_of_steps)}
+        texts = {"share": percent(shares[0]), "rate": max(rates)}
         yield Hit(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
-    elif rates_of_steps:
+    elif rates:
         over = (shares > large_steps.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
         if (at := first_true(over)) is not None:
             worst = int(np.where(over, shares, 0).argmax())
@@ -70,8 +73,9 @@ def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
     over = zeros > rows_died.limit + 2 * zeros[0]
     places = np.flatnonzero(over.any(axis=0))
     for place in places if len(places) <= len(run.layers) / 2 else ():
-        step, share = run.steps[over[:, place].argmax()], percent(float(zeros[:, place].max()))
-        yield Hit(rows_died, step, LIKELY, {"share": share}, (run.layers[place], "weight"))
+        step = run.steps[over[:, place].argmax()]
+        texts = {"share": percent(float(zeros[:, place].max()))}
+        yield Hit(rows_died, step, LIKELY, texts, (run.layers[place], "weight"))
 
 
 def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Iterator[Hit]:
@@ -79,19 +83,24 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
     over = run.written > weight_written.limit
     if (at := first_true(over)) is None:
         return
-    count, share, where = int(over[at].sum()), float(run.written[at].max()), ("", "")
-    texts: dict[str, Any] = {"count": count, "all": len(run.names)}
+    count = int(over[at].sum())
+    last = max(0, at - 1)
+    share = float(run.written[at].max())
     if count > 1 and count >= len(run.layers) / 2:
-        is_permuted = np.abs(run.rms[at] / run.rms[max(0, at - 1)] - 1) < 0.1
+        is_permuted = np.abs(run.rms[at] / run.rms[last] - 1) < 0.1
         is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule = weights_permuted if is_permuted.mean() > 0.5 else weights_written
         share = max(share, 4 * rule.limit)  # no accident of sampling
-    else:
-        rule, place = weight_written, int(run.written[at].argmax())
-        where, is_layer = (run.names[place], "weight"), place < len(run.layers)
-        name, sizes = ("amax", run.measure("amax", *where)) if is_layer else ("size", run.weights["size"][:, place])
-        texts = {"name": name, "was": sizes[max(0, at - 1)], "now": sizes[at]}
-    yield Hit(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
+        texts = {"count": count, "all": len(run.names)}
+        yield Hit(rule, run.steps[at], share / rule.limit, texts, numbers={"changed": share})
+        return
+    place = int(run.written[at].argmax())
+    where = run.names[place], "weight"
+    is_layer = place < len(run.layers)
+    sizes = run.measure("amax", *where) if is_layer else run.weights["size"][:, place]
+    texts = {"name": "amax" if is_layer else "size", "was": sizes[last], "now": sizes[at]}
+    times = share / weight_written.limit
+    yield Hit(weight_written, run.steps[at], times, texts, where, numbers={"changed": share})
 
 
 def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
@@ -126,7 +135,8 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
-    times, ratio = float(times_of[worst]), float(np.nanmedian(run.leaps.updates[worst]))
+    times = float(times_of[worst])
+    ratio = float(np.nanmedian(run.leaps.updates[worst]))  # of updates
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms[begins - 1]}
     if ratio < 1:  # an optimizer that divides by their size makes no larger steps
         rule = rule._replace(level="note")
@@ -140,21 +150,25 @@ UNMOVED = 0.9  # a share of a weight's numbers: a step does not change so many
 
 def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, nothing_trains: Rule) -> Iterator[Hit]:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
-    gradients, count, scales = run.weights["gradient"], len(run.layers), run.record.last("loss_scale")
-    rates_of_groups = [run.filled(name)[1] for name in run.record.scalars if is_rate(name)]
+    gradients = run.weights["gradient"]
+    scales = run.record.last("loss_scale")
+    rates_of_groups = [run.filled(name).values for name in run.record.scalars if is_rate(name)]
     rate_stops_them = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
     names_frozen = (text.split(", ") for _, kind, text in run.record.events if kind == FROZEN)
     frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}
     for at, places in _stopped_weights(run).items():
-        layers, others = [place for place in places if place < count] or places, len(places) - 1
+        layers = [place for place in places if place < len(run.layers)] or places
         if len(places) == len(run.names):
-            rule, where = nothing_trains, ("", "")
+            rule = nothing_trains
+            where = "", ""
         elif not np.isfinite(gradients[at:]).any():  # none was there to be read, as in "updates in backward"
             continue
         elif (gradients[at:, places] > 0).any():
-            rule, where = not_in_optimizer, (run.names[layers[0]], "weight")
+            rule = not_in_optimizer
+            where = run.names[layers[0]], "weight"
         else:  # they are cut off behind the last of these layers
-            rule, where = without_gradient, (run.names[layers[-1]], "weight")
+            rule = without_gradient
+            where = run.names[layers[-1]], "weight"
         # where the rate fell to 0, find_rates says so
         if rate_stops_them and rule is not without_gradient:
             continue
@@ -163,18 +177,20 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
         if is_choice and rule is without_gradient:
             rule = rule._replace(level="note")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
-        texts = {"others": f", nor do {others} other weights" if others else "", "scale": scale}
+        others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
+        texts = {"others": others, "scale": scale}
         yield Hit(rule, run.steps[at], LIKELY, texts, where)
 
 
 def _stopped_weights(run: Training) -> dict[int, list[int]]:
     """Return the places of weights that should change and don't, by the record from which on they don't."""
-    gradients, count = run.weights["gradient"], len(run.layers)
+    gradients = run.weights["gradient"]
+    count = len(run.layers)
     still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)  # rounding may lose a master's updates
     still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
     changed = np.where(still, np.nan, run.weights["changed"])
     rounding_stops_them = np.nanmedian(changed) < 1 - UNMOVED  # find_unmoved says it of "updates rounded off"
-    trains = min(run.rate[1][-FEW:], default=0) > 0 and not rounding_stops_them
+    trains = min(run.rate.values[-FEW:], default=0) > 0 and not rounding_stops_them
     lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
     places_by_record: dict[int, list[int]] = {}
     # in a record or two an expert may get no tokens
@@ -192,7 +208,7 @@ def _stopped_weights(run: Training) -> dict[int, list[int]]:
 
 def find_unmoved(run: Training, weight_unmoved: Rule, master_unmoved: Rule) -> Iterator[Hit]:
     """Yield updates that rounding loses, where it is worst."""
-    weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}
+    weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}  # [records, layers]
     has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
     changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
     yield from _worst(run, 1 - np.where(has_master, weights["master_changed"], changed), weight_unmoved, master_unmoved)
@@ -204,13 +220,14 @@ def find_flushed(run: Training, moments_flushed: Rule) -> Iterator[Hit]:
 
 
 def _worst(run: Training, values: Any, of_weight: Rule, of_master: Rule) -> Iterator[Hit]:
-    """Yield the layer where a measure [steps, layers] exceeds a limit by most: of its weight, or of its master."""
+    """Yield the layer where a measure [records, layers] exceeds a limit by most: of its weight, or of its master."""
     over = values > of_weight.limit
     if over.any():
         place = int(np.where(over, values, -1).max(axis=0).argmax())
         begins, worst = worst_stretch(over[:, place], values[:, place])
         numbers = {name: float(values_of_name[worst, place]) for name, values_of_name in run.weights.items()}
-        rule, value = of_master if numbers["master_update"] > 0 else of_weight, float(values[worst, place])
+        rule = of_master if numbers["master_update"] > 0 else of_weight
+        value = float(values[worst, place])
         texts = {"share": percent(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
-        at = run.steps[begins], value / rule.limit
-        yield Hit(rule, *at, texts, (run.layers[place], "weight"), run.steps[worst], numbers)
+        where = run.layers[place], "weight"
+        yield Hit(rule, run.steps[begins], value / rule.limit, texts, where, run.steps[worst], numbers)

@@ -1,8 +1,8 @@
 """A training's numbers, for the tests that look for faults in them; a fault's rule, and a hit: where it was found.
 
-What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by what they read: of_steps.py, of_weights.py,
-of_layers.py. Most compare a quantity with its own earlier records, with other layers' in the same step, or with what
-another quantity allows: an optimizer's step with the weight, a moment with the gradient.
+What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by what they read: of_steps.py,
+of_weights.py, of_layers.py. Most compare a quantity with its own earlier records, with other layers' in the same step,
+or with what another quantity allows: an optimizer's step with the weight, a moment with the gradient.
 
 Limits here and beside the tests, as those of rules.py, were chosen by how many first findings of `python -m benchmarks
 causes` are right with them, and by how many of its healthy runs have one above a note.
@@ -22,7 +22,8 @@ from octavo.inspect.weights import GROUP
 
 RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier records
 FEW = 3  # a fault has to last for so many records, or steps
-CERTAIN, LIKELY = 8.0, 4.0  # a measure over its limit: of a fault that has no measure, as it is one or not
+CERTAIN = 8.0  # a measure over its limit: of a fault that has no measure, as it is one or not
+LIKELY = 4.0  # the same, of what may be no fault
 # a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
 # direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
 EXPLAINED = 3
@@ -73,50 +74,80 @@ class Hit(NamedTuple):
 
     def finding(self) -> Finding:
         """Return the finding, in the rule's words."""
-        rule, kind, (layer, role) = self.rule, self.rule.kind, self.where
+        rule = self.rule
+        layer, role = self.where
         formats = rule.text, rule.remedy, rule.expected, rule.advice
         text, remedy, expected, advice = (each.format_map(self.values) for each in formats)
-        since = f"{'at' if ONCE in KINDS[kind].traits else 'since'} step {self.begins}"
+        since = f"{'at' if ONCE in KINDS[rule.kind].traits else 'since'} step {self.begins}"
         subject = f"{layer} {text}" if layer else f"{text[:1].upper()}{text[1:]}"
-        sentence = f"{subject} {since}: {advice or remedy.split(';')[0]}"
-        severity, worst = severity_of(kind, self.times), self.begins if self.worst is None else self.worst
-        steps_and_words = self.begins, worst, dict(self.numbers), text, remedy, expected
-        level = rule.level or level_of(severity)
-        return Finding(kind, layer, role, (), "", *steps_and_words, severity, level=level, sentence=sentence)
+        severity = severity_of(rule.kind, self.times)
+        return Finding(
+            kind=rule.kind,
+            layer=layer,
+            role=role,
+            products=(),
+            cast="",
+            begins=self.begins,
+            worst=self.begins if self.worst is None else self.worst,
+            numbers=dict(self.numbers),
+            cause=text,
+            remedy=remedy,
+            expected=expected,
+            severity=severity,
+            level=rule.level or level_of(severity),
+            sentence=f"{subject} {since}: {advice or remedy.split(';')[0]}",
+        )
+
+
+class Series(NamedTuple):
+    """A recorded number: the steps in which it was recorded, and its values in these."""
+
+    steps: list[int]
+    values: list[float]
 
 
 class Training:
     """A record's numbers that belong to the training as a whole, for the tests.
 
-    ``names``: of all parameters, the layers' weights before the others; ``weights``: their measures, [steps, names].
-    ``norms``: of gradients, by record.
+    Attributes:
+        names: of all parameters, the layers' weights before the others.
+        weights: {measure: [records, names]}; its "size" is a weight's root mean square, by its sampled numbers.
+        rms: the root mean square of layers' weights by all numbers, [records, layers].
+        norms: of all gradients together, [records].
+        gaps: how many steps after the record before each record is, [records, 1].
     """
 
     def __init__(self, record: Record) -> None:
-        self.record, self.steps, self.layers = record, record.steps, record.layers
+        self.record = record
+        self.steps = record.steps
+        self.layers = record.layers
         self.rate_name = next((name for name in RATES if name in record.scalars), "")
-        self.loss, self.rate = self.scalar("loss"), self.scalar(self.rate_name)
+        self.loss = self.scalar("loss")
+        self.rate = self.scalar(self.rate_name)
         norms = record.scalar("grad_norm")
         self.norms = np.where(np.isfinite(norms), norms, np.nan)
         self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
-        missing, of_layers = np.full((len(self.steps), len(record.others)), np.nan), record.weights.items()
-        self.weights = {name: np.concatenate([x, record.of_others.get(name, missing)], 1) for name, x in of_layers}
+        missing = np.full((len(self.steps), len(record.others)), np.nan)
+        self.weights = {
+            name: np.concatenate([of_layers, record.of_others.get(name, missing)], 1)
+            for name, of_layers in record.weights.items()
+        }
         self.rms = np.stack([self.measure("rms", layer, "weight") for layer in self.layers], 1)
         sizes = self.weights["size"][:, : len(self.layers)]
         np.copyto(sizes, self.rms, where=~(sizes > 0))  # of a weight with inf or NaN, or whose sampled numbers are 0
         self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
 
-    def scalar(self, name: str) -> tuple[list[int], list[float]]:
+    def scalar(self, name: str) -> Series:
         """Return a number's steps and values; none of either where it was not recorded."""
-        return self.record.scalars.get(name, ([], []))
+        return Series(*self.record.scalars.get(name, ([], [])))
 
-    def filled(self, name: str) -> tuple[list[int], list[float]]:
+    def filled(self, name: str) -> Series:
         """Return a number's steps and values; of an option, which is written where it changes, those of all records."""
-        steps, values = self.record.scalars[name]
-        if GROUP not in name or len(values) == len(self.steps):
-            return steps, values
-        return self.steps, self.record.last(name).tolist()
+        series = self.scalar(name)
+        if GROUP not in name or len(series.values) == len(self.steps):
+            return series
+        return Series(self.steps, self.record.last(name).tolist())
 
     def measure(self, name: str, layer: str, role: str) -> Any:
         """Return a measure of a layer's role by record; nan where there is none."""
@@ -125,10 +156,12 @@ class Training:
 
     @property
     def rates_between(self) -> Any:
-        """The sum of the learning rates of the steps between each record and the one before, [steps, 1]."""
-        (steps, rates), before = self.rate, [self.steps[0], *self.steps[:-1]]
-        sums = np.cumsum([0.0, *rates])
-        return (sums[np.searchsorted(steps, self.steps)] - sums[np.searchsorted(steps, before, "right")])[:, None]
+        """The sum of the learning rates of the steps between each record and the one before, [records, 1]."""
+        sums = np.cumsum([0.0, *self.rate.values])
+        last_steps = [self.steps[0], *self.steps[:-1]]
+        ends = np.searchsorted(self.rate.steps, self.steps)
+        begins = np.searchsorted(self.rate.steps, last_steps, "right")
+        return (sums[ends] - sums[begins])[:, None]
 
     def loss_scale(self, at: int) -> str:
         """Return the loss scale of a record in words, nothing where none is recorded."""
@@ -150,79 +183,91 @@ class Training:
     def weights_changed(self) -> Any:
         """Factors by which each weight changed more than ever since the last recorded step's forward, at least 1.
 
-        [steps, names], by the optimizer, in that step and until this one, or by something else.
+        [records, names], by the optimizer, in that step and until this one, or by something else.
         """
-        update = self.weights["update"]
-        last_updates = np.concatenate([np.full_like(update[:1], np.nan), update[:-1]])
-        sums = sum(np.nan_to_num(values) for values in (last_updates, self.weights["between"], self.weights["outside"]))
+        changes = of_last(self.weights["update"]), self.weights["between"], self.weights["outside"]
+        sums = sum(map(np.nan_to_num, changes))
         return np.where(sums > 0, np.fmax(1.0, sums / earlier(sums, np.nanmax)), 1.0)
 
     @cached_property
     def forward_leaps(self) -> Any:
-        """Factors by which each module's output of the same batch changed more than ever: [steps, modules].
+        """Factors by which each module's output of the same batch changed more than ever: [records, modules].
 
         The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
         0 where it means nothing.
         """
-        modules, changes = self.record.modules, self.record.of_modules
-        if not modules:
+        if not self.record.modules:
             return np.zeros((len(self.steps), 0))
+        changes = self.record.of_modules
         leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in ("own", "output")))
-        is_part = np.array([[is_inside(name, module) for name in self.names] for module in modules])
+        is_part = np.array([[is_inside(name, module) for name in self.names] for module in self.record.modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier records to compare with
         return np.where(changes["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     @cached_property
     def rates_by_record(self) -> Any:
-        """The learning rate at each record, [steps, 1]; 1 where it is 0 or was not recorded."""
+        """The learning rate at each record, [records, 1]; 1 where it is 0 or was not recorded."""
         rates = self.record.last(self.rate_name)[:, None]
         return np.where(rates > 0, rates, 1.0)
 
     @cached_property
     def usual_updates(self) -> Any:
-        """The median of earlier updates, [steps, names], as large as this record's rate makes them."""
+        """The median of earlier updates, [records, names], as large as this record's rate makes them."""
         return earlier(self.weights["update"] / self.rates_by_record) * self.rates_by_record
 
     @cached_property
     def largest_moves(self) -> Any:
-        """The most by which the optimizer may have moved weights since the last record's update, [steps, names].
+        """The most by which the optimizer may have moved weights since the last record's update, [records, names].
 
-        Each number by an update a step, all in one direction.
+        Each number by an update a step, all in one direction: this record's, the last one's, or the usual one.
         """
-        updates, rates = self.weights["update"], self.rates_by_record
-        by_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / rates
-        by_rate[1:] = np.fmax(by_rate[1:], updates[:-1] / rates[:-1])
-        return EXPLAINED * by_rate * np.fmax(self.rates_between, rates * (self.gaps - 1))
+        updates = self.weights["update"]
+        per_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / self.rates_by_record
+        per_rate = np.fmax(per_rate, of_last(updates / self.rates_by_record))
+        rates = np.fmax(self.rates_between, self.rates_by_record * (self.gaps - 1))
+        return EXPLAINED * per_rate * rates
 
     @cached_property
     def written(self) -> Any:
-        """The change of weights by something but the optimizer, over their root mean squares: [steps, names]."""
-        count, size, updates = len(self.layers), self.weights["size"], self.weights["update"]
-        between, outside = self.weights["between"], self.weights["outside"]
-        last_size = np.concatenate([size[:1], size[:-1]])
-        written = np.fmax(between - self.largest_moves, outside - earlier(outside) * EXPLAINED) / last_size
-        # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
-        moved, ratio = (between + updates * self.gaps)[1:, :count] * EXPLAINED, self.rms / size[:, :count]
-        unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved / last_size[1:, :count]
-        written[1:, :count] = np.fmax(written[1:, :count], unexplained)
+        """The change of weights by something but the optimizer, over their root mean squares: [records, names]."""
+        sizes = self.weights["size"]
+        last_sizes = np.concatenate([sizes[:1], sizes[:-1]])
+        outside = self.weights["outside"]
+        unexplained = np.fmax(self.weights["between"] - self.largest_moves, outside - EXPLAINED * earlier(outside))
+        unknown = np.full((len(self.steps), len(self.names) - len(self.layers)), np.nan)
+        written = np.fmax(unexplained / last_sizes, np.concatenate([self._rms_written, unknown], 1))
         return np.nan_to_num(written, nan=0, posinf=1e30)
+
+    @property
+    def _rms_written(self) -> Any:
+        """The change of a weight's root mean square that its sampled numbers don't have, [records, layers].
+
+        Of more than its moves explain. A single number that was written moves a weight's root mean square, but hardly
+        that of the sampled numbers.
+        """
+        of_layers = np.s_[:, : len(self.layers)]
+        sizes = self.weights["size"][of_layers]
+        moves = EXPLAINED * (self.weights["between"] + self.weights["update"] * self.gaps)[of_layers]
+        ratios = self.rms / sizes
+        return np.abs(ratios / of_last(ratios) - 1) - moves / of_last(sizes)
 
     @cached_property
     def leaps(self) -> Leaps:
         """The factors by which updates, gradients and norms grow over those of earlier records."""
-        updates, gradients = self.weights["update"], self.weights["gradient"]
+        updates = self.weights["update"]
+        gradients = self.weights["gradient"]
         gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.record.last("loss_scale"), nan=1.0)[:, None]
         # a schedule changes updates, too: a leap is beyond those of this rate and those that there were
         usual = self.usual_updates
         leaps = Leaps(
-            np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan),
-            gradients / earlier(positive(gradients)),
-            (gradients / earlier(gradients, np.nanmax))[:, : len(self.layers)],
-            self.norms / earlier(positive(self.norms)),
-            outputs / earlier(positive(outputs)),
+            updates=np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan),
+            gradients=gradients / earlier(positive(gradients)),
+            highest=(gradients / earlier(gradients, np.nanmax))[:, : len(self.layers)],
+            norms=self.norms / earlier(positive(self.norms)),
+            outputs=outputs / earlier(positive(outputs)),
         )
         is_written = (self.written > WRITTEN).any(axis=1)  # which changes gradients, and is the cause then
         for factors in leaps:
@@ -235,9 +280,12 @@ class Training:
 class Leaps(NamedTuple):
     """The factors by which numbers grow over those of earlier records, nan where there are too few.
 
-    ``updates``, ``gradients`` as the optimizer gets them, [steps, names]; ``highest``, [steps, layers]: such gradients
-    over the largest of those records, not their median. ``norms``, [steps]: of all gradients, before they are clipped;
-    ``outputs``, [steps, layers]: of the gradients of layers' outputs, which neither clipping nor a loss scale changes.
+    Attributes:
+        updates: [records, names].
+        gradients: as the optimizer gets them, [records, names].
+        highest: such gradients over the largest of those records, not their median, [records, layers].
+        norms: of all gradients together, before they are clipped, [records].
+        outputs: of the gradients of layers' outputs, [records, layers]: no clipping and no loss scale changes these.
     """
 
     updates: Any
@@ -253,6 +301,11 @@ def earlier(values: Any, statistic: Any = None) -> Any:
     for at in range(2, len(values)):
         statistics[at] = (statistic or np.nanmedian)(values[max(0, at - RECORDS_BEFORE) : at], axis=0)
     return statistics
+
+
+def of_last(values: Any) -> Any:
+    """Return the values of the record before each record, [records, ...]; nan for the first record."""
+    return np.concatenate([np.full_like(values[:1], np.nan), values[:-1]])
 
 
 def first_true(is_true: Any) -> int | None:
