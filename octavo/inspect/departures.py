@@ -7,6 +7,9 @@ all gradients: its evidence is that of its most changed number, less what the la
 of all its numbers together, less what each has by chance, where more of them change by less. As they share noise they
 count as so many as would be independent.
 
+Arrays' names end with their layout: R records of a window, N numbers, F families; R2 and R3 are the line's and the
+change's shapes.
+
 A run changed at the record with the most evidence of all families together. Training may react to a fault more than
 the fault itself changed, and some records later: so the records before that one are asked again, as long as they have
 enough evidence of a change of their own. What changed first there is the family that a step computes first.
@@ -39,7 +42,7 @@ QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
 # Logarithms of likelihoods. A run changed if all families have so much together, as also many healthy runs do: by a
 # schedule, a loss scale, or by chance
 EVIDENCE = 7.5
-CLEAR = 11.0  # of a family: with so much, or half as much as another one, it changed too
+CLEAR_EVIDENCE = 11.0  # of a family: with so much, or half as much as another one, it changed too
 BY_CHANCE = 1.0  # the mean of a number that does not change, in windows of any length
 HOWS = ("", " for a record", " in each record")
 
@@ -115,43 +118,63 @@ def _other_ways(record: Record) -> Iterator[tuple[int, str]]:
 
 
 def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: Any) -> list[Departure]:
-    """Return the most changed number of each family that changed at the first change; none where little did."""
+    """Return the most changed number of each family that changed at the first change; none where little did.
+
+    ``courses``: of the numbers, [records, numbers].
+    """
     families = [number.family for number in numbers]
     places = [np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families]
-    only_rises = np.array([number.only_rises for number in numbers])
-    if (change := _first_change(courses, places, only_rises)) is None:
+    only_rises_N = np.array([number.only_rises for number in numbers])
+    if (change := _first_change(courses, places, only_rises_N)) is None:
         return []
     first = []
-    for places_of_family, evidence in zip(places, change.family_evidence, strict=True):
-        if evidence >= min(CLEAR, change.family_evidence.max() / 2):
-            place = places_of_family[change.evidence[places_of_family].argmax()]
+    for places_of_family, evidence in zip(places, change.evidence_F, strict=True):
+        if evidence >= min(CLEAR_EVIDENCE, change.evidence_F.max() / 2):
+            place = places_of_family[change.evidence_N[places_of_family].argmax()]
             if numbers[place].family == "forward":  # of a module and those around it the innermost
-                least = change.evidence[place] / 2
+                least = change.evidence_N[place] / 2
                 modules = {numbers[each].module: each for each in places_of_family}
-                place = modules[innermost([name for name, each in modules.items() if change.evidence[each] >= least])]
-            times = math.exp(min(300.0, max(-300.0, change.sizes[place] / numbers[place].unit)))
-            first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows[place]]))
+                place = modules[innermost([name for name, each in modules.items() if change.evidence_N[each] >= least])]
+            times = math.exp(min(300.0, max(-300.0, change.sizes_N[place] / numbers[place].unit)))
+            first.append(Departure(steps[change.at], numbers[place].name, times, HOWS[change.hows_N[place]]))
     return first
 
 
 class _CourseChange(NamedTuple):
-    """A change at a record: each number's evidence, its size in logarithms, its place in HOWS; families' evidence."""
+    """A change of courses at a record of theirs.
+
+    Attributes:
+        at: the record.
+        evidence_N: each number's evidence of a change.
+        sizes_N: by how much its course, a logarithm, changes.
+        hows_N: the place in HOWS of the shape of its change.
+        evidence_F: each family's evidence.
+    """
 
     at: int
-    evidence: Any
-    sizes: Any
-    hows: Any
-    family_evidence: Any
+    evidence_N: Any
+    sizes_N: Any
+    hows_N: Any
+    evidence_F: Any
 
     @property
     def total(self) -> float:
-        return float(self.family_evidence.sum())
+        """The evidence of all families together."""
+        return float(self.evidence_F.sum())
 
 
-def _first_change(courses: Any, places: Sequence[Any], only_rises: Any) -> _CourseChange | None:
-    """Return the change with the most evidence, or an earlier one that has enough without what came after it."""
-    first, begin, end = None, 0, len(courses)
-    while changes := _changes(courses[begin:end], places, only_rises):
+def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _CourseChange | None:
+    """Return the change with the most evidence, or an earlier one that has enough without what came after it.
+
+    Args:
+        courses: [records, numbers].
+        places: for each family the places of its numbers.
+        only_rises_N: whether a number's fall is no change.
+    """
+    first = None
+    begin = 0
+    end = len(courses)
+    while changes := _changes(courses[begin:end], places, only_rises_N):
         change = max(changes, key=lambda each: each.total)
         if change.total < EVIDENCE:
             break
@@ -161,46 +184,54 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises: Any) -> _Cour
     return first
 
 
-def _changes(courses: Any, places: Sequence[Any], only_rises: Any) -> list[_CourseChange]:
-    """Return the change at each record that has enough records before it."""
-    count, changes = len(courses), []
-    for begin in range(0, max(1, count - PAST), PAST):
-        window, is_last = courses[begin : begin + 2 * PAST], begin + 2 * PAST >= count
-        for at in range(LEAST_BEFORE if begin == 0 else PAST // 2, len(window) if is_last else PAST * 3 // 2):
-            change = _change(window, at, places, only_rises)
+def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> list[_CourseChange]:
+    """Return the change at each record that has enough records before it; see _first_change for the arguments."""
+    changes = []
+    for begin in range(0, max(1, len(courses) - PAST), PAST):
+        window_RN = courses[begin : begin + 2 * PAST]
+        is_last = begin + 2 * PAST >= len(courses)
+        for at in range(LEAST_BEFORE if begin == 0 else PAST // 2, len(window_RN) if is_last else PAST * 3 // 2):
+            change = _change(window_RN, at, places, only_rises_N)
             changes.append(change._replace(at=begin + at))
     return changes
 
 
-def _change(window: Any, at: int, places: Sequence[Any], only_rises: Any) -> _CourseChange:
-    """Return the change at a record of a window of records, of families whose numbers have these places.
+def _change(window_RN: Any, at: int, places: Sequence[Any], only_rises_N: Any) -> _CourseChange:
+    """Return the change at a record of a window of courses.
 
-    ``only_rises``: numbers whose fall is no change.
+    Each course is a line and noise (``noise_RN``). The part of the noise that has the shape of a change (``shapes_R3``,
+    in the order of HOWS, each less the line that fits it) is the change's size; the evidence compares the squares of
+    the noise with and without it.
     """
-    records = np.arange(len(window))
-    line, _ = np.linalg.qr(np.stack([np.ones(len(window)), records], 1))
-    noise = window - line @ (line.T @ window)
-    shapes = np.stack([records >= at, records == at, np.maximum(0, records - at + 1)], 1).astype(float)
-    shapes -= line @ (line.T @ shapes)
-    norms = np.maximum(np.sqrt((shapes**2).sum(axis=0)), 1e-9)
-    explained = (shapes / norms).T @ noise  # [3, numbers]
-    hows = np.abs(explained).argmax(axis=0)
-    sizes = np.take_along_axis(explained, hows[None], 0)[0]
-    sizes = np.where(only_rises, np.maximum(sizes, 0), sizes)
-    squares, least = (noise**2).sum(axis=0), len(window) * NOISE**2
-    likelier = (squares + least) / (np.maximum(squares - sizes**2, 0) + least)
-    evidence = (len(window) - 3) / 2 * np.log(likelier)  # three numbers are fitted: a line's two and the change
-    unexplained = noise - (shapes / norms)[:, hows] * sizes
-    unexplained /= np.maximum(np.sqrt((unexplained**2).sum(axis=0)), 1e-9)
-    family_evidence = [_family_evidence(evidence[family], unexplained[:, family]) for family in places]
-    return _CourseChange(at, evidence, sizes / norms[hows], hows, np.array(family_evidence))
+    records = len(window_RN)
+    places_R = np.arange(records)
+    line_R2, _ = np.linalg.qr(np.stack([np.ones(records), places_R], 1))
+    noise_RN = window_RN - line_R2 @ (line_R2.T @ window_RN)
+
+    shapes_R3 = np.stack([places_R >= at, places_R == at, np.maximum(0, places_R - at + 1)], 1).astype(float)
+    shapes_R3 -= line_R2 @ (line_R2.T @ shapes_R3)
+    norms_3 = np.maximum(np.sqrt((shapes_R3**2).sum(axis=0)), 1e-9)
+    parts_3N = (shapes_R3 / norms_3).T @ noise_RN
+    hows_N = np.abs(parts_3N).argmax(axis=0)
+    sizes_N = np.take_along_axis(parts_3N, hows_N[None], 0)[0]
+    sizes_N = np.where(only_rises_N, np.maximum(sizes_N, 0), sizes_N)
+
+    squares_N = (noise_RN**2).sum(axis=0)
+    least = records * NOISE**2
+    times_likelier_N = (squares_N + least) / (np.maximum(squares_N - sizes_N**2, 0) + least)
+    evidence_N = (records - 3) / 2 * np.log(times_likelier_N)  # three numbers are fitted: a line's two and the change
+
+    unexplained_RN = noise_RN - (shapes_R3 / norms_3)[:, hows_N] * sizes_N
+    unexplained_RN /= np.maximum(np.sqrt((unexplained_RN**2).sum(axis=0)), 1e-9)
+    evidence_F = np.array([_family_evidence(evidence_N[family], unexplained_RN[:, family]) for family in places])
+    return _CourseChange(at, evidence_N, sizes_N / norms_3[hows_N], hows_N, evidence_F)
 
 
-def _family_evidence(evidence: Any, noise: Any) -> float:
-    """Return a family's evidence, by that of its numbers and their noise [records, numbers], of norm 1."""
-    alike = ((noise @ noise.T) ** 2).sum() / len(evidence)  # 1 if all are independent
-    together = (evidence - BY_CHANCE).sum() / max(alike, 1.0)
-    return max(0.0, evidence.max() - math.log(len(evidence)), together)
+def _family_evidence(evidence_N: Any, noise_RN: Any) -> float:
+    """Return a family's evidence, by that of its numbers, and by their noise, which has norm 1 over records."""
+    alike = ((noise_RN @ noise_RN.T) ** 2).sum() / len(evidence_N)  # 1 if all are independent
+    together = (evidence_N - BY_CHANCE).sum() / max(alike, 1.0)
+    return max(0.0, evidence_N.max() - math.log(len(evidence_N)), together)
 
 
 def _numbers(record: Record) -> Iterator[_Number]:
@@ -214,11 +245,13 @@ def _numbers(record: Record) -> Iterator[_Number]:
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
-        name, changes = f"the output of {module or 'the model'} for the same batch", record.of_modules["own"][:, place]
-        yield _Number("forward", name, changes, FAINT, True, module)
+        changes = record.of_modules["own"][:, place]
+        yield _Number(
+            "forward", f"the output of {module or 'the model'} for the same batch", changes, FAINT, True, module
+        )
     for place, parameter in enumerate(record.parameters):
-        name, changes = f"the gradient of {parameter} for the first batch", record.of_parameters["change"][:, place]
-        yield _Number("backward", name, changes, FAINT, only_rises=True)
+        changes = record.of_parameters["change"][:, place]
+        yield _Number("backward", f"the gradient of {parameter} for the first batch", changes, FAINT, only_rises=True)
     sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in ROLE_FAMILIES}
     for (layer, role), size in sizes.items():
         family, what = ROLE_FAMILIES[role]

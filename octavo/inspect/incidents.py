@@ -7,12 +7,11 @@ they are counted after it. An earlier finding explains a later one if it could h
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Flag, auto
+from enum import Flag, IntEnum, auto
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
@@ -25,12 +24,14 @@ LEVELS = {
 }
 LEVEL_PLACES = {level: place for place, level in enumerate(LEVELS)}
 # the parts of a step, in order; MODULES: a module's own computation, after the layers inside of it
-BETWEEN, DATA, FORWARD, MODULES, LOSS, BACKWARD, UPDATE, AFTER = range(8)
-PART_OF_ROLE = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}  # in which a finding of a role begins
+Part = IntEnum("Part", ["BETWEEN", "DATA", "FORWARD", "MODULES", "LOSS", "BACKWARD", "UPDATE", "AFTER"])
+# the part in which a finding of a role begins
+PART_OF_ROLE = {"input": Part.FORWARD, "grad_output": Part.BACKWARD, "weight": Part.AFTER}
 
 # --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them
 
-MOST_SEVERE, OF_WARNING = 10.0, 3.0  # severities: of inf or NaN, and from which on a finding is a warning
+MOST_SEVERE = 10.0  # the severity of inf or NaN
+OF_WARNING = 3.0  # the severity from which on a finding is a warning
 MOST_LOST = 0.5  # share of a tensor's numbers: a finding with more of them lost is critical
 LEAPS = 8.0  # a measure that becomes so many times as large from one record to the next begins anew
 # records after a cause's begin within which a finding begins that it explains; later in that of a cause of WHOLE
@@ -63,7 +64,7 @@ class Kind(NamedTuple):
     measures, and the measure of what is lost; the others have these in rules.FAULT_RULES.
     """
 
-    part: int | None = None
+    part: Part | None = None
     traits: Trait = NO_TRAIT
     warns: float = 4.0
     limit: float | None = None
@@ -71,35 +72,37 @@ class Kind(NamedTuple):
     lost: str = ""
 
 
-_cast = functools.partial(Kind, None, NO_TRAIT)  # a kind of a cast
 KINDS = {
-    **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(BETWEEN, EVENT)),
-    "overwritten": Kind(BETWEEN, EVENT | LIKE_A_WRITE),
-    "learning rate": Kind(BETWEEN, EVENT | TOO_MUCH),
-    "warm-up": Kind(BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
-    "dead rows": Kind(BETWEEN, OUTSIDE | TOO_MUCH),
-    "decay": Kind(BETWEEN, OUTSIDE | WHOLE),
-    "repeats": Kind(DATA, OUTSIDE | WHOLE),
-    "batch": Kind(DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
-    "forward": Kind(MODULES, ONCE | WHOLE),
-    "backward": Kind(FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
-    "logits": Kind(FORWARD, WHOLE),
-    "loss scale": Kind(LOSS, WHOLE),
-    "labels": Kind(LOSS, ONCE | WHOLE | SYMPTOM),
-    "drift": Kind(LOSS, WHOLE | SYMPTOM),
-    "gradients": Kind(LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
-    **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(UPDATE)),
+    **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(Part.BETWEEN, EVENT)),
+    "overwritten": Kind(Part.BETWEEN, EVENT | LIKE_A_WRITE),
+    "learning rate": Kind(Part.BETWEEN, EVENT | TOO_MUCH),
+    "warm-up": Kind(Part.BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
+    "dead rows": Kind(Part.BETWEEN, OUTSIDE | TOO_MUCH),
+    "decay": Kind(Part.BETWEEN, OUTSIDE | WHOLE),
+    "repeats": Kind(Part.DATA, OUTSIDE | WHOLE),
+    "batch": Kind(Part.DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    "forward": Kind(Part.MODULES, ONCE | WHOLE),
+    "backward": Kind(Part.FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
+    "logits": Kind(Part.FORWARD, WHOLE),
+    "loss scale": Kind(Part.LOSS, WHOLE),
+    "labels": Kind(Part.LOSS, ONCE | WHOLE | SYMPTOM),
+    "drift": Kind(Part.LOSS, WHOLE | SYMPTOM),
+    "gradients": Kind(Part.LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
+    **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(Part.UPDATE)),
     "idle expert": Kind(),
     # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
     # determine the scale; "rounded": decibels of the SQNR below what the role needs
-    "nonfinite": Kind(None, WHOLE, 4.0, 0.0, "has inf or NaN in {nonfinite} of its {role}", "nonfinite"),
-    "stale": Kind(None, GROWS, 8.0, 2.0, "clips {clipped} of its {role}", "clipped"),
-    "clipped": _cast(20.0, 1e-3, "clips {clipped} of its {role}", "clipped"),
-    "flushed": _cast(20.0, 1e-2, "flushes {flushed} of its {role} to 0", "flushed"),
-    "outliers": _cast(
-        20.0, 1e-2, "flushes {flushed} of its {role} to 0, as a few outliers determine its scale", "flushed"
+    "nonfinite": Kind(traits=WHOLE, limit=0.0, says="has inf or NaN in {nonfinite} of its {role}", lost="nonfinite"),
+    "stale": Kind(traits=GROWS, warns=8.0, limit=2.0, says="clips {clipped} of its {role}", lost="clipped"),
+    "clipped": Kind(warns=20.0, limit=1e-3, says="clips {clipped} of its {role}", lost="clipped"),
+    "flushed": Kind(warns=20.0, limit=1e-2, says="flushes {flushed} of its {role} to 0", lost="flushed"),
+    "outliers": Kind(
+        warns=20.0,
+        limit=1e-2,
+        says="flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
+        lost="flushed",
     ),
-    "rounded": _cast(2.0, 3.0, "rounds its {role} to an SQNR of {sqnr} dB"),
+    "rounded": Kind(warns=2.0, limit=3.0, says="rounds its {role} to an SQNR of {sqnr} dB"),
 }
 
 
@@ -188,33 +191,47 @@ def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
 def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int:
     """Return within how many records of its begin a cause explains such an effect; NEVER if it does not.
 
-    ``records``: how many later this effect begins. ``is_first``: the cause is there in the first record. Before each
-    branch stands a run that needs it.
+    The first row of the table that holds says it. Before each row stands a run that needs it.
+
+    Args:
+        cause, effect: two findings.
+        records: how many records later than the cause the effect begins.
+        is_first: whether the cause is there in the first record.
     """
-    traits, effect_traits = KINDS[cause.kind].traits, KINDS[effect.kind].traits
-    is_severe, is_note = cause.severity == MOST_SEVERE, cause.level == "note"
-    explains_level = not is_note or effect.level == "note"
-    # a loss that climbs changes no option of the optimizer (a NaN explains all that follows); but a rate that rises
-    # moves a weight so far that it looks as if something had written it
-    if OUTSIDE in effect_traits and not is_severe:
-        return SOON if LIKE_A_WRITE in effect_traits and TOO_MUCH in traits else NEVER
-    # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later; a single bad
-    # batch explains inputs that are clipped in its step, even if it is a note and they are not, but nothing much later
+    traits = KINDS[cause.kind].traits
+    effect_traits = KINDS[effect.kind].traits
+    is_severe = cause.severity == MOST_SEVERE
+    explains_level = cause.level != "note" or effect.level == "note"
+    is_outside = OUTSIDE in effect_traits and not is_severe  # such an effect has a cause outside of the training
     is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
-    if WHOLE in traits and (explains_level or is_cast_of_its_step):
-        is_over_at_once = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
-        return SOON if is_over_at_once else LATER
-    # an input that is flushed explains the next layers' flushed inputs; but a gradient of which little is clipped
-    # explains none that is clipped more a record later, and what the first record has already explains nothing new
+    harms_all = WHOLE in traits and (explains_level or is_cast_of_its_step)
+    is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
     is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
-    may_be_milder = records == 0 or not is_milder_cast  # it may grow through the layers of its step
-    if (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first and may_be_milder:
-        return SOON
-    # a clipped weight explains its layer's flushed gradients; an input of which most is clipped explains a loss that
-    # rises. What has no layer is of the whole training: a slope that never was 1, a note, explains no leap of gradients
+    is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
     is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
-    is_bad = not is_note and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
-    return SOON if not is_milder_cast and (is_same_layer or is_bad) else NEVER
+    is_bad = cause.level != "note" and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
+    reaches = (
+        # a rate that rises moves a weight so far that it looks as if something had written it
+        (is_outside and LIKE_A_WRITE in effect_traits and TOO_MUCH in traits, SOON),
+        # a loss that climbs changes no option of the optimizer; but a NaN explains all that follows
+        (is_outside, NEVER),
+        # a single bad batch explains inputs that are clipped in its step, even if it is a note and they are not, but
+        # nothing much later
+        (harms_all and is_over, SOON),
+        # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later
+        (harms_all, LATER),
+        # an input that is flushed explains the next layers' flushed inputs, and may get worse through the layers of its
+        # step; but what the first record has already explains nothing new
+        (is_alike and (records == 0 or not is_milder_cast), SOON),
+        # a gradient of which little is clipped explains none that is clipped more a record later
+        (is_milder_cast, NEVER),
+        # a clipped weight explains its layer's flushed gradients. What has no layer is of the whole training: a slope
+        # that never was 1, a note, explains no leap of gradients
+        (is_same_layer, SOON),
+        # an input of which most is clipped explains a loss that rises
+        (is_bad, SOON),
+    )
+    return next((reach for holds, reach in reaches if holds), NEVER)
 
 
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
@@ -226,13 +243,14 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
 
     def order(finding: Finding) -> tuple[int, int, int, int]:
         """Return what sorts findings as a run goes: record, part of the step, layer."""
-        part, place = KINDS[finding.kind].part, layers.get(finding.layer, -1)
+        part = KINDS[finding.kind].part
+        place = layers.get(finding.layer, -1)
         if finding.role == "grad_output":
             place = -place
         if part is None:
             # inf or NaN in the weight itself, not found by its cast, are there before the step's forward
             is_in_weight = finding.role == "weight" and not finding.products
-            part = BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, FORWARD)
+            part = Part.BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, Part.FORWARD)
         level = LEVEL_PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
         return record_of(finding.begins), part, place, level
 

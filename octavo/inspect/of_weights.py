@@ -91,7 +91,7 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
         is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule = weights_permuted if is_permuted.mean() > 0.5 else weights_written
         share = max(share, 4 * rule.limit)  # no accident of sampling
-        texts = {"count": count, "all": len(run.names)}
+        texts: dict[str, Any] = {"count": count, "all": len(run.names)}
         yield Hit(rule, run.steps[at], share / rule.limit, texts, numbers={"changed": share})
         return
     place = int(run.written[at].argmax())

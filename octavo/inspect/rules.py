@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from typing import Any
 
 from octavo.inspect.incidents import Finding
 from octavo.inspect.of_layers import (
@@ -67,34 +68,37 @@ BACKWARD = "look at hooks, autograd functions, detach(), and what checkpoints co
 TRAINS = "a weight that trains has requires_grad, a group of the optimizer, and no detach(), no_grad() or way around it"
 BELOW = "has updates below the distance of its {}'s numbers: {{share}} of them stay, {{extent}},"
 
-# Rows that share a kind or a test. A row's own keywords win.
-_rate = functools.partial(Rule, kind="learning rate", test=find_rates)
+
+def _about(**fields: Any) -> functools.partial[Rule]:
+    """Return a function that makes a Rule of these fields and of a row's, which win where they name one again."""
+    return functools.partial(Rule, **fields)
+
+
+_rate = _about(kind="learning rate", test=find_rates)
 _low_rate = functools.partial(_rate, remedy=SCHEDULE, expected="it trains on")
-_state = functools.partial(
-    Rule,
+_state = _about(
     kind="state",
     test=find_state,
     remedy='optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes',
     expected="moments go on as they were",
     advice="load it",
 )
-_written = functools.partial(Rule, kind="overwritten", limit=WRITTEN, test=find_written, remedy=FIND)
-_forward = functools.partial(Rule, kind="nonfinite", test=find_nonfinite_forward)
-_backward = functools.partial(Rule, kind="nonfinite", test=find_nonfinite_backward, unless=(find_nonfinite_forward,))
+_written = _about(kind="overwritten", limit=WRITTEN, test=find_written, remedy=FIND)
+_forward = _about(kind="nonfinite", test=find_nonfinite_forward)
+_backward = _about(kind="nonfinite", test=find_nonfinite_backward, unless=(find_nonfinite_forward,))
 _skipped = functools.partial(_backward, remedy=RECOVERY, expected="leaves out steps with such gradients", advice=SKIP)
-_weights = functools.partial(
-    Rule,
+_weights = _about(
     kind="nonfinite",
     test=find_nonfinite_weights,
     remedy=RESTORE,
     unless=(find_nonfinite_forward, find_nonfinite_backward),
 )
-_frozen = functools.partial(Rule, kind="frozen", test=find_frozen)
-_rise = functools.partial(Rule, limit=0.05, test=find_rise)
-_underflow = functools.partial(Rule, limit=0.3, test=find_underflow)
-_leap = functools.partial(Rule, kind="gradients", test=find_leaps)
-_unmoved = functools.partial(Rule, kind="unmoved", limit=UNMOVED, test=find_unmoved)
-_slope = functools.partial(Rule, kind="backward", test=find_slope)
+_frozen = _about(kind="frozen", test=find_frozen)
+_rise = _about(kind="batch", limit=0.05, test=find_rise)
+_underflow = _about(kind="loss scale", limit=0.3, test=find_underflow)
+_leap = _about(kind="gradients", test=find_leaps)
+_unmoved = _about(kind="unmoved", limit=UNMOVED, test=find_unmoved)
+_slope = _about(kind="backward", test=find_slope)
 
 FAULT_RULES: dict[str, Rule] = {
     # times the highest earlier one, after a step that hardly raised it
@@ -110,19 +114,13 @@ FAULT_RULES: dict[str, Rule] = {
     "rate_is_0": _low_rate(text="{name} is 0"),
     "rate_below_0": _low_rate(text="{name} is below 0: {value:.3g}", expected="each such step goes uphill"),
     # times its last value, of another option of the optimizer that did not change a step earlier
-    "option_leaps": Rule(
-        kind="options",
-        limit=2.0,
-        test=find_options,
+    "option_leaps": _about(kind="options", limit=2.0, test=find_options)(
         text="{option} of group {group} changes from {was:.3g} to {now:.3g}",
         remedy='optimizer.param_groups[{group}]["{option}"] = {was:.3g}',
         advice="keep it at {was:.3g}",
     ),
     # share of a weight that weight decay takes in a step
-    "decay_takes": Rule(
-        kind="decay",
-        limit=0.02,
-        test=find_options,
+    "decay_takes": _about(kind="decay", limit=0.02, test=find_options)(
         text="weight decay takes {share} of the weights of group {group} in a step",
         remedy=f'optimizer.param_groups[{{group}}]["{{option}}"] = {USUAL_DECAY}',
         advice="lower it",
@@ -131,19 +129,13 @@ FAULT_RULES: dict[str, Rule] = {
     "moments_written": _state(limit=1.3, text="something but the optimizer wrote its moments"),
     "state_is_new": _state(text="the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}"),
     # the very first step's change of a weight, over its root mean square: median of layers
-    "large_first_step": Rule(
-        kind="warm-up",
-        limit=0.1,
-        test=find_large_steps,
+    "large_first_step": _about(kind="warm-up", limit=0.1, test=find_large_steps)(
         text="the first step, without a warm-up, changes most weights by {share} of their size",
         remedy="let the learning rate rise to {rate:.3g} over the first steps: a warm-up",
         expected="smaller first updates",
     ),
     # the same of any step, where the update is as large as before for its rate
-    "large_steps": Rule(
-        kind="learning rate",
-        limit=0.05,
-        test=find_large_steps,
+    "large_steps": _about(kind="learning rate", limit=0.05, test=find_large_steps)(
         text="the learning rate is too high: a step changes most weights by {share} of their size",
         remedy='for group in optimizer.param_groups: group["lr"] /= {times:.3g}',
         expected="steps of about 1 %",
@@ -151,29 +143,19 @@ FAULT_RULES: dict[str, Rule] = {
         unless=(find_rates,),
     ),
     # the numbers of a batch, over those of all earlier batches, where it lasts
-    "batch_shrinks": Rule(
-        kind="batch",
-        limit=0.3,
-        test=find_smaller_batches,
+    "batch_shrinks": _about(kind="batch", limit=0.3, test=find_smaller_batches)(
         text="batches have {share} of the numbers that they had",
         remedy="look at the data loader, and at what splits its batches or accumulates them",
     ),
     # how much higher the loss stays, over the earlier loss
-    "loss_stays_up": _rise(
-        kind="batch", text="the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", remedy="{look}"
-    ),
+    "loss_stays_up": _rise(text="the loss rose and stays up, from {was:.3g} to {now:.3g}{more}", remedy="{look}"),
     "loss_climbs": _rise(kind="drift", text="the loss climbs step by step, from {was:.3g} to {now:.3g}", remedy=WORSE),
     # the curvature of the loss over that of earlier steps
-    "batches_repeat": Rule(
-        kind="repeats",
-        limit=0.25,
-        test=find_repeated_batches,
+    "batches_repeat": _about(kind="repeats", limit=0.25, test=find_repeated_batches)(
         text="the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn",
         remedy="look whether the data loader shuffles, goes on, and gives each worker its own data",
     ),
-    "loss_is_nonfinite": Rule(
-        kind="batch",
-        test=find_bad_losses,
+    "loss_is_nonfinite": _about(kind="batch", test=find_bad_losses)(
         text="the loss is inf or NaN, though no layer has one: as of a batch without a label",
         remedy=LOOK,
     ),
@@ -209,7 +191,6 @@ FAULT_RULES: dict[str, Rule] = {
     "made_by_updates": _weights(text=f"inf or NaN are in the weights {AFTER}"),
     # share of the last layer's gradients that became 0
     "gradients_underflow": _underflow(
-        kind="loss scale",
         text="{share} of the last layer's gradients are 0 at a loss scale{scale}",
         remedy="take a loss scale that is higher: they underflow",
     ),
@@ -219,18 +200,13 @@ FAULT_RULES: dict[str, Rule] = {
         remedy="look at the labels that the loss ignores, and at what changes its gradient; in float16 these may "
         "underflow",
     ),
-    "weight_untied": Rule(
-        kind="untied",
-        test=find_untied,
+    "weight_untied": _about(kind="untied", test=find_untied)(
         text="no longer shares its weight: {names} were one",
         remedy="tie them again, before the optimizer is made",
         expected="one parameter, which the optimizer trains",
     ),
     # share of a weight's numbers that became 0
-    "rows_died": Rule(
-        kind="dead rows",
-        limit=1e-4,
-        test=find_dead_rows,
+    "rows_died": _about(kind="dead rows", limit=1e-4, test=find_dead_rows)(
         text="has 0 in {share} of its weight",
         remedy="give these units their initial weights anew; look for what masks them, and at the bias before",
     ),
@@ -244,17 +220,12 @@ FAULT_RULES: dict[str, Rule] = {
         text="{count} of {all} weights have the same numbers in other places, as if ranks had loaded each other's "
         "shards, not by the optimizer",
     ),
-    "gradients_left": Rule(
-        kind="gradients",
-        test=find_left_gradients,
+    "gradients_left": _about(kind="gradients", test=find_left_gradients)(
         text="gradients of the step before are left when backward begins",
         remedy=CLEAR_GRADIENTS,
     ),
     # their cosine with those of the same step, computed once more
-    "gradients_changed": Rule(
-        kind="gradients",
-        limit=CONTROL_COSINE,
-        test=find_changed_gradients,
+    "gradients_changed": _about(kind="gradients", limit=CONTROL_COSINE, test=find_changed_gradients)(
         text="the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
         remedy="look at what changes gradients after backward: hooks, what ranks send, an average with other steps' "
         "gradients",
@@ -298,36 +269,25 @@ FAULT_RULES: dict[str, Rule] = {
         expected="keeps all what is rounded off",
     ),
     # share of second moments that are flushed
-    "moments_flushed": Rule(
-        kind="second moments",
-        limit=1e-2,
-        test=find_flushed,
+    "moments_flushed": _about(kind="second moments", limit=1e-2, test=find_flushed)(
         text="flushes {share} of its second moments where the first are not, {extent},",
         remedy='octavo.optim.AdamW(model.parameters(), moments="bf16")',
         expected="bf16 has float32's range: nothing is flushed",
     ),
     # tokens of an expert
-    "expert_is_idle": Rule(
-        kind="idle expert",
-        test=find_idle_experts,
+    "expert_is_idle": _about(kind="idle expert", test=find_idle_experts)(
         text="gives no tokens to expert {expert} of {count}",
         remedy="balance the router: a bias for each expert, or a loss for balance; look at its scores",
     ),
     # times the largest earlier change of a module's output of the same batch, beside its input's and weights' too
-    "new_forward": Rule(
-        kind="forward",
-        limit=4.0,
-        test=find_new_forward,
+    "new_forward": _about(kind="forward", limit=4.0, test=find_new_forward)(
         text="{who}computes something else of the same input: its output changed by {now}, by {most} at most before",
         remedy="look at what it computes besides its layers' products (its code, mask, positions, mode, buffers), and, "
         "of a run that was resumed, at the weights that it loaded",
         level="warning",
     ),
     # the change of a gradient of the same batch, over the largest and twice the spread of those before
-    "new_backward": Rule(
-        kind="backward",
-        limit=2.0,
-        test=find_new_backward,
+    "new_backward": _about(kind="backward", limit=2.0, test=find_new_backward)(
         text="backward computes another gradient of {name} for the same batch: it changed by {now}, by {most} before",
         remedy=BACKWARD,
         level="warning",
@@ -348,10 +308,7 @@ FAULT_RULES: dict[str, Rule] = {
         level="note",
     ),
     # standard deviation of attention's logits
-    "logits_are_large": Rule(
-        kind="logits",
-        limit=10.0,
-        test=find_large_logits,
+    "logits_are_large": _about(kind="logits", limit=10.0, test=find_large_logits)(
         text="makes queries and keys so large that attention's logits deviate by about {most:.2g}",
         remedy="norm queries and keys before they are multiplied (QK norm)",
     ),
