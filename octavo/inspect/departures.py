@@ -246,9 +246,8 @@ def _numbers(record: Record) -> Iterator[_Number]:
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
         changes = record.of_modules["own"][:, place]
-        yield _Number(
-            "forward", f"the output of {module or 'the model'} for the same batch", changes, FAINT, True, module
-        )
+        name = f"the output of {module or 'the model'} for the same batch"
+        yield _Number("forward", name, changes, FAINT, only_rises=True, module=module)
     for place, parameter in enumerate(record.parameters):
         changes = record.of_parameters["change"][:, place]
         yield _Number("backward", f"the gradient of {parameter} for the first batch", changes, FAINT, only_rises=True)

@@ -51,7 +51,6 @@ class Trait(Flag):
     SYMPTOM = auto()  # a severe finding of a cast explains it
 
 
-NO_TRAIT = Trait(0)
 ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, LIKE_A_WRITE, GROWS, SYMPTOM = Trait
 EVENT = OUTSIDE | ONCE | WHOLE
 
@@ -65,7 +64,7 @@ class Kind(NamedTuple):
     """
 
     part: Part | None = None
-    traits: Trait = NO_TRAIT
+    traits: Trait = Trait(0)
     warns: float = 4.0
     limit: float | None = None
     says: str = ""

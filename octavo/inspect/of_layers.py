@@ -148,11 +148,8 @@ def find_new_backward(run: Training, new_backward: Rule) -> Iterator[Hit]:
     if (at := first_true(over)) is not None:
         place = int(np.flatnonzero(over[at])[-1])
         changes = run.record.of_parameters["change"][:, place]
-        texts = {
-            "name": run.record.parameters[place].removesuffix(".weight"),
-            "now": percent(float(changes[at])),
-            "most": percent(float(np.nanmax(changes[:at]))),
-        }
+        name = run.record.parameters[place].removesuffix(".weight")
+        texts = {"name": name, "now": percent(float(changes[at])), "most": percent(float(np.nanmax(changes[:at])))}
         yield Hit(new_backward, run.steps[at], float(leaps[at, place]) / new_backward.limit, texts)
 
 

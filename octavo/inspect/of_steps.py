@@ -41,13 +41,9 @@ def find_rates(run: Training, rate_rises: Rule, rate_falls: Rule, rate_is_0: Rul
         if (fault := next(filter(None, faults), None)) is not None:
             group = name.partition(GROUP)[2]
             at = fault.begins
-            texts = {
-                "name": f"the learning rate{f' of group {group}' if group else ''}",
-                "previous": rates[max(0, at - 1)],
-                "value": rates[at],
-                "most": max(rates[at:]),
-                "top": max(rates[:at], default=rates[at]),
-            }
+            texts: dict[str, Any] = {"name": f"the learning rate{f' of group {group}' if group else ''}"}
+            texts |= {"previous": rates[max(0, at - 1)], "value": rates[at]}
+            texts |= {"most": max(rates[at:]), "top": max(rates[:at], default=rates[at])}
             hits.append(Hit(fault.rule, steps[at], fault.times, texts))
     yield from sorted(hits, key=lambda hit: (hit.begins, -severity_of(rate_rises.kind, hit.times)))[:1]
 

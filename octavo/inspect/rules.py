@@ -60,7 +60,6 @@ RESTORE = "load weights and optimizer from the last checkpoint before that step"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
 SKIP = "leave out such steps"
 AFTER = "after the optimizer's step, and in no layer's input or gradient of its output"
-FIND = f"{RESTORE}; find what wrote them"
 MEAN = "divide the loss once by the batches that it is summed over"
 CLEAR_GRADIENTS = "call optimizer.zero_grad() before each step's backward"
 FALL = "the gradients are {share} of those before"
@@ -83,7 +82,7 @@ _state = _about(
     expected="moments go on as they were",
     advice="load it",
 )
-_written = _about(kind="overwritten", limit=WRITTEN, test=find_written, remedy=FIND)
+_written = _about(kind="overwritten", limit=WRITTEN, test=find_written, remedy=f"{RESTORE}; find what wrote them")
 _forward = _about(kind="nonfinite", test=find_nonfinite_forward)
 _backward = _about(kind="nonfinite", test=find_nonfinite_backward, unless=(find_nonfinite_forward,))
 _skipped = functools.partial(_backward, remedy=RECOVERY, expected="leaves out steps with such gradients", advice=SKIP)
