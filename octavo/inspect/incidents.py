@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Flag, IntEnum, auto
+from enum import Flag, IntEnum
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
@@ -38,19 +38,16 @@ LEAPS = 8.0  # a measure that becomes so many times as large from one record to 
 SOON, LATER, NEVER = 2, 10, -1
 
 
-class Trait(Flag):
-    """A property that kinds of findings have in common."""
-
-    ONCE = auto()  # it happens at a step; others last since a step
-    OUTSIDE = auto()  # its cause is outside of the training's arithmetic
-    WHOLE = auto()  # it harms the whole training
-    OF_A_STEP = auto()  # it may be over after a step
-    TOO_MUCH = auto()  # a reason, besides a write, for a weight to change that much
-    LIKE_A_WRITE = auto()  # updates that are TOO_MUCH look like it
-    GROWS = auto()  # of an input: it gets worse by and by, and explains what begins when it is worst
-    SYMPTOM = auto()  # a severe finding of a cast explains it
-
-
+# Properties that kinds of findings have in common:
+#     ONCE          it happens at a step; others last since a step
+#     OUTSIDE       its cause is outside of the training's arithmetic
+#     WHOLE         it harms the whole training
+#     OF_A_STEP     it may be over after a step
+#     TOO_MUCH      a reason, besides a write, for a weight to change that much
+#     LIKE_A_WRITE  updates that are TOO_MUCH look like it
+#     GROWS         of an input: it gets worse by and by, and explains what begins when it is worst
+#     SYMPTOM       a severe finding of a cast explains it
+Trait = Flag("Trait", ["ONCE", "OUTSIDE", "WHOLE", "OF_A_STEP", "TOO_MUCH", "LIKE_A_WRITE", "GROWS", "SYMPTOM"])
 ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, LIKE_A_WRITE, GROWS, SYMPTOM = Trait
 EVENT = OUTSIDE | ONCE | WHOLE
 

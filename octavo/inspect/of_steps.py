@@ -123,9 +123,8 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
                 yield Hit(rule, steps[at], times, {**texts, "was": values[at - 1], "now": values[at]})
                 return
         is_unusual = is_decay and max(values) > USUAL_DECAY  # else the rate is too high, or as in "Adadelta" usual
-        betas, decoupled = (
-            run.scalar(f"{each}{GROUP}{group}").values for each in ("betas 0", "decoupled_weight_decay")
-        )
+        betas = run.scalar(f"betas 0{GROUP}{group}").values
+        decoupled = run.scalar(f"decoupled_weight_decay{GROUP}{group}").values
         is_divided = betas and decoupled[:1] != [1]  # Adam's second moments divide a decay that is added to gradients
         if is_unusual and not is_divided and f"lr{GROUP}{group}" in run.record.scalars:
             taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}").values, strict=True))
@@ -155,10 +154,8 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
     steps, losses = run.loss
     rises = []
     for at in range(4, len(losses) - FEW + 1):
-        before = losses[max(0, at - LOSSES_BEFORE) : at]
-        since = losses[at : at + 2 * FEW]
-        was = float(np.mean(before))
-        now = float(np.mean(since))
+        before, since = losses[max(0, at - LOSSES_BEFORE) : at], losses[at : at + 2 * FEW]
+        was, now = float(np.mean(before)), float(np.mean(since))
         error = float(np.std(before)) * math.sqrt(1 / len(before) + 1 / len(since))
         if now - was > max(ERRORS * error, loss_stays_up.limit * abs(was)) and min(since) > was:
             rises.append(_Rise((now - was) / max(error, 1e-9 * abs(now)), at, was, now))
@@ -241,8 +238,7 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Iterator[Hit]:
         falls = changes < 0
         bends = np.abs(np.diff(changes))
         for at in range(6, len(bends) - 2 * FEW + 1):
-            before = slice(max(0, at - LOSSES_BEFORE), at)
-            since = slice(at, at + 2 * FEW)
+            before, since = slice(max(0, at - LOSSES_BEFORE), at), slice(at, at + 2 * FEW)
             usual = float(np.median(bends[before]))
             now = float(bends[since].max())
             if falls[before].mean() < NOISY and falls[since].all() and usual > 0 and now < batches_repeat.limit * usual:
@@ -278,8 +274,7 @@ def find_slope(run: Training, slope_leaves: Rule, slope_is_off: Rule) -> Iterato
     """
     slopes = run.record.scalar(SLOPE)
     for at in range(2 * FEW, len(slopes) - FEW + 1):
-        before = slopes[max(0, at - RECORDS_BEFORE) : at]
-        since = slopes[at : at + FEW]
+        before, since = slopes[max(0, at - RECORDS_BEFORE) : at], slopes[at : at + FEW]
         was, now = np.nanmedian(before), np.median(since)
         least, most = np.nanmin(before), np.nanmax(before)
         is_beyond = (since < least).all() or (since > most).all()

@@ -83,24 +83,23 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
     over = run.written > weight_written.limit
     if (at := first_true(over)) is None:
         return
-    count = int(over[at].sum())
-    last = max(0, at - 1)
+    where = "", ""
     share = float(run.written[at].max())
-    if count > 1 and count >= len(run.layers) / 2:
+    last = max(0, at - 1)
+    texts: dict[str, Any] = {"count": int(over[at].sum()), "all": len(run.names)}
+    if texts["count"] >= max(2, len(run.layers) / 2):
         is_permuted = np.abs(run.rms[at] / run.rms[last] - 1) < 0.1
         is_permuted &= run.written[at, : len(run.layers)] > 1  # unrelated numbers, not averages of earlier ones
         rule = weights_permuted if is_permuted.mean() > 0.5 else weights_written
         share = max(share, 4 * rule.limit)  # no accident of sampling
-        texts: dict[str, Any] = {"count": count, "all": len(run.names)}
-        yield Hit(rule, run.steps[at], share / rule.limit, texts, numbers={"changed": share})
-        return
-    place = int(run.written[at].argmax())
-    where = run.names[place], "weight"
-    is_layer = place < len(run.layers)
-    sizes = run.measure("amax", *where) if is_layer else run.weights["size"][:, place]
-    texts = {"name": "amax" if is_layer else "size", "was": sizes[last], "now": sizes[at]}
-    times = share / weight_written.limit
-    yield Hit(weight_written, run.steps[at], times, texts, where, numbers={"changed": share})
+    else:
+        rule = weight_written
+        place = int(run.written[at].argmax())
+        where = run.names[place], "weight"
+        is_layer = place < len(run.layers)
+        sizes = run.measure("amax", *where) if is_layer else run.weights["size"][:, place]
+        texts = {"name": "amax" if is_layer else "size", "was": sizes[last], "now": sizes[at]}
+    yield Hit(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
 
 
 def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
@@ -159,16 +158,13 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
     for at, places in _stopped_weights(run).items():
         layers = [place for place in places if place < len(run.layers)] or places
         if len(places) == len(run.names):
-            rule = nothing_trains
-            where = "", ""
+            rule, where = nothing_trains, ("", "")
         elif not np.isfinite(gradients[at:]).any():  # none was there to be read, as in "updates in backward"
             continue
         elif (gradients[at:, places] > 0).any():
-            rule = not_in_optimizer
-            where = run.names[layers[0]], "weight"
+            rule, where = not_in_optimizer, (run.names[layers[0]], "weight")
         else:  # they are cut off behind the last of these layers
-            rule = without_gradient
-            where = run.names[layers[-1]], "weight"
+            rule, where = without_gradient, (run.names[layers[-1]], "weight")
         # where the rate fell to 0, find_rates says so
         if rate_stops_them and rule is not without_gradient:
             continue

@@ -155,8 +155,7 @@ FAULT_RULES: dict[str, Rule] = {
         remedy="look whether the data loader shuffles, goes on, and gives each worker its own data",
     ),
     "loss_is_nonfinite": _about(kind="batch", test=find_bad_losses)(
-        text="the loss is inf or NaN, though no layer has one: as of a batch without a label",
-        remedy=LOOK,
+        text="the loss is inf or NaN, though no layer has one: as of a batch without a label", remedy=LOOK
     ),
     "made_between_records": _forward(
         text="inf or NaN began between two recorded steps",
