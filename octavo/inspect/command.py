@@ -28,7 +28,7 @@ from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
-from octavo.inspect.remedies import RECIPES, merged_rules, own_recipes, with_rules
+from octavo.inspect.remedies import RECIPES_FILE, merged_rules, own_recipes, with_rules
 from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
@@ -144,7 +144,7 @@ def _report(options: argparse.Namespace) -> str:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
         rules = merged_rules(finding.rules for finding in findings)
-        parts.append(write_rules(options, with_rules(recipes.load(options.folder / RECIPES), rules)))
+        parts.append(write_rules(options, with_rules(recipes.load(options.folder / RECIPES_FILE), rules)))
     return "\n\n".join(parts)
 
 

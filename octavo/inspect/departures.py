@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
-from octavo.inspect.twin import LOSS, NO_OUTPUT, NO_TWIN, SLOPE
+from octavo.inspect.twin import NO_OUTPUT, NO_TWIN, SLOPE, TWIN_LOSS
 from octavo.inspect.weights import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
@@ -241,7 +241,7 @@ def _numbers(record: Record) -> Iterator[_Number]:
         if (family := SCALARS.get(option)) is not None:
             words = "the gradients' norm" if option == "grad_norm" else f"the {family}{group and f' of group {group}'}"
             yield _Number(family, words, record.last(name))
-    ratios = record.scalar("loss") / record.scalar(LOSS)
+    ratios = record.scalar("loss") / record.scalar(TWIN_LOSS)
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):

@@ -31,7 +31,7 @@ from octavo.private import pytree
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
 
 OUTPUTS = "outputs.npz"
-LARGEST = 1 << 26  # bytes of a batch that is written
+LARGEST_BATCH = 1 << 26  # bytes of a batch that is written
 SHARE, LEAST_ROWS = 4, 2  # one row of so many runs again, but at least so many: a norm over one has no variance
 _NUMPY = 1  # the place of NumPy's state among the random states, whose array torch.load would not read
 
@@ -131,7 +131,7 @@ def _write(path: Path, forward: Forward, model: nn.Module, ranks: Ranks) -> None
     leaves = pytree.tree_leaves(forward.arguments)
     tensors = [x for x in leaves if type(x) is Tensor and x.layout is torch.strided and not x.is_nested]
     are_plain = len(tensors) == sum(not isinstance(x, int | float | str | None) for x in leaves)
-    if not are_plain or sum(x.nbytes for x in tensors) > LARGEST:
+    if not are_plain or sum(x.nbytes for x in tensors) > LARGEST_BATCH:
         return path.unlink(missing_ok=True)
     states = [*forward.random_states]
     states[_NUMPY] = [x.tolist() if isinstance(x, np.ndarray) else x for x in states[_NUMPY]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo.inspect.record import np
 from octavo.nn.recipe_module import RecipeModule
 
-LARGEST = 1 << 26  # bytes of the tensors that are copied before each forward
+LARGEST_COPY = 1 << 26  # bytes of the tensors that are copied before each forward
 _COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _OF_TORCH = frozenset(vars(nn.Module()))  # names of attributes
 
@@ -31,7 +31,7 @@ class ModuleState:
             copies of the tensors, unless these have more than ``most_bytes``.
     """
 
-    def __init__(self, model: nn.Module, before_forward: bool = False, most_bytes: float = LARGEST) -> None:
+    def __init__(self, model: nn.Module, before_forward: bool = False, most_bytes: float = LARGEST_COPY) -> None:
         self._collections: list[tuple[Any, Any, frozenset[str]]] = []  # (it, a shallow copy, names that it lacks)
         self._generators: list[tuple[Any, Any]] = []  # each with its state
         self._before_forward, self._seen = before_forward, set[int]()

@@ -28,7 +28,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.first_batch import OUTPUTS
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
-from octavo.inspect.remedies import RECIPES, own_recipes
+from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weights import (
@@ -335,7 +335,7 @@ class Recorder:
             writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows, indent=1))
             self._written = reading.table
             if self._recipes is not None:
-                writer.write(RECIPES, to_json(self._recipes))
+                writer.write(RECIPES_FILE, to_json(self._recipes))
         counts, layers = {name: tensor.numpy() for name, tensor in tensors.items()}, len(reading.table.layers)
         arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
         arrays["moved"] = counts["moved"][:layers]

@@ -27,7 +27,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe, RecipeMap
 
-RECIPES = "recipes.json"  # a record's file, with the recipes of its model
+RECIPES_FILE = "recipes.json"  # a record's file, with the recipes of its model
 _FINER = ((128, blockwise), (32, mx))  # how many numbers share a scale, and the recipe
 
 LayerRule = Recipe | Mapping[str, Any] | None  # what a RecipeMap has for a layer

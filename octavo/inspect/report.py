@@ -19,7 +19,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import FORMAT_SQNR, LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
-from octavo.inspect.twin import DIFFERING_COSINE, LOSS
+from octavo.inspect.twin import DIFFERING_COSINE, TWIN_LOSS
 from octavo.inspect.verdicts import BEYOND, IN_TURN, verdict
 from octavo.inspect.weights import GROUP
 from octavo.kernels.arguments import Counted
@@ -242,7 +242,7 @@ def _twin_apart(record: Record) -> dict[str, float] | None:
     """Return where a loss is farthest from its twin's, and how far, as a share of the latter."""
     apart = [
         {"share": abs(loss / twin - 1), "step": step}
-        for step, loss, twin in zip(record.steps, record.scalar("loss"), record.scalar(LOSS), strict=True)
+        for step, loss, twin in zip(record.steps, record.scalar("loss"), record.scalar(TWIN_LOSS), strict=True)
         if math.isfinite(loss) and math.isfinite(twin) and twin
     ]
     return max(apart, key=lambda each: each["share"], default=None)

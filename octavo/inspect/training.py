@@ -158,9 +158,8 @@ class Training:
     def rates_between(self) -> Any:
         """The sum of the learning rates of the steps between each record and the one before, [records, 1]."""
         sums = np.cumsum([0.0, *self.rate.values])
-        last_steps = [self.steps[0], *self.steps[:-1]]
         ends = np.searchsorted(self.rate.steps, self.steps)
-        begins = np.searchsorted(self.rate.steps, last_steps, "right")
+        begins = np.searchsorted(self.rate.steps, [self.steps[0], *self.steps[:-1]], "right")
         return (sums[ends] - sums[begins])[:, None]
 
     def loss_scale(self, at: int) -> str:
@@ -225,8 +224,7 @@ class Training:
         updates = self.weights["update"]
         per_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / self.rates_by_record
         per_rate = np.fmax(per_rate, of_last(updates / self.rates_by_record))
-        rates = np.fmax(self.rates_between, self.rates_by_record * (self.gaps - 1))
-        return EXPLAINED * per_rate * rates
+        return EXPLAINED * per_rate * np.fmax(self.rates_between, self.rates_by_record * (self.gaps - 1))
 
     @cached_property
     def written(self) -> Any:

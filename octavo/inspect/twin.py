@@ -51,7 +51,7 @@ from octavo.nn.convert import using
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 from octavo.weights.operands import weight_of
 
-LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
+TWIN_LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
 LEFT = "left_gradient"  # the same: Comparison.left
 CONTROL = "twin_control"  # the same: Comparison.control
@@ -152,7 +152,7 @@ class Comparison(NamedTuple):
         if self.others is not None:
             product, of_step, of_twin = self.others
             scalars[OTHERS] = torch.where(of_step == 0, 0.0, product / (of_step * of_twin).sqrt())
-        return scalars if loss is None else scalars | {LOSS: self._loss_beside(loss, loss_scale)}
+        return scalars if loss is None else scalars | {TWIN_LOSS: self._loss_beside(loss, loss_scale)}
 
     def _loss_beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
         """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.

@@ -18,14 +18,14 @@ from octavo.inspect.departures import LEAST_BEFORE, Departure, departures
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
-from octavo.inspect.twin import DIFFERING_COSINE, LOSS, NO_OPTIMIZER, NO_TWIN, OTHERS
+from octavo.inspect.twin import DIFFERING_COSINE, NO_OPTIMIZER, NO_TWIN, OTHERS, TWIN_LOSS
 
 # --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all
 
 # FP8 differs from a step on where so many of so many compared steps in turn are beyond a limit: that of the loss below,
 # or that of a layer's gradient, twin.DIFFERING_COSINE; and so many of the first so many of them
 BEYOND, IN_TURN = 3, 5
-BEYOND_SOON, SOON = 2, 3
+BEYOND_AT_FIRST, AT_FIRST = 2, 3
 # A step's loss over its twin's, less 1, above or below. In the benchmark's 78 healthy runs with twins the third largest
 # of five in turn is at most 0.0059
 LOSS_DIFFERS = 0.006
@@ -39,10 +39,12 @@ LEAST_FACTOR = 1e-9  # a fall of gradients to 0 counts as one to this factor
 # --- words
 
 # kinds of findings that are made from these
-FROM_LOSS, FROM_GRADIENTS = ("batch", "drift"), ("gradients", "labels", "frozen")
+FROM_LOSS = "batch", "drift"
+FROM_GRADIENTS = "gradients", "labels", "frozen"
 # kinds made from what layers compute, which changes once FP8 has raised the loss
 EFFECTS = (*FROM_LOSS, *FROM_GRADIENTS, "idle expert", "logits")
-CAUSE, TAKES_PART = "FP8 is the cause", "FP8 takes part, though not first"
+CAUSE = "FP8 is the cause"
+TAKES_PART = "FP8 takes part, though not first"
 SUFFERS = "FP8 is not the cause, though it suffers"
 HARMS, CHANGES = (f"FP8 {does} gradients, though not the loss so far" for does in ("harms", "changes"))
 BLAMES = CAUSE, TAKES_PART, HARMS
@@ -107,13 +109,18 @@ def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
     return f"{since} the gradient of {[*record.layers, OTHER_PARAMETERS][first.layer]} has {low}"
 
 
+LOSS_COLUMNS = 2  # of _ComparedSteps.distances: how far the loss is above the twin's, and below; then follow cosines
+
+
 class _ComparedSteps(NamedTuple):
     """The numbers of the steps of a record that were compared with twins, nan where something is not measured.
 
-    ``losses``, ``twin_losses`` [steps]: of the step and of its twin. ``cosines`` [steps, layers + 1]: of a layer's
-    gradient and its twin's, the last of all weights that are no layer's. ``distances`` [steps, 2 + layers + 1] from the
-    twin, over their limits: of the loss above, and below; of cosines. ``twin_norms`` [steps]: of the median layer's
-    gradient.
+    Attributes:
+        steps: which these are.
+        losses, twin_losses: of the step and of its twin, [steps].
+        cosines: of a layer's gradient and its twin's, the last of all weights that are no layer's, [steps, layers + 1].
+        distances: from the twin, over their limits, of losses and of cosines, [steps, LOSS_COLUMNS + layers + 1].
+        twin_norms: of the median layer's gradient, [steps].
     """
 
     steps: list[int]
@@ -125,12 +132,13 @@ class _ComparedSteps(NamedTuple):
 
 
 def _compared_steps(record: Record) -> _ComparedSteps:
-    loss, twin, others = (record.scalar(name) for name in ("loss", LOSS, OTHERS))
+    """Return a record's compared steps: without the losses that say nothing beside the twins'."""
+    losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS))
     cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
     norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
     norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
-    compared = np.flatnonzero(np.isfinite(twin) | np.isfinite(cosines).any(axis=1))
-    losses, twin_losses, cosines = loss[compared], twin[compared], cosines[compared]
+    compared = np.flatnonzero(np.isfinite(twin_losses) | np.isfinite(cosines).any(axis=1))
+    losses, twin_losses, cosines = losses[compared], twin_losses[compared], cosines[compared]
     # a loss that is far from the twin's while all gradients agree was multiplied before its backward
     lowest_cosine = np.nanmin(np.append(cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
     gradients_agree = (lowest_cosine > DIFFERING_COSINE) & (lowest_cosine <= 1)
@@ -141,8 +149,8 @@ def _compared_steps(record: Record) -> _ComparedSteps:
     twin_losses[is_multiplied | all_are_multiplied | (twin_losses == 0)] = math.nan
     # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies ("clipping
     # off")
-    loss_distances = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
-    of_losses = np.stack([loss_distances, -loss_distances], 1) / LOSS_DIFFERS
+    above = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
+    of_losses = np.stack([above, -above], 1) / LOSS_DIFFERS
     distances = np.concatenate([of_losses, (1 - cosines) / (1 - DIFFERING_COSINE)], 1)
     steps = [record.steps[at] for at in compared]
     return _ComparedSteps(steps, losses, twin_losses, cosines, distances, norms[compared])
@@ -163,7 +171,8 @@ class _Judge:
     """
 
     def __init__(self, record: Record) -> None:
-        self.record, self.twins = record, _compared_steps(record)
+        self.record = record
+        self.twins = _compared_steps(record)
 
     @cached_property
     def departures(self) -> list[Departure]:
@@ -179,7 +188,8 @@ class _Judge:
 
     def is_of_fp8_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
-        at, first = bisect_left(self.twins.steps, finding.begins), self.first_lasting(None)
+        at = bisect_left(self.twins.steps, finding.begins)
+        first = self.first_lasting(None)
         # FP8 clips, the loss leaves the twin's, and later gradients leap and an expert gets no tokens
         if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
             return True
@@ -190,9 +200,11 @@ class _Judge:
         # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it. So
         # "scales back off"
         losses, twin_losses = self.twins.losses, self.twins.twin_losses
-        spans = (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ()
-        rises = [(_median(losses[since]) - _median(losses[:at]), losses[since] - twin_losses[since]) for since in spans]
-        return any(_median(over_twins) > rise / 2 > 0 for rise, over_twins in rises)
+        for since in (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ():
+            rise = _median(losses[since]) - _median(losses[:at])
+            if _median(losses[since] - twin_losses[since]) > rise / 2 > 0:
+                return True
+        return False
 
     def gradients_change_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
@@ -201,15 +213,16 @@ class _Judge:
         """
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
-        norms, layers = self.twins.twin_norms, self.record.layers if "twin_cosine" in self.record.weights else []
+        layers = self.record.layers if "twin_cosine" in self.record.weights else []
         if finding.kind == "frozen" and finding.layer in layers:
             cosine = _median(self.twins.cosines[at : at + BEYOND, layers.index(finding.layer)])
             differs_from = at if cosine < DIFFERING_COSINE else None
         else:
-            difference = _first_beyond(self.twins.distances[:, 2:])  # of gradients alone
+            difference = _first_beyond(self.twins.distances[:, LOSS_COLUMNS:])  # of gradients alone
             differs_from = difference and difference.at
         if differs_from is None or differs_from > at:
             return False
+        norms = self.twins.twin_norms
         twins_factor = _median(norms[at : at + BEYOND]) / _median(norms[:differs_from])
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
@@ -235,7 +248,8 @@ class _Judge:
 
     def rise_by_fp8(self, at: int) -> float:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
-        losses, twin_losses, since = self.twins.losses, self.twins.twin_losses, slice(at, at + IN_TURN)
+        losses, twin_losses = self.twins.losses, self.twins.twin_losses
+        since = slice(at, at + IN_TURN)
         rise_of_twin = _median(twin_losses[since]) - _median(twin_losses[:at])
         return _median(losses[since] - twin_losses[since]) - max(rise_of_twin, 0.0)
 
@@ -255,8 +269,11 @@ class _Judge:
         - There is a worst finding, the loss differs, or the twin's loss rises: the cause.
         - Else only gradients differ: it harms them, or changes them.
         """
-        at, is_of_loss, step = first.at, first.layer is None, self.twins.steps[first.at]
-        twin_losses, cosines = self.twins.twin_losses, np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
+        at = first.at
+        step = self.twins.steps[at]
+        is_of_loss = first.layer is None
+        twin_losses = self.twins.twin_losses
+        cosines = np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
         # inputs are clipped from step 100 on: the loss rises there, the twin's does not
         if is_of_loss and self.rise_by_fp8(at) > 0:
             return CAUSE
@@ -296,9 +313,10 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
     places = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
     distances = np.nan_to_num(abs(twins.distances[places, 0]), nan=math.inf)  # of the loss
     at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
-    parts, cosines = [], twins.cosines[at][np.isfinite(twins.cosines[at])]
+    parts = []
     if math.isfinite(twins.twin_losses[at]):
         parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
+    cosines = twins.cosines[at][np.isfinite(twins.cosines[at])]
     if len(cosines):
         parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
     sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
@@ -309,17 +327,18 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
 
 
 def _layer_of(column: int) -> int | None:
-    """Return the layer of a column of ``distances``; None for one of the two of the loss."""
-    return None if column < 2 else column - 2
+    """Return the layer of a column of ``distances``; None for one of the loss."""
+    return None if column < LOSS_COLUMNS else column - LOSS_COLUMNS
 
 
 def _first_beyond(distances: Any) -> _Difference | None:
-    """Return the first place and column from which on distances, over their limits, stay beyond them; or None."""
+    """Return the first place and column from which on distances [steps, columns] stay beyond their limits; or None."""
     for at in range(len(distances)):
         since = np.nan_to_num(distances[at : at + IN_TURN])
         is_first = since[0] > np.maximum(1, np.median(since, axis=0) * FIRST_SHARE)
-        is_soon, is_lasting = (since[:SOON] > 1).sum(axis=0) >= BEYOND_SOON, (since > 1).sum(axis=0) >= BEYOND
-        if len(columns := np.flatnonzero(is_first & is_soon & is_lasting)):
+        lasts_at_first = (since[:AT_FIRST] > 1).sum(axis=0) >= BEYOND_AT_FIRST
+        lasts = (since > 1).sum(axis=0) >= BEYOND
+        if len(columns := np.flatnonzero(is_first & lasts_at_first & lasts)):
             return _Difference(at, _layer_of(int(columns[0])))
     return None
 
@@ -336,6 +355,7 @@ def _factor_of_loss(record: Record) -> Any:
 
 
 def _median(values: Any) -> float:
+    """Return the median of the finite values; nan if there are none."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else math.nan
 

@@ -83,7 +83,7 @@ def test_modules_have_their_own_objects_back() -> None:
     )
 
 
-@pytest.mark.parametrize("most", [module_state.LARGEST, 0])
+@pytest.mark.parametrize("most", [module_state.LARGEST_COPY, 0])
 def test_a_forward_begins_with_what_it_had(most: int) -> None:
     """As often as it runs, and whatever ran since; large tensors are not copied, and have what was written to them."""
     model, x = nn.Sequential(octavo.nn.Linear(4, 4), Holder()), torch.randn(3, 4)
