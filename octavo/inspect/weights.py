@@ -60,10 +60,11 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
         local = on_this_rank(weight).detach()
         if local.numel() == 0:
             continue
-        matrices, pair, scale = local, None, module.delayed_scale if module.recipe.delayed else None
+        matrices, pair = local, None
         if isinstance(local, StoredWeight):
-            codes, scale_inv = local.qdata.flatten(0, -2), local.scale_inv.flatten(0, -2)
-            matrices, pair = local.dequantize(), (local.granularity.tile, (codes, scale_inv))
+            matrices = local.dequantize()
+            pair = local.granularity.tile, (local.qdata.flatten(0, -2), local.scale_inv.flatten(0, -2))
+        scale = module.delayed_scale if module.recipe.delayed else None
         experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
         layer.count_weight(matrices, pair, module.stores_transposed, scale, shared.get(place), experts)
 
@@ -108,7 +109,9 @@ class _Sample(NamedTuple):
             return cls(nothing, nothing, None, None, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
-        weight, low_bits, master = on_this_rank(param).detach(), state.get("master_rest"), None
+        weight = on_this_rank(param).detach()
+        low_bits = state.get("master_rest")
+        master = None
         if isinstance(optimizer, CompactOptimizer) and low_bits is not None:
             master = MasterForm.of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
@@ -180,7 +183,8 @@ class Updates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.optimizer, self._handles = optimizer, list[Any]()
+        self.optimizer = optimizer
+        self._handles: list[Any] = []
         self._weights: Weights = ()
         self._last: Tensor | None = None  # sampled weights after the last recorded step's update
         self._moved: Tensor | None = None
@@ -197,8 +201,11 @@ class Updates:
     @torch.no_grad()
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
-        self._weights, self._last = weights, self._last if is_as_before else None
-        _, self._begun = _, self._before = _read(weights, self.optimizer)
+        _, values = _read(weights, self.optimizer)
+        self._weights = weights
+        self._last = self._last if is_as_before else None
+        self._begun = values  # at the step's begin
+        self._before = values  # before the optimizer's step, which reads them again
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
     @torch.no_grad()
@@ -227,14 +234,18 @@ class Updates:
 
     def end(self) -> Tensor:
         """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
-        moved, self._moved = self._since() if self._moved is None else self._moved, None
+        moved = self._since() if self._moved is None else self._moved
+        self._moved = None
         self._weights = ()
         return moved
 
     @torch.no_grad()
     def _since(self) -> Tensor:
+        """Return MOVED from the step's begin until now, summed over samples: float64 [weights, 18]."""
         new, after = _read(self._weights, self.optimizer)
-        before, begun, is_watched = self._before, self._begun.weights, self._gradients is not None
+        before = self._before
+        begun = self._begun.weights
+        is_watched = self._gradients is not None
         numbers, gradients = self._gradients or self._read_gradients()
         update, master_update = after.weights - before.weights, after.masters - before.masters
         between = begun - (begun if self._last is None else self._last)
@@ -279,6 +290,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return numbers as a tensor, float64, which equal ones share: most steps have the same counts."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
@@ -351,23 +363,24 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
 
 
 def _low_bits(samples: Sequence[_Sample]) -> Tensor:
+    """Return the low bits of samples' masters, or the masters themselves, [samples, SAMPLED]."""
     return padded([sample.low_bits for sample in samples if sample.low_bits is not None])
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors of _Values, [samples, SAMPLED], of plain weights."""
-    elements, (first, *_) = padded([sample.elements for sample in samples]), samples
+    elements = padded([sample.elements for sample in samples])
     values = elements.float()
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
-    if first.master is not None:
-        masters = first.master.for_kernel(elements, {"master_rest": _low_bits(samples)}).read_all(elements)
+    if (master := samples[0].master) is not None:
+        masters = master.for_kernel(elements, {"master_rest": _low_bits(samples)}).read_all(elements)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_read_plain`` does, of weights in FP8, from their codes and each element's scale_inv."""
-    codes, (first, *_) = padded([sample.elements for sample in samples]), samples
+    codes = padded([sample.elements for sample in samples])
     weights: list[Any] = [sample.weight for sample in samples]
     scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
     scales = torch.cat([*scales_by_weight, codes.new_zeros(1, dtype=torch.float32)])
@@ -377,13 +390,13 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     exponent = (torch.frexp(values).exponent - 1).clamp_(min=-6)  # E4M3's smallest normal is 2^-6
     distances = torch.ldexp(scale_inv, exponent - 3)
     values = values * scale_inv
-    if first.master is None:
+    if (master := samples[0].master) is None:
         return values, distances, values
     low_bits = _low_bits(samples)
     if low_bits.dtype == torch.float32:  # the master itself
         return values, distances, low_bits
     one = torch.ones(1, 1, device=codes.device, dtype=torch.float32)
-    unscaled = first.master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes)
+    unscaled = master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes)
     return values, distances, unscaled * scale_inv
 
 
