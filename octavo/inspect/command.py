@@ -27,7 +27,7 @@ from octavo.cost.work import COMPARED
 from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
-from octavo.inspect.record import RecordError, files_of, load
+from octavo.inspect.record import RecordError, files_of, load, reading
 from octavo.inspect.remedies import RECIPES_FILE, merged_rules, own_recipes, with_rules
 from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "of the smallest layers to look at, in and out (default: as octavo.convert)"
     group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
     help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
-    group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
+    group.add_argument("--runs", type=at_least(1), metavar="N", help=help)
     help = "text for batches of a run of octavo train (default: Python's own standard library)"
     group.add_argument("--data", type=Path, metavar="PATH", help=help)
     help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
@@ -133,7 +133,8 @@ def write_rules(options: argparse.Namespace, recipe: RecipeMap) -> str:
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
-    what_if, against = _what_if(options), None
+    what_if = _what_if(options)
+    against = None
     if options.against is not None:
         other = load(options.against)
         against = Against(str(options.against), other, diagnose(other))
@@ -144,7 +145,9 @@ def _report(options: argparse.Namespace) -> str:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
         rules = merged_rules(finding.rules for finding in findings)
-        parts.append(write_rules(options, with_rules(recipes.load(options.folder / RECIPES_FILE), rules)))
+        with reading(path := options.folder / RECIPES_FILE):
+            recipe_map = recipes.load(path)
+        parts.append(write_rules(options, with_rules(recipe_map, rules)))
     return "\n\n".join(parts)
 
 

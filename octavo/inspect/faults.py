@@ -24,7 +24,7 @@ from octavo.cost.text import columns
 from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
 from octavo.in_flight import InFlight
-from octavo.inspect.rows import first_here, observe
+from octavo.inspect.rows import first_here, observe, require_whole
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import Counted
 from octavo.nn.candidates import sizes_of
@@ -106,7 +106,7 @@ class FaultTrace:
         fault: the first fault, once the host has read it; else None.
 
     Raises:
-        ValueError: for a model without FP8 layers.
+        ValueError: for a model without FP8 layers, and for ``step`` below 0.
 
     Example:
         >>> import torch, octavo
@@ -126,7 +126,9 @@ class FaultTrace:
         self._layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
         if not self._layers:
             raise ValueError("the model has no layer in FP8 to watch: octavo.convert it first")
+        require_whole("step", step, 0)
         self.fault: Fault | None = None
+        self._is_closed = False
         self._raises, self._gradients, self._step = raises, gradients, step
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = self._layers[0][1].parameters_device
@@ -154,7 +156,10 @@ class FaultTrace:
 
         Raises:
             FaultError: if there was a fault in this step, or on a GPU two steps ago.
+            RuntimeError: after ``close``.
         """
+        if self._is_closed:
+            raise RuntimeError(f"step {self._step} was not watched, as close() was called: make a FaultTrace anew")
         if self.fault is None:
             self._send(loss, grad_norm)
             self._receive(self._late, collective=True)
@@ -163,7 +168,8 @@ class FaultTrace:
             raise FaultError(self.fault)
 
     def close(self) -> None:
-        """Read the steps that are on their way to the host, and stop watching the model."""
+        """Read the steps that are on their way to the host, and stop watching the model; no step can follow."""
+        self._is_closed = True
         for _, module in self._layers:
             observe(module, notes=None)
         self._receive(0, collective=False)

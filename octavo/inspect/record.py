@@ -286,7 +286,7 @@ def load(folder: str | Path) -> Record:
         raise RecordError(f"{folder} holds no record: {remedy}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
-    with _reading(folder):
+    with reading(folder):
         return _record_in(folder)
 
 
@@ -294,7 +294,7 @@ def _record_in(folder: Path) -> Record:
     """Return the record of a folder whose form is FORMAT."""
     tables: dict[int, list[Row]] = {}
     for step, path in files_of(folder, "rows").items():
-        with _reading(path):
+        with reading(path):
             tables[step] = [Row.of(row) for row in read_json(path)]
     files = files_of(folder, "counts")
     counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
@@ -302,7 +302,7 @@ def _record_in(folder: Path) -> Record:
         first_step = max((first_step for first_step in tables if first_step <= step), default=None)
         if first_step is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
+        with reading(path), open(path, "rb") as file, np.load(file) as arrays:
             counts.read(at, tables[first_step], arrays)
     return counts.record(list(files), *_steps(folder))
 
@@ -392,7 +392,7 @@ def relative_change(squares: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Raise RecordError in place of errors of Python and NumPy at a file that was cut, or is not octavo's."""
     try:
         yield

@@ -29,7 +29,7 @@ from octavo.inspect.first_batch import OUTPUTS
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES_FILE, own_recipes
-from octavo.inspect.rows import Row, Table
+from octavo.inspect.rows import Row, Table, require_whole
 from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weights import (
     FROZEN,
@@ -49,7 +49,7 @@ from octavo.weights.fsdp2 import whole
 Scalar = float | Tensor
 ByStep = dict[int, dict[str, float]]  # numbers by step and name
 SKIPPED = DeviceEvent("skipped", "neither the weights nor the optimizer's state were touched", lambda skips: skips != 0)
-_Noted = tuple[int, str | DeviceEvent, Scalar]  # a step's scalar by its name, or the number that decides an event
+_Noted = tuple[int, str | DeviceEvent, Scalar]  # a step; its scalar's name, or the event that a number decides; these
 
 
 class _Reading(NamedTuple):
@@ -123,13 +123,14 @@ class Recorder:
         twin: bool = True,
         on_record: Callable[[int, dict[str, float]], object] | None = None,
     ) -> None:
-        for name, number, least in (("every", every, 1), ("step", step, 0)):
-            if not hasattr(number, "__index__") or number < least:
-                raise ValueError(f"{name}={number!r}: needs a whole number, at least {least}")
+        require_whole("every", every, 1)
+        require_whole("step", step, 0)
         if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
             raise TypeError(f"optimizer={optimizer!r}: give the optimizer of this training, or None")
-        self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
+        self.model, self.every, self.optimizer, self.schedule = model, every, optimizer, schedule
         self.on_record = on_record
+        self._step = step
+        self._is_closed = False
         self._tabulate()
         if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
@@ -152,16 +153,26 @@ class Recorder:
         Args:
             loss, grad_norm: of this step, numbers or tensors on any device.
             scalars: other numbers by name.
+
+        Raises:
+            RuntimeError: after ``close``.
         """
+        if self._is_closed:
+            raise RuntimeError(f"the record ends before step {self._step}, as close() was called: make a Recorder anew")
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            # by a scalar's name, or by the DeviceEvent that the number decides
-            noted: dict[Any, Scalar | None] = {**self._changed_facts(), "loss": loss, "grad_norm": grad_norm, **scalars}
-            noted[SKIPPED] = self._steps_skipped()
+            by_name: dict[str, Scalar | None] = {
+                **self._changed_facts(),
+                "loss": loss,
+                "grad_norm": grad_norm,
+                **scalars,
+            }
+            by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
             if comparison is not None:
-                noted |= comparison.scalars(loss, scalars.get("loss_scale"))
-                noted[OTHER_GRADIENTS] = comparison.reproduced
-            for what, value in noted.items():  # copied without autograd's graph; sharded tensors as whole ones
+                by_name |= comparison.scalars(loss, scalars.get("loss_scale"))
+                by_event[OTHER_GRADIENTS] = comparison.reproduced
+            noted: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
+            for what, value in noted:  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
@@ -189,7 +200,8 @@ class Recorder:
                 self._writer.add_lines({"step": self._step, "event": kind, "text": text})
 
     def close(self) -> None:
-        """Write all numbers on their way to the host, and stop counting in the model."""
+        """Write all numbers on their way to the host, and stop counting in the model; no step can follow."""
+        self._is_closed = True
         self._table.attach(False)
         self._updates.close()
         if self._twin is not None:

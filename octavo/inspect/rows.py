@@ -27,6 +27,12 @@ def observe(module: RecipeModule, **fields: Any) -> None:
         fp8.observe(**fields)
 
 
+def require_whole(name: str, number: Any, least: int) -> None:
+    """Raise ValueError unless an argument is a whole number of at least ``least``."""
+    if not hasattr(number, "__index__") or number < least:
+        raise ValueError(f"{name}={number!r}: needs a whole number, at least {least}")
+
+
 @dataclass(frozen=True)
 class Row:
     """A cast of a role of a layer.

@@ -36,6 +36,7 @@ from octavo.cost.text import columns
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
 from octavo.inspect.module_state import ModuleState
+from octavo.inspect.rows import require_whole
 from octavo.nn.candidates import Select, sizes_of
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
@@ -292,7 +293,8 @@ def compare(
         recipes: of different names, or names, as octavo.convert takes them; octavo's five by default. Or a dict of
             recipes, or recipes by layer, by name.
         select: which layers, as for octavo.convert.
-        runs: the most passes with one layer alone in FP8; of more layers, those of least effect are estimated.
+        runs: the most passes with one layer alone in FP8, shared by all batches and recipes; of more layers, those of
+            least effect are estimated, or all where there are fewer than one for each batch and recipe.
         rates: of the device that will train, for the costs; by default this one's, or an H100's if it has none.
 
     Returns:
@@ -300,6 +302,7 @@ def compare(
 
     Raises:
         WhatIfError: without layers, batches or recipes; for a loss that is no scalar with a gradient.
+        ValueError: for ``runs`` below 1.
 
     Example:
         >>> import torch, octavo
@@ -314,6 +317,7 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
+    require_whole("runs", runs, 1)
     wanted = COMPARED if recipes is None else recipes
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((getattr(x, "name", str(x)), x) for x in wanted)
     named = [(name, as_recipe(value)) for name, value in pairs]
@@ -343,7 +347,7 @@ def check(
     model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
 ) -> Effect:
     """Measure recipes by layer together: return an Effect of the layer "", as ``compare`` does for one recipe."""
-    return compare(model, loss, batches, {"map": recipe}, select=select, runs=0).whole["map"]
+    return compare(model, loss, batches, {"map": recipe}, select=select, runs=1).whole["map"]
 
 
 def _copy_in_high_precision(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
@@ -404,7 +408,7 @@ class _Passes:
         if not math.isfinite(exact[0]) or exact[0] == 0:
             raise WhatIfError(f"loss(model, batch) is {exact[0]} in high precision: nothing is relative to it")
         if not self.run_alone:
-            self._choose(exact[1], max(most, 1))
+            self._choose(exact[1], most)
         for recipe, chosen in self.run_alone.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
