@@ -156,8 +156,7 @@ def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.what_if is None and not path.exists():
         return []
     try:
-        rows = read_json(path)["what_if"]
-        return [row for row in rows if {"layer", "recipe", "predicted"} <= row.keys()]
+        return [row for row in read_json(path)["what_if"] if {"layer", "recipe", "predicted"} <= row.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "no what-if: write one by octavo inspect MODEL --json FILE"
         raise RecordError(f"{path} holds {why} ({first_line(error)})") from error

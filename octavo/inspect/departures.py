@@ -157,11 +157,6 @@ class _CourseChange(NamedTuple):
     hows_N: Any
     evidence_F: Any
 
-    @property
-    def total(self) -> float:
-        """The evidence of all families together."""
-        return float(self.evidence_F.sum())
-
 
 def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _CourseChange | None:
     """Return the change with the most evidence, or an earlier one that has enough without what came after it.
@@ -175,8 +170,8 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _Co
     begin = 0
     end = len(courses)
     while changes := _changes(courses[begin:end], places, only_rises_N):
-        change = max(changes, key=lambda each: each.total)
-        if change.total < EVIDENCE:
+        change = max(changes, key=lambda each: each.evidence_F.sum())
+        if change.evidence_F.sum() < EVIDENCE:
             break
         end = begin + change.at
         begin = begin if first is not None else max(0, end - PAST)
@@ -191,8 +186,7 @@ def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> list[_Co
         window_RN = courses[begin : begin + 2 * PAST]
         is_last = begin + 2 * PAST >= len(courses)
         for at in range(LEAST_BEFORE if begin == 0 else PAST // 2, len(window_RN) if is_last else PAST * 3 // 2):
-            change = _change(window_RN, at, places, only_rises_N)
-            changes.append(change._replace(at=begin + at))
+            changes.append(_change(window_RN, at, places, only_rises_N)._replace(at=begin + at))
     return changes
 
 

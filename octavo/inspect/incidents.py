@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import LayerRule, as_text
 
-LEVELS = {
-    "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",
-    "warning": "severity 3 or more: the training computes something else than was meant",
-    "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
-}
-LEVEL_PLACES = {level: place for place, level in enumerate(LEVELS)}
+# The levels of findings, the worst first:
+#     critical  numbers are lost for good: inf or NaN, or more than half of a tensor
+#     warning   severity 3 or more: the training computes something else than was meant
+#     note      beyond a limit by less; of a step that the training got over; or a choice that is worth a look
+LEVEL_PLACES = {"critical": 0, "warning": 1, "note": 2}
 # the parts of a step, in order; MODULES: a module's own computation, after the layers inside of it
 Part = IntEnum("Part", ["BETWEEN", "DATA", "FORWARD", "MODULES", "LOSS", "BACKWARD", "UPDATE", "AFTER"])
 # the part in which a finding of a role begins
@@ -118,7 +117,7 @@ class Finding:
         expected: the remedy's effect, by the recorded numbers.
         severity: from 0 to 10: 1 at the limit, 3 at ``warns`` times it, and so on by the logarithm; 10 for inf or NaN.
         rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
-        level: "critical", "warning" or "note": see LEVELS.
+        level: "critical", "warning" or "note": see LEVEL_PLACES.
         sentence: the finding in plain words, without a full stop: what happens where, since when, and what to do.
         consequences: findings that this one explains, in the order in which they began.
 

@@ -38,16 +38,15 @@ def find_nonfinite_forward(
 ) -> Iterator[Hit]:
     """Yield what made the first inf or NaN, if forward had it: the layer before the first input with one."""
     for at, (inputs, _, gradients) in _first_nonfinite(run):
-        names = run.layers
         step = run.steps[at]
         if (run.steps[at - 1] if at else -1) < min(run.bad_losses, default=math.inf) < step:
             yield Hit(made_between_records, min(run.bad_losses), math.inf)
         elif 0 in inputs:
             yield Hit(made_by_batch, step, math.inf)
-        elif inputs and _is_rare(run, at, names[inputs[0]]):
-            yield Hit(made_by_activation, step, math.inf, where=(names[inputs[0]], "input"))
+        elif inputs and _is_rare(run, at, run.layers[inputs[0]]):
+            yield Hit(made_by_activation, step, math.inf, where=(run.layers[inputs[0]], "input"))
         elif inputs or (step in run.bad_losses and gradients):
-            layer, then = (names[inputs[0] - 1], names[inputs[0]]) if inputs else (names[-1], "the loss")
+            layer, then = (run.layers[inputs[0] - 1], run.layers[inputs[0]]) if inputs else (run.layers[-1], "the loss")
             yield Hit(made_by_weight, step, math.inf, {"then": then}, (layer, "weight"))
 
 

@@ -159,9 +159,8 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
         error = float(np.std(before)) * math.sqrt(1 / len(before) + 1 / len(since))
         if now - was > max(ERRORS * error, loss_stays_up.limit * abs(was)) and min(since) > was:
             rises.append(_Rise((now - was) / max(error, 1e-9 * abs(now)), at, was, now))
-    if not rises:
+    if (rise := max(rises, default=None)) is None:
         return
-    rise = max(rises)
     course = _fit(np.array(losses), rise.at)
     begins = steps[course.at]
     more = _largest_rise(run, bisect_left(run.steps, begins))

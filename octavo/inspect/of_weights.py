@@ -46,8 +46,7 @@ def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -
     sizes = np.where(begins_at_0 & ~begins_at_0.all(), np.nan, run.rms)
     shares = np.nanmedian(run.weights["update"][:, : len(run.layers)] / sizes, axis=1)
     is_fresh = bool(rates and ages) and ages[0] <= 1 and rates[0] >= max(rates) / 2
-    last_losses = losses[-FEW:] if len(losses) > FEW else []
-    is_lost = bool(last_losses) and not np.median(last_losses) < losses[0]  # whose first is a random guess's
+    is_lost = len(losses) > FEW and not np.median(losses[-FEW:]) < losses[0]  # whose first is a random guess's
     if is_fresh and shares[0] > large_first_step.limit and not is_lost:
         texts = {"share": percent(shares[0]), "rate": max(rates)}
         yield Hit(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
@@ -174,8 +173,7 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
             rule = rule._replace(level="note")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
-        texts = {"others": others, "scale": scale}
-        yield Hit(rule, run.steps[at], LIKELY, texts, where)
+        yield Hit(rule, run.steps[at], LIKELY, {"others": others, "scale": scale}, where)
 
 
 def _stopped_weights(run: Training) -> dict[int, list[int]]:

@@ -254,8 +254,8 @@ class Training:
     def leaps(self) -> Leaps:
         """The factors by which updates, gradients and norms grow over those of earlier records."""
         updates = self.weights["update"]
-        gradients = self.weights["gradient"]
-        gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
+        # of inf there is no factor: another test's
+        gradients = np.where(np.isinf(self.weights["gradient"]), np.nan, self.weights["gradient"])
         outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
         outputs /= np.nan_to_num(self.record.last("loss_scale"), nan=1.0)[:, None]
         # a schedule changes updates, too: a leap is beyond those of this rate and those that there were

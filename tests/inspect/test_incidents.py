@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.inspect import diagnose
-from octavo.inspect.incidents import LEVELS, level_of, severity_of
+from octavo.inspect.incidents import LEVEL_PLACES, level_of, severity_of
 
 np = pytest.importorskip("numpy")
 
@@ -69,4 +69,4 @@ def test_severities_are_bounded_and_have_words() -> None:
     assert [severity_of("gradients", times) for times in (1, 4, 16, 1e30)] == pytest.approx([1, 3, 5, 10])
     assert severity_of("flushed", 20) == pytest.approx(3)
     assert [level_of(severity) for severity in (2.9, 3, 9.9, 10)] == ["note", "warning", "warning", "critical"]
-    assert level_of(1, lost=0.6) == "critical" and {level_of(1), level_of(3), level_of(10)} == LEVELS.keys()
+    assert level_of(1, lost=0.6) == "critical" and {level_of(1), level_of(3), level_of(10)} == LEVEL_PLACES.keys()
