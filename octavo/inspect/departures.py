@@ -32,7 +32,8 @@ FAMILIES = (  # as a step goes
     *("learning rate", "loss scale", "writes", "forward", "inputs", "loss"),
     *("backward", "gradients", "updates", "weights"),
 )
-# --- limits, chosen by how many first departures of `python -m benchmarks causes` are right with them
+# --- limits, chosen by how many first departures of `python -m benchmarks causes` are right with them; rules.py says
+# how to change one
 
 PAST = 16  # records before a change, and as many after it, that it is judged by
 LEAST_BEFORE = 3  # records before a change: a line through fewer has no noise

@@ -20,7 +20,7 @@ from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
 LIMITS = {name: kind.limit for name, kind in KINDS.items() if kind.limit is not None}
 
 # --- limits beside these, of which docs/inspect.md has the SQNR that a cast needs; others were chosen by how many first
-# findings of `python -m benchmarks causes` are right
+# findings of `python -m benchmarks causes` are right; rules.py says how to change one
 
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5, "E2M1": 19.0}  # of numbers within the normal range; E2M1's in blocks of 16
 STOCHASTIC_E2M1 = 17.0  # of the same, rounded by chance

@@ -27,7 +27,8 @@ Part = IntEnum("Part", ["BETWEEN", "DATA", "FORWARD", "MODULES", "LOSS", "BACKWA
 # the part in which a finding of a role begins
 PART_OF_ROLE = {"input": Part.FORWARD, "grad_output": Part.BACKWARD, "weight": Part.AFTER}
 
-# --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them
+# --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them; rules.py says how
+# to change one
 
 MOST_SEVERE = 10.0  # the severity of inf or NaN
 OF_WARNING = 3.0  # the severity from which on a finding is a warning

@@ -4,8 +4,7 @@ What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by wh
 of_weights.py, of_layers.py. Most compare a quantity with its own earlier records, with other layers' in the same step,
 or with what another quantity allows: an optimizer's step with the weight, a moment with the gradient.
 
-Limits here and beside the tests, as those of rules.py, were chosen by how many first findings of `python -m benchmarks
-causes` are right with them, and by how many of its healthy runs have one above a note.
+Limits here and beside the tests were chosen as those of rules.py, which says how to change one.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
 from octavo.inspect.twin import DIFFERING_COSINE, NO_OPTIMIZER, NO_TWIN, OTHERS, TWIN_LOSS
 
-# --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all
+# --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all;
+# rules.py says how to change one
 
 # FP8 differs from a step on where so many of so many compared steps in turn are beyond a limit: that of the loss below,
 # or that of a layer's gradient, twin.DIFFERING_COSINE; and so many of the first so many of them

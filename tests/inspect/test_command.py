@@ -58,6 +58,13 @@ def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.Capt
     assert written[0].items() <= json.loads(path.read_text())["rules"].items()
 
 
+def test_damaged_recipes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    (tmp_path / "run" / "recipes.json").write_text("{")
+    assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(tmp_path / "rules.json")]) == 2
+    assert "recipes.json is damaged" in capsys.readouterr().err and not (tmp_path / "rules.json").exists()
+
+
 def test_the_page_is_written(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     record(tmp_path / "run")

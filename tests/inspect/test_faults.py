@@ -246,6 +246,15 @@ def test_gradients_that_a_scaler_overflows_are_no_faults() -> None:
     assert trace.fault is None
     with pytest.raises(ValueError, match="no layer in FP8"):
         octavo.inspect.trace_faults(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="step=-5: needs a whole number, at least 0"):
+        octavo.inspect.trace_faults(octavo.nn.Linear(32, 32), step=-5)
+
+
+def test_a_closed_trace_takes_no_step() -> None:
+    with octavo.inspect.trace_faults(octavo.nn.Linear(32, 32), step=3) as trace:
+        trace.step()
+    with pytest.raises(RuntimeError, match=r"step 4 was not watched, as close\(\) was called"):
+        trace.step()
 
 
 def test_layers_that_are_restored_meanwhile_are_left_out() -> None:

@@ -318,6 +318,15 @@ def test_numbers_that_are_late_are_waited_for_at_the_end(
         assert record.steps == [0, 2] and record.scalars["loss"] == ([0, 1, 2, 3], losses) and Late.waits == 3
 
 
+def test_a_closed_recorder_takes_no_step(tmp_path: Path) -> None:
+    model = network(recipes.dynamic())
+    with octavo.inspect.record(model, tmp_path, every=1) as recorder:
+        train(model, range(2), recorder)
+    with pytest.raises(RuntimeError, match=r"the record ends before step 2, as close\(\) was called"):
+        recorder.step()
+    assert octavo.inspect.load(tmp_path).steps == [0, 1]
+
+
 PLAIN = Row("0", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()))
 OF_EXPERTS = Row("1", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()), 3, 10)
 GRADIENT = Row("1", "grad_output", ("grad_input", "grad_weight"), Cast(E5M2, PerTensor(), Delayed()), 3, 20)

@@ -123,6 +123,14 @@ def test_of_few_runs_the_worst_layers_are_measured_and_the_others_estimated():
         assert 1 / 5 < (1 - effect.cosine) / (1 - exact.cosine) < 5
 
 
+def test_runs_are_the_most_passes_with_one_layer_alone():
+    few = compared(network(), runs=1)  # fewer than a layer by two batches
+    assert few.effects and not any(effect.measured for effect in few.effects)
+    for runs in (0, -7):
+        with pytest.raises(ValueError, match=f"runs={runs}: needs a whole number, at least 1"):
+            compared(network(), runs=runs)
+
+
 def test_delayed_scales_a_batch_by_those_before():
     one = batches(1)
     same = compared(network(), recipes.delayed(), recipes.dynamic(), inputs=one)
