@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
 from octavo.inspect.twin import NO_OUTPUT, NO_TWIN, SLOPE, TWIN_LOSS
-from octavo.inspect.weights import GROUP
+from octavo.inspect.weight_updates import GROUP
 
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 SCALARS = {"loss": "loss", "grad_norm": "gradients", "loss_scale": "loss scale"} | dict.fromkeys(RATES, "learning rate")

@@ -25,7 +25,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
 from octavo.in_flight import InFlight
 from octavo.inspect.rows import first_here, observe, require_whole
-from octavo.inspect.weights import first_expert
+from octavo.inspect.weight_updates import first_expert
 from octavo.kernels.arguments import Counted
 from octavo.nn.candidates import sizes_of
 from octavo.nn.recipe_module import RecipeModule

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.inspect.record import np
-from octavo.inspect.weights import padded, strided
+from octavo.inspect.weight_updates import padded, strided
 from octavo.weights.fsdp2 import on_this_rank
 
 

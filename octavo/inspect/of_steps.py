@@ -17,7 +17,7 @@ from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
 from octavo.inspect.training import CERTAIN, FEW, RECORDS_BEFORE, Hit, Rule, Training, is_rate
 from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
-from octavo.inspect.weights import GROUP
+from octavo.inspect.weight_updates import GROUP
 
 WARMING = 1.2  # a learning rate over that of the step before: with more it is a warm-up that raises it
 STEADY = 1.5  # the highest learning rate of FEW over the lowest: with less it stays where it is

@@ -13,7 +13,7 @@ from octavo.inspect.incidents import worst_stretch
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
 from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, first_true, is_rate
-from octavo.inspect.weights import FROZEN, GROUP
+from octavo.inspect.weight_updates import FROZEN, GROUP
 
 NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
 

@@ -6,10 +6,10 @@ A killed run leaves a readable record, too. Rank 0's Recorder writes it by a Rec
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     recipes.json        the model's recipes by layer, as octavo.recipes.load reads them: written with rows
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
-                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, parameters by name; where a twin ran, twin [weights, 3] (products.py), and outputs
-                        [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts also the
-                        arrays of recorder.arrays_of
+                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weight_updates.py), the
+                        same of others, parameters by name; where a twin ran, twin [weights, 3] (products.py), and
+                        outputs [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts
+                        also the arrays of recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
     outputs.npz         samples of what modules compute of the first recorded batch, for a run that goes on
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weights import MOVED, SQUARES
+from octavo.inspect.weight_updates import MOVED, SQUARES
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 

@@ -1,10 +1,10 @@
 """Recording a training: in one of every few steps its casts are counted on the device; the host never waits for it.
 
-Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weights.py) reads the
-weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At the step's
-end ``_count`` adds these up over ranks, and ``_read`` sends them to the host, with the scalars and the numbers that a
-DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what decides whether later
-steps have a control, and writes them by the RecordWriter. Record.py says who writes which file.
+Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weight_updates.py)
+reads the weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At
+the step's end ``_count`` adds these up over ranks, and ``_read`` sends them to the host, with the scalars and the
+numbers that a DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what
+decides whether later steps have a control, and writes them by the RecordWriter. Record.py says who writes which file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of
 from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table, require_whole
 from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
-from octavo.inspect.weights import (
+from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
     MOVED,

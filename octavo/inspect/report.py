@@ -21,7 +21,7 @@ from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
 from octavo.inspect.twin import DIFFERING_COSINE, TWIN_LOSS
 from octavo.inspect.verdicts import BEYOND, IN_TURN, verdict
-from octavo.inspect.weights import GROUP
+from octavo.inspect.weight_updates import GROUP
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES

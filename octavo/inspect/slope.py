@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.weights import local_gradient
+from octavo.inspect.weight_updates import local_gradient
 from octavo.weights.fsdp2 import on_this_rank
 
 # --- limits: by how much the loss should change: far more than it is rounded by, and so little that its curvature

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from octavo.inspect.departures import RATES, is_inside
 from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of
 from octavo.inspect.record import Record, np
-from octavo.inspect.weights import GROUP
+from octavo.inspect.weight_updates import GROUP
 
 RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier records
 FEW = 3  # a fault has to last for so many records, or steps

@@ -46,7 +46,7 @@ from octavo.inspect.products import GradientPair, Products, RankSums, cosines_of
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.inspect.slope import aimed_change, changes_along, dot
-from octavo.inspect.weights import hook_before_update, torch_optimizer
+from octavo.inspect.weight_updates import hook_before_update, torch_optimizer
 from octavo.nn.convert import using
 from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 from octavo.weights.operands import weight_of

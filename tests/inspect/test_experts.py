@@ -14,7 +14,7 @@ import octavo
 from octavo import E4M3, Cast, Dynamic, PerTensor, recipes
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.rows import Table
-from octavo.inspect.weights import count_weights
+from octavo.inspect.weight_updates import count_weights
 from tests.support.expert_models import H, built
 from tests.support.helpers import FP8_RECIPES, observers
 

@@ -17,7 +17,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.inspect.report import table
 from octavo.inspect.rows import Table
 from octavo.inspect.twin import NO_TWIN
-from octavo.inspect.weights import Updates, count_weights
+from octavo.inspect.weight_updates import Updates, count_weights
 from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
