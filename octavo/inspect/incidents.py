@@ -201,11 +201,8 @@ def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int
     is_outside = OUTSIDE in effect_traits and not is_severe  # such an effect has a cause outside of the training
     is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
     harms_all = WHOLE in traits and (explains_level or is_cast_of_its_step)
-    is_over = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
     is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
     is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
-    is_same_layer = cause.layer == effect.layer and (bool(cause.layer) or explains_level)
-    is_bad = cause.level != "note" and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
     reaches = (
         # a rate that rises moves a weight so far that it looks as if something had written it
         (is_outside and LIKE_A_WRITE in effect_traits and TOO_MUCH in traits, SOON),
@@ -213,7 +210,7 @@ def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int
         (is_outside, NEVER),
         # a single bad batch explains inputs that are clipped in its step, even if it is a note and they are not, but
         # nothing much later
-        (harms_all and is_over, SOON),
+        (harms_all and OF_A_STEP in traits and cause.worst == cause.begins and not is_severe, SOON),
         # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later
         (harms_all, LATER),
         # an input that is flushed explains the next layers' flushed inputs, and may get worse through the layers of its
@@ -223,9 +220,9 @@ def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int
         (is_milder_cast, NEVER),
         # a clipped weight explains its layer's flushed gradients. What has no layer is of the whole training: a slope
         # that never was 1, a note, explains no leap of gradients
-        (is_same_layer, SOON),
+        (cause.layer == effect.layer and (bool(cause.layer) or explains_level), SOON),
         # an input of which most is clipped explains a loss that rises
-        (is_bad, SOON),
+        (cause.level != "note" and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits), SOON),
     )
     return next((reach for holds, reach in reaches if holds), NEVER)
 

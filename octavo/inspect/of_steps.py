@@ -279,8 +279,7 @@ def find_slope(run: Training, slope_leaves: Rule, slope_is_off: Rule) -> Iterato
         is_beyond = (since < least).all() or (since > most).all()
         change = min(abs(now - was), abs(now - 1) - abs(was - 1))
         if is_beyond and change > max(slope_leaves.limit, 2 * (most - least)):
-            times = float(abs(now - was) / slope_leaves.limit)
-            yield Hit(slope_leaves, run.steps[at], times, {"was": was, "now": now})
+            yield Hit(slope_leaves, run.steps[at], float(abs(now - was) / slope_leaves.limit), {"was": was, "now": now})
             return
     now = float(np.nanmedian(slopes))
     if abs(now - 1) > slope_is_off.limit:

@@ -117,8 +117,8 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
         share = float(fallen[at])
         rule = clipped_fall if grown.norms[at] > clipped_fall.limit else gradients_fall
         times = 1 / max(share, 1e-9) / gradients_fall.limit
-        worst = run.steps[at + FEW]
-        yield Hit(rule, run.steps[at], times, {"share": percent(share)}, worst=worst, numbers={"times": share})
+        texts = {"share": percent(share)}
+        yield Hit(rule, run.steps[at], times, texts, worst=run.steps[at + FEW], numbers={"times": share})
 
 
 LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in which they have more a leap goes on

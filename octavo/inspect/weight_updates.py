@@ -243,8 +243,7 @@ class Updates:
     def _since(self) -> Tensor:
         """Return MOVED from the step's begin until now, summed over samples: float64 [weights, 18]."""
         new, after = _read(self._weights, self.optimizer)
-        before = self._before
-        begun = self._begun.weights
+        before, begun = self._before, self._begun.weights
         is_watched = self._gradients is not None
         numbers, gradients = self._gradients or self._read_gradients()
         update, master_update = after.weights - before.weights, after.masters - before.masters
