@@ -131,6 +131,7 @@ def write_rules(options: argparse.Namespace, recipe: RecipeMap) -> str:
 
 
 def _report(options: argparse.Namespace) -> str:
+    """Return the text of a record for the terminal; write the files that the options name."""
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
@@ -152,6 +153,7 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of a what-if that lies beside a record, or that the options name; none without one."""
     path = options.what_if or options.folder / WHAT_IF
     if options.what_if is None and not path.exists():
         return []
@@ -180,6 +182,7 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 
 def _recipes(text: str) -> tuple[str, ...]:
+    """Return the names of recipes in an argument, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in COMPARED]:
         raise argparse.ArgumentTypeError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(COMPARED)}")
@@ -187,6 +190,7 @@ def _recipes(text: str) -> tuple[str, ...]:
 
 
 def _share(text: str) -> float:
+    """Return a share from an argument such as "0.1%" or "0.001"."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -283,6 +287,7 @@ def _print_map(what_if: WhatIf, chosen: RecipeMap, effect: Effect) -> None:
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
+    """Return the recipes to compare, by name: those asked for, or the model's own and those of --rules."""
     names = options.recipes or (COMPARED if options.rules is None else ())
     recipes_by_name: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
@@ -308,6 +313,7 @@ def _rules_beside_own(what_if: WhatIf) -> str:
 
 
 def _summary(what_if: WhatIf, chosen: RecipeMap) -> str:
+    """Return two lines on what recipes by layer cost: exceptions and predicted loss, and the time of layers."""
     seconds, high = (1e3 * what_if.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
     share = 100 * sum(cost.share for cost in what_if.costs(chosen))
     exceptions = f"{len(chosen.rules)} exception{'' if len(chosen.rules) == 1 else 's'} from {chosen.default.name}"

@@ -107,15 +107,19 @@ class _DiagnosedCast:
     """A row of a record, whose cast is diagnosed."""
 
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
-        self.record, self.place, self.row = record, place, record.rows[place]
+        self.record = record
+        self.place = place
+        self.row = record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
-        self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each step
+        self.cast = self.row.cast
+        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each record
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
         self.excess = {kind: np.where(shown[kind], over[:, place], np.nan) for kind, over in excess.items()}
 
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
-        large, flushed = self._finding("stale") or self._finding("clipped"), self._finding("flushed")
+        large = self._finding("stale") or self._finding("clipped")
+        flushed = self._finding("flushed")
         if large is not None and large.worst != self.record.steps[-1] and self._is_over(large.kind).sum() == 1:
             large = replace(large, severity=min(large.severity, ALONE))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
@@ -124,14 +128,16 @@ class _DiagnosedCast:
         return [self._in_plain_words(finding) for finding in findings if finding is not None]
 
     def _in_plain_words(self, finding: Finding) -> Finding:
-        kind, numbers = KINDS[finding.kind], finding.numbers
-        shares = {name: percent(numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
-        problem = kind.says.format(role=finding.role, sqnr=f"{numbers['sqnr']:.0f}", **shares)
+        """Return a finding with its level and its sentence."""
+        kind = KINDS[finding.kind]
+        shares = {name: percent(finding.numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
+        problem = kind.says.format(role=finding.role, sqnr=f"{finding.numbers['sqnr']:.0f}", **shares)
         sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
-        lost = numbers.get(kind.lost, 0.0) if finding.severity > ALONE else 0.0
+        lost = finding.numbers.get(kind.lost, 0.0) if finding.severity > ALONE else 0.0
         return replace(finding, level=level_of(finding.severity, lost), sentence=sentence)
 
     def _advice(self, finding: Finding) -> str:
+        """Return in plain words what the rules of a finding change."""
         (rule,) = finding.rules.values()
         if isinstance(rule, Recipe):
             return f"take recipes.{rule.name}() for it"
@@ -146,9 +152,11 @@ class _DiagnosedCast:
         return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
     def _is_over(self, kind: str) -> Any:
+        """Return where a measure is beyond its limit, [records]."""
         return self.excess[kind] > LIMITS[kind]
 
     def _finding(self, kind: str) -> Finding | None:
+        """Return the finding of a measure in its worst stretch, with a remedy; None where it keeps its limit."""
         if not (over := self._is_over(kind)).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
@@ -162,12 +170,15 @@ class _DiagnosedCast:
         return finding
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
+        """Return the finding of a measure over its limit: the records where that begins and is worst, and a remedy."""
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
-        row, steps, experts = self.row, self.record.steps, self.record.experts
+        row = self.row
+        experts = self.record.experts
         if kind == "stale":  # as severe as what the scale clips
             severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
-        finding = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
+        steps = self.record.steps[begins], self.record.steps[worst]
+        finding = Finding(kind, *where, *steps, numbers, cause="", remedy="", expected="", severity=severity)
         mend = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
         finding = mend.get(kind, self._small)(finding, worst)
         if experts is None or not row.experts:
@@ -180,18 +191,21 @@ class _DiagnosedCast:
         return replace(finding, numbers=numbers, cause=cause)
 
     def _nonfinite(self, finding: Finding, worst: int) -> Finding:
+        """Return a finding of inf or NaN with its cause and a remedy."""
         cause = f"{percent(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
         expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
         return finding.mended(cause, without_fp8(self.row), expected)
 
     def _stale(self, finding: Finding, worst: int) -> Finding:
-        beyond, numbers = finding.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
+        """Return a finding of numbers that are too large for the scale, with its cause and a remedy."""
+        exponents = self._exponents(worst)
+        beyond = finding.numbers["assumed"] / 2.0**self.cast.margin
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
         cause = f"{room}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
         if self.cast.is_delayed:
             margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
-            flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
+            flushed = exponents.below(roomy.format.smallest_subnormal / 2 * exponents.amax / roomy.format.max * 2)
             if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
                 expected = f"room for the amax recorded; at most {percent(flushed)} flushed then"
                 return finding.mended(cause, rule, expected)
@@ -200,10 +214,11 @@ class _DiagnosedCast:
         return finding.mended(cause, without_fp8(self.row), "nothing is clipped")
 
     def _rounded(self, finding: Finding, worst: int) -> Finding:
-        sqnr, needed = finding.numbers["sqnr"], _usual_sqnr(self.row)
+        """Return a finding of numbers that are rounded too much, with its cause and a remedy."""
         has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
         why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
-        cause = f"an SQNR of {sqnr:.1f} dB, where one of {self.row.role} needs about {needed}: {why}"
+        cause = f"an SQNR of {finding.numbers['sqnr']:.1f} dB, where one of {self.row.role} needs about "
+        cause += f"{_usual_sqnr(self.row)}: {why}"
         scale_inv = finding.numbers["scale_inv"] * self.cast.format.max / E4M3.max
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
@@ -214,37 +229,39 @@ class _DiagnosedCast:
 
     def _small(self, finding: Finding, worst: int) -> Finding:
         """Return a finding of numbers that are too small for the scale, with its cause and a remedy."""
-        numbers, scale_inv = self._exponents(worst), finding.numbers["scale_inv"]
-        flushed, subnormal = finding.numbers["flushed"], numbers.below(self.cast.format.smallest_normal * scale_inv)
-        cause, kind = self._why_small(finding, numbers)
+        exponents = self._exponents(worst)
+        scale_inv, flushed = finding.numbers["scale_inv"], finding.numbers["flushed"]
+        subnormal = exponents.below(self.cast.format.smallest_normal * scale_inv)
+        cause, kind = self._why_small(finding, exponents)
         cause += f"; {percent(flushed)} are flushed, {percent(subnormal)} below the smallest normal number"
         least, limit = "smallest_normal", SUBNORMAL
         if flushed > LIMITS["flushed"]:
             least, limit = "smallest_subnormal", LIMITS["flushed"]
-        options = list(remedies(self.row, self._rows(worst), numbers, scale_inv, least))
+        options = list(remedies(self.row, self._rows(worst), exponents, scale_inv, least))
         chosen = next(option for option in options if option.share <= limit)
         return replace(finding, kind=kind).mended(cause, chosen.rules, outcome(chosen, options, least))
 
-    def _why_small(self, finding: Finding, numbers: Exponents) -> tuple[str, str]:
+    def _why_small(self, finding: Finding, exponents: Exponents) -> tuple[str, str]:
         """Return why numbers are too small for the scale, and the finding's kind by that."""
-        cast, scale_inv, flushed = self.cast, finding.numbers["scale_inv"], finding.numbers["flushed"]
+        cast = self.cast
+        scale_inv, flushed = finding.numbers["scale_inv"], finding.numbers["flushed"]
         if scale_inv == 0:
             why = f"a margin of {cast.margin} or of the amax of earlier steps"
             return f"the scales of all blocks are rounded to 0, because of {why}", finding.kind
-        unused = math.log2(cast.format.max * scale_inv / numbers.amax) if scale_inv * numbers.amax > 0 else 0.0
-        if unused >= 1 and numbers.below(cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
+        unused = math.log2(cast.format.max * scale_inv / exponents.amax) if scale_inv * exponents.amax > 0 else 0.0
+        if unused >= 1 and exponents.below(cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
             why = f"a margin of {cast.margin}" if cast.margin >= unused - 1 else "a scale of earlier steps"
             return f"{why} leaves {unused:.1f} octaves above the amax unused", finding.kind
-        if (gap := numbers.octaves_beyond(OUTLIERS)) >= GAP:
+        if (gap := exponents.octaves_beyond(OUTLIERS)) >= GAP:
             share = f"at most {percent(OUTLIERS)} of the numbers"
             return f"{share} make the scale, {gap:.1f} octaves above all others", "outliers"
         return f"the numbers are spread wider than {cast.format} holds with such scales", finding.kind
 
     def _outliers_alone(self) -> Finding | None:
         """Return a finding of outliers that flush little, but leave many numbers subnormal, with fewer digits."""
-        numbers = self._exponents(slice(None))
-        subnormal = numbers.below(self.cast.format.smallest_normal * self.values["scale_inv"])
-        over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
+        exponents = self._exponents(slice(None))
+        subnormal = exponents.below(self.cast.format.smallest_normal * self.values["scale_inv"])
+        over = self.is_finite & (exponents.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
         finding = self._at("outliers", *worst_stretch(over, subnormal), 0.0)
@@ -252,9 +269,11 @@ class _DiagnosedCast:
         return replace(finding, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
+        """Return the histogram of the row's magnitudes in a record, or in each of several."""
         return Exponents(self.record.exponents[at, self.place], np.nan_to_num(self.values["amax"][at]))
 
     def _with(self, cast: Cast, at: int) -> dict[str, LayerRule] | None:
+        """Return the rule that gives the row another cast in a record; None if no recipe can have it."""
         return with_cast(self.row, self._rows(at), cast)
 
     def _rows(self, at: int) -> list[Row]:

@@ -40,6 +40,7 @@ class OutputChanges(NamedTuple):
         return {"outputs": outputs.reshape(-1, 4), "gradients": gradients, **self.names()}
 
     def names(self) -> dict[str, Any]:
+        """Return a record's arrays of names."""
         return {"modules": np.array(self.modules, dtype=str), "parameters": np.array(self.parameters, dtype=str)}
 
 
@@ -75,6 +76,7 @@ class ModuleOutputs:
                 self._samples[name, "gradient"] = _sampled(parameter.grad.detach())
 
     def _sample(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Sample the first tensor that a module gets, and the first that it returns, of its first call."""
         for role, values in (("input", (*args, *kwargs.values())), ("output", output)):
             if (name, role) not in self._samples and (first := _first_of(values)) is not None:
                 self._samples[name, role] = _sampled(first)
@@ -101,6 +103,7 @@ class ModuleOutputs:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
+    """Return a float32 copy of a tensor's sampled elements."""
     return strided(on_this_rank(tensor)).to(torch.float32, copy=True)
 
 

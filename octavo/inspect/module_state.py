@@ -43,6 +43,7 @@ class ModuleState:
             self._collections = [(one, _changed(copied, change), names) for one, copied, names in self._collections]
 
     def _add_module(self, module: nn.Module) -> None:
+        """Note a module's attributes, and what is in them."""
         attributes, left = vars(module), _OF_TORCH if self._before_forward else frozenset[str]()
         if id(attributes) in self._seen:
             return
@@ -57,6 +58,7 @@ class ModuleState:
             self._add(attributes[name])
 
     def _add(self, value: Any) -> None:
+        """Note a value if it is a module, a collection or a generator, and what is in it."""
         if isinstance(value, nn.Module):
             self._add_module(value)
         elif type(value) in (*_COLLECTIONS, tuple):
@@ -78,6 +80,7 @@ class ModuleState:
         self._put(lambda x: x)
 
     def _put(self, change: Callable[[Any], Any]) -> None:
+        """Give the modules and generators their noted contents, each value changed by a function."""
         for one, copied, names_left in self._collections:
             values = _changed(copied, change)
             present = {k: x for k, x in one.items() if k not in names_left} if isinstance(one, dict) else one
@@ -88,6 +91,7 @@ class ModuleState:
 
 
 def _values(collection: Any) -> Iterable[Any]:
+    """Return the values of a collection."""
     return [*collection.values()] if isinstance(collection, dict) else [*collection]
 
 
@@ -133,12 +137,14 @@ def _write(collection: Any, present: Any, values: Any) -> None:
 
 
 def _generator_state(generator: Any) -> Any:
+    """Return the state of a generator of NumPy, Python or torch."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
+    """Give a generator a state that ``_generator_state`` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

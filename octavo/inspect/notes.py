@@ -149,6 +149,7 @@ class StepNotes:
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
+        """Note the forwards from now on."""
         before: Any = ModuleHook(self._before_forward)
         after: Any = ModuleHook(self._after_forward)
         handle = self._wrapped.register_forward_pre_hook(before, with_kwargs=True)
@@ -161,6 +162,7 @@ class StepNotes:
         self._hooks, self.calls, self._running = [], [], []
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a forward needs to run again; None for a call within another, or without gradients."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or finds_shapes():
             return
         call, model = None, self.model
@@ -170,6 +172,7 @@ class StepNotes:
         self._running.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> None:
+        """Note the call of a forward that ends, with its outputs."""
         if torch.compiler.is_compiling() or not self._running or (call := self._running.pop()) is None:
             return
         self.calls.append(call)

@@ -92,11 +92,13 @@ class RecordWriter:
             file.write(_as_lines(lines))
 
     def write(self, name: str, text: str) -> None:
+        """Write a text file, in place of the one that is there."""
         with replacing(self.folder / name) as file:
             file.write(text.encode())
 
 
 def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Return a line of JSON for each mapping."""
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -464,6 +466,7 @@ def twin_measures(products: Any) -> dict[str, Any]:
 
 
 def _steps(folder: Path) -> tuple[Scalars, list[tuple[int, str, str]]]:
+    """Return the scalars of all steps by name, and the events as (step, kind, text)."""
     scalars, events = Scalars(), list[tuple[int, str, str]]()
     for line in read_lines(folder):
         step = line.pop("step")

@@ -219,11 +219,13 @@ class Recorder:
         self.close()
 
     @property
-    def _continues(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
+    def _continues(self) -> bool:
+        """Whether numbers are still sent: if rank 0 cannot write any more, it still adds up counts with other ranks."""
         return self._writer is not None or self._ranks.size > 1
 
     @property
     def _is_recorded(self) -> bool:
+        """Whether the casts of this step are counted."""
         return self._continues and self._step % self.every == 0
 
     @contextlib.contextmanager
@@ -238,6 +240,7 @@ class Recorder:
             warnings.warn(f"cannot write {path}: {why}", stacklevel=4)
 
     def _begin(self) -> None:
+        """Begin a step: of a recorded one note what changed in the model, and make its modules count."""
         if not self._is_recorded:
             return self._table.attach(False)
         if is_new := not self._table.is_of(self.model):
@@ -272,6 +275,7 @@ class Recorder:
         return getattr(self.schedule, "left_out", None) if skipped is None else skipped
 
     def _tabulate(self) -> None:
+        """Make a table of the model's present layers and recipes."""
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
 
     @torch.no_grad()
@@ -434,5 +438,6 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
 
 
 def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:
+    """Return the arrays of a record from counts [rows, 71] and extremes [rows, 3], by their names behind a prefix."""
     sums, exponents = counts[:, : len(Counted.sums)], counts[:, len(Counted.sums) :].astype("float32")
     return {f"{prefix}sums": sums, f"{prefix}exponents": exponents, f"{prefix}extremes": extremes}

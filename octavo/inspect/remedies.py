@@ -160,6 +160,7 @@ def without_fp8(row: Row) -> dict[str, LayerRule]:
 
 
 def _rules(row: Row, rule: LayerRule) -> dict[str, LayerRule]:
+    """Return a rule of a RecipeMap for a row's layer."""
     return {glob.escape(row.layer): rule}
 
 

@@ -65,14 +65,17 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
 
 
 def _key(finding: Finding) -> tuple[str, str, str]:
+    """Return what two runs' findings must share to be the same."""
     return finding.kind, finding.layer, finding.role
 
 
 def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield findings, each before its consequences."""
     return (one for finding in findings for one in (finding, *finding.consequences))
 
 
 def _compared(changed: Sequence[tuple[str, Finding]]) -> str:
+    """Return in words how many findings are new, worse and so on."""
     counts = Counter(state for state, _ in changed)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no findings in either run"
 
@@ -107,6 +110,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
 
 
 def _title(finding: Finding) -> str:
+    """Return in words where a finding is, its kind, and its steps."""
     where = f"{finding.layer} {finding.role}".strip() or ("" if finding.products else "the run")
     products = f" of {' and '.join(finding.products)}" if finding.products else ""
     worst = "" if finding.worst == finding.begins else f", worst at {finding.worst}"
@@ -146,6 +150,7 @@ def to_json(
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
+    """Return a finding's fields for JSON."""
     rules, effects = json.loads(to_rules(finding.rules))["rules"], [_finding(effect) for effect in finding.consequences]
     return {**vars(finding), "rules": rules, "consequences": effects}
 
@@ -292,6 +297,7 @@ def _first_not_finite(record: Record) -> dict[str, int]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a nested value for JSON: numbers with four digits, None for inf and NaN."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):

@@ -126,6 +126,7 @@ class Table:
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
+    """Return the names and modules of layers with a product in FP8."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
 

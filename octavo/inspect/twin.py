@@ -286,6 +286,7 @@ class Twin:
             self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
+        """Note an error as the reason why there is no twin."""
         self.reason = f"the twin failed: {type(error).__name__}: {first_line(error)}"
 
     def _note_left(self) -> None:

@@ -177,6 +177,7 @@ class _Judge:
 
     @cached_property
     def departures(self) -> list[Departure]:
+        """The numbers of the run that changed first, by its own past."""
         return departures(self.record)
 
     def clears(self, finding: Finding) -> bool:

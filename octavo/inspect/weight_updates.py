@@ -195,6 +195,7 @@ class Updates:
         self.is_hooked = bool(self._handles)
 
     def close(self) -> None:
+        """Remove the hooks from the optimizer's step."""
         for handle in self._handles:
             handle.remove()
 
@@ -210,11 +211,13 @@ class Updates:
 
     @torch.no_grad()
     def _before_step(self) -> None:
+        """Read weights before the optimizer's step, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             _, self._before = _read(self._weights, self.optimizer)
 
     @torch.no_grad()
     def _before_update(self) -> None:
+        """Read the gradients that the optimizer gets, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             self._gradients = self._read_gradients()
 
@@ -229,6 +232,7 @@ class Updates:
         return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:
+        """Compare weights after the optimizer's step, in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights:
             self._moved = self._since()
 

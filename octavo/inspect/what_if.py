@@ -193,11 +193,13 @@ class WhatIf:
 
     @cached_property
     def _faster(self) -> list[str]:
+        """The recipes that are faster than high precision."""
         whole = self.seconds(high_precision())
         return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
 
     @cached_property
     def _losses(self) -> dict[Key, float]:
+        """The predicted loss by layer and recipe; 0 in high precision."""
         losses = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
         return losses | {(layer, WITHOUT): 0.0 for layer in self.works}
 
@@ -215,6 +217,7 @@ class WhatIf:
 
     @staticmethod
     def _sum(values: Mapping[Key, float], chosen: Mapping[str, str]) -> float:
+        """Return the sum of values over the layers, each in its chosen recipe."""
         return sum(values[pair] for pair in chosen.items())
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
@@ -263,6 +266,7 @@ class WhatIf:
 
 
 def _row(effect: Effect) -> list[str]:
+    """Return an effect as cells of a table."""
     errors = effect.output, effect.grad_input, effect.grad_weight
     sqnr = ["" if math.isnan(e) else f"{-20 * math.log10(e):.1f}" if e > 0 else "exact" for e in errors]
     loss, norm = (f"{100 * effect.loss:+.4f} %", f"{effect.norm_ratio:.4f}") if effect.measured else ("", "")
@@ -418,6 +422,7 @@ class _Passes:
                 self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first))
 
     def recipes_for(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
+        """Return {layer: its recipe} for some layers."""
         return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
@@ -437,6 +442,7 @@ class _Passes:
         return grad_weight * self.gradient_share[name] + output + grad_input
 
     def _errors(self, name: str, recipe: str) -> tuple[float, float, float]:
+        """Return the norms of a layer's products' errors over the products'; nan where one is not computed."""
         errors, exact = self.local[name, recipe]
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
@@ -459,6 +465,7 @@ class _Passes:
         return float(value.detach()), gradients
 
     def _set_recipe(self, name: str, recipe: Recipe, state: Any = None) -> None:
+        """Give a layer a recipe, and a copy of a delayed state to begin with."""
         self.layers[name].recipe = recipe
         if state is not None:
             self.layers[name].fp8.state = state.clone()
@@ -482,6 +489,7 @@ class _Passes:
         torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
     def _compare_products(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
+        """Add up the errors of a layer's products under each recipe, from a batch's input and grad_output."""
         layer = self.layers[name]
         exact = _products(layer, x, grad, offsets)
         experts, columns, rows = sizes_of(layer)
@@ -504,6 +512,7 @@ class _Passes:
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
+        """Return the effects of all batches, measured or estimated."""
         if not self.works:
             raise WhatIfError("no layer took part in the loss: loss(model, batch) must call the model that it is given")
         works = {name: self.works[name] for name in self.layers if name in self.works}
@@ -551,5 +560,6 @@ def _change_between(exact: Gradient, changed: Gradient, first: float) -> Change:
 
 
 def _mean(values: Sequence[Change]) -> Change:
+    """Return the mean of changes over batches."""
     loss, curvature, cosine, ratio = map(statistics.fmean, zip(*values, strict=True))
     return loss, curvature, cosine, ratio
