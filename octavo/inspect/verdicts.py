@@ -34,7 +34,7 @@ FIRST_SHARE = 0.25  # the first of these steps has so much of their median dista
 LIMIT_FACTOR_IF_OTHER_FAULT = 2.0  # both limits are doubled if a finding that is no cast's was made: it disturbs scales
 HARMFUL_COSINE = 0.9  # of a layer's gradient and its twin's, median of IN_TURN steps: below, FP8 harms it
 FIRST_ORDER = 0.3  # |loss less twin's| over the loss: known to first order, a loss further away is no number to be said
-LEAP = 4.0  # the factor of a change of gradients whose finding has none
+USUAL_LEAP = 4.0  # the factor of a change of gradients whose finding has none
 LEAST_FACTOR = 1e-9  # a fall of gradients to 0 counts as one to this factor
 
 # --- words
@@ -226,7 +226,7 @@ class _Judge:
             return False
         norms = self.twins.twin_norms
         twins_factor = _median(norms[at : at + BEYOND]) / _median(norms[:differs_from])
-        factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", LEAP)
+        factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
     def difference(self, worst: Finding | None) -> _Difference | None:
