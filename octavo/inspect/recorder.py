@@ -49,7 +49,14 @@ from octavo.weights.fsdp2 import whole
 Scalar = float | Tensor
 ByStep = dict[int, dict[str, float]]  # numbers by step and name
 SKIPPED = DeviceEvent("skipped", "neither the weights nor the optimizer's state were touched", lambda skips: skips != 0)
-_Noted = tuple[int, str | DeviceEvent, Scalar]  # a step; its scalar's name, or the event that a number decides; these
+
+
+class _Noted(NamedTuple):
+    """A number that a step noted: a scalar by its name, or what decides an event."""
+
+    step: int
+    what: str | DeviceEvent
+    value: Scalar
 
 
 class _Reading(NamedTuple):
@@ -176,7 +183,7 @@ class Recorder:
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
-                    self._noted.append((self._step, what, value))
+                    self._noted.append(_Noted(self._step, what, value))
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -304,9 +311,9 @@ class Recorder:
         noted, self._noted = self._noted, []
         if self._writer is None:
             return
-        device, on_device = self._table.sums.device, [number for *_, number in noted if isinstance(number, Tensor)]
-        doubles = [number.double() for number in on_device]  # a count in a loss's dtype would be rounded
-        values = torch.stack(doubles) if doubles else torch.zeros(0, device=device, dtype=torch.float32)
+        # as float64: a count in a loss's dtype would be rounded
+        on_device = [each.value.double() for each in noted if isinstance(each.value, Tensor)]
+        values = torch.stack(on_device) if on_device else self._table.sums.new_zeros(0, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
         reading = _Reading(self._step, self._table, noted, tuple(counts), in_flight, self._others, outputs)
         self._readings.append(reading)
@@ -352,7 +359,8 @@ class Recorder:
             self._written = reading.table
             if self._recipes is not None:
                 writer.write(RECIPES_FILE, to_json(self._recipes))
-        counts, layers = {name: tensor.numpy() for name, tensor in tensors.items()}, len(reading.table.layers)
+        counts = {name: tensor.numpy() for name, tensor in tensors.items()}
+        layers = len(reading.table.layers)
         arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
         arrays["moved"] = counts["moved"][:layers]
         arrays |= {"twin": counts["twin"]} if "twin" in counts else {}

@@ -151,8 +151,8 @@ def to_json(
 
 def _finding(finding: Finding) -> dict[str, Any]:
     """Return a finding's fields for JSON."""
-    rules, effects = json.loads(to_rules(finding.rules))["rules"], [_finding(effect) for effect in finding.consequences]
-    return {**vars(finding), "rules": rules, "consequences": effects}
+    rules = json.loads(to_rules(finding.rules))["rules"]
+    return {**vars(finding), "rules": rules, "consequences": [_finding(effect) for effect in finding.consequences]}
 
 
 def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def to_html(
     require("inspect", "vl_convert")
     import vl_convert
 
-    folder, kinds = resources.files("octavo.inspect"), ("html", "css", "js")
-    page, style, script = (folder.joinpath(f"report.{kind}").read_text(encoding="utf-8") for kind in kinds)
+    folder = resources.files("octavo.inspect")
+    page, style, script = (folder.joinpath(f"report.{x}").read_text(encoding="utf-8") for x in ("html", "css", "js"))
     content = {
         "STYLE": style,
         "SCRIPT": script,
