@@ -68,9 +68,8 @@ class RankSums:
         ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
         """
         replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
-        products = self._ranks.sum(
-            torch.stack([self._product(*pair, each, is_first_run_again) for pair, each in replicated_pairs])
-        )
+        of_rank = [self._product(*pair, each, is_first_run_again) for pair, each in replicated_pairs]
+        products = self._ranks.sum(torch.stack(of_rank))
         return Products(products[:layers], products[layers:].sum(0, keepdim=True))
 
     def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:

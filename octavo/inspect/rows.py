@@ -105,10 +105,7 @@ class Table:
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
-            pairs = [
-                (next(places) if as_is else None, next(places) if transposed else None)
-                for as_is, transposed in roles.values()
-            ]
+            pairs: Any = [tuple(next(places) if cast else None for cast in casts) for casts in roles.values()]
             self.layers.append((module, LayerCounts(module.recipe, pairs, first_here(module), set())))
         self._is_attached = False
 

@@ -372,9 +372,8 @@ class Twin:
         both = zip(run.pairs, twin.pairs, strict=True)  # of weights that have a gradient of the step
         pairs = [(None if of_step is None else of_control, of_twin) for (of_step, of_control), (_, of_twin) in both]
         products = self._sums.products(pairs, len(layers), is_first_run_again=True)
-        return _StepInFP8(
-            products, twin.loss_change - run.loss_change, (run.loss_change / twin.loss_change).abs(), cosines
-        )
+        moved = (run.loss_change / twin.loss_change).abs()
+        return _StepInFP8(products, twin.loss_change - run.loss_change, moved, cosines)
 
     def _reason_against(self, calls: Sequence[Call], trained: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""

@@ -157,17 +157,14 @@ class WhatIf:
         plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
-        choices, objective = [], self._costs if keep is None else self._losses
-        for name in self.recipes if keep is None else self._faster or self.recipes:
-            if keep is None:
-                choice = self._within(budget, name)
-            else:
-                layers_kept = {effect.layer for effect in self.ranked(name)[:keep]}
-                choice = {layer: WITHOUT if layer in layers_kept else name for layer in self.works}
-            choices.append((name, choice))
-        default, chosen = min(choices, key=lambda pair: self._sum(objective, pair[1]))
+        if keep is None:
+            choices = {name: self._within(budget, name) for name in self.recipes}
+        else:
+            choices = {name: self._without_worst(keep, name) for name in self._faster or self.recipes}
+        objective = self._costs if keep is None else self._losses
+        default = min(choices, key=lambda name: self._sum(objective, choices[name]))
         values = {**plain_recipes, WITHOUT: None}
-        rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
+        rules = {glob.escape(layer): values[name] for layer, name in choices[default].items() if name != default}
         return RecipeMap(plain_recipes[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
@@ -206,8 +203,7 @@ class WhatIf:
     @cached_property
     def _costs(self) -> dict[Key, float]:
         """The predicted time by layer and recipe; where none is faster than high precision, that of products alone."""
-        ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
-        rates = self.rates if self._faster else ideal
+        rates = self.rates if self._faster else dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
         options = {**self.recipes, WITHOUT: high_precision()}
         return {
             (layer, name): sum(work.seconds(recipe.of(layer), rates))
@@ -219,6 +215,11 @@ class WhatIf:
     def _sum(values: Mapping[Key, float], chosen: Mapping[str, str]) -> float:
         """Return the sum of values over the layers, each in its chosen recipe."""
         return sum(values[pair] for pair in chosen.items())
+
+    def _without_worst(self, count: int, default: str) -> dict[str, str]:
+        """Return a recipe's name for each layer: none's for the ``count`` layers with the highest predicted loss."""
+        layers_kept = {effect.layer for effect in self.ranked(default)[:count]}
+        return {layer: WITHOUT if layer in layers_kept else default for layer in self.works}
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
         """Choose a recipe's name for each layer: again and again make the change that saves most loss for its cost.
@@ -369,11 +370,11 @@ def _copy_in_high_precision(model: nn.Module, select: Select | None) -> tuple[nn
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert converted nothing")
         convert(twin, high_precision(), chosen)
-    layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule)}
-    if select is not None:
-        layers = {
-            n: m for n, m in layers.items() if not isinstance(modules.get(n), RecipeModule) or select(modules[n], n)
-        }
+
+    def is_selected(name: str) -> bool:
+        return select is None or not isinstance(modules.get(name), RecipeModule) or select(modules[name], name)
+
+    layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule) and is_selected(name)}
     if not layers:
         least = "by default those that octavo.convert takes (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
