@@ -168,12 +168,7 @@ class Recorder:
             raise RuntimeError(f"the record ends before step {self._step}, as close() was called: make a Recorder anew")
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            by_name: dict[str, Scalar | None] = {
-                **self._changed_facts(),
-                "loss": loss,
-                "grad_norm": grad_norm,
-                **scalars,
-            }
+            by_name = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
             by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
             if comparison is not None:
                 by_name |= comparison.scalars(loss, scalars.get("loss_scale"))

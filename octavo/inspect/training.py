@@ -128,10 +128,8 @@ class Training:
         self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
         missing = np.full((len(self.steps), len(record.others)), np.nan)
-        self.weights = {
-            name: np.concatenate([of_layers, record.of_others.get(name, missing)], 1)
-            for name, of_layers in record.weights.items()
-        }
+        pairs = {name: [values, record.of_others.get(name, missing)] for name, values in record.weights.items()}
+        self.weights = {name: np.concatenate(layers_and_others, 1) for name, layers_and_others in pairs.items()}
         self.rms = np.stack([self.measure("rms", layer, "weight") for layer in self.layers], 1)
         sizes = self.weights["size"][:, : len(self.layers)]
         np.copyto(sizes, self.rms, where=~(sizes > 0))  # of a weight with inf or NaN, or whose sampled numbers are 0

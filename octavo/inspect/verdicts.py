@@ -84,11 +84,8 @@ def checked(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     from then on, and what layers do after FP8 became the cause of a loss.
     """
     judge = _Judge(record)
-    return [
-        replace(finding, level="note") if finding.products and judge.clears(finding) else finding
-        for finding in findings
-        if not (finding.kind in EFFECTS and judge.is_of_fp8_alone(finding))
-    ]
+    others = [each for each in findings if not (each.kind in EFFECTS and judge.is_of_fp8_alone(each))]
+    return [replace(each, level="note") if each.products and judge.clears(each) else each for each in others]
 
 
 def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
