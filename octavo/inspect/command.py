@@ -135,10 +135,8 @@ def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
-    against = None
-    if options.against is not None:
-        other = load(options.against)
-        against = Against(str(options.against), other, diagnose(other))
+    other = None if options.against is None else load(options.against)
+    against = None if other is None else Against(str(options.against), other, diagnose(other))
     parts = [table(record, findings, options.top, against)]
     if options.json is not None:
         parts.append(write(options.json, to_json(record, findings, what_if, against)))

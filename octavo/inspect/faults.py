@@ -225,8 +225,7 @@ class FaultTrace:
 
     def _fault_of(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
         """Return the Fault of a signal; ``collective``: its statistics are over all ranks."""
-        steps = [at for at, *_ in self._read]
-        history = self._ring[[at % len(self._ring) for at in steps]]
+        history = self._ring[[at % len(self._ring) for at, *_ in self._read]]
         if collective:
             history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
         history = history.cpu()

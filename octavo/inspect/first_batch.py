@@ -117,8 +117,7 @@ def _part(arguments: Any) -> Any:
 
 def _may_index(x: Tensor, count: int) -> bool:
     """Return whether a tensor's first rows may have an index of later ones, which on a GPU would end the process."""
-    is_integer = x.dtype in (torch.int32, torch.int64)
-    return is_integer and bool((x[:count] >= count).any()) and bool((x < len(x)).all())
+    return x.dtype in (torch.int32, torch.int64) and bool((x[:count] >= count).any()) and bool((x < len(x)).all())
 
 
 def _setting(model: nn.Module, ranks: Ranks) -> list[Any]:

@@ -7,6 +7,7 @@ they are counted after it. An earlier finding explains a later one if it could h
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,7 @@ class Kind(NamedTuple):
     lost: str = ""
 
 
+_flushed = functools.partial(Kind, warns=20.0, limit=1e-2, lost="flushed")
 KINDS = {
     **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(Part.BETWEEN, EVENT)),
     "overwritten": Kind(Part.BETWEEN, EVENT | LIKE_A_WRITE),
@@ -91,13 +93,8 @@ KINDS = {
     "nonfinite": Kind(traits=WHOLE, limit=0.0, says="has inf or NaN in {nonfinite} of its {role}", lost="nonfinite"),
     "stale": Kind(traits=GROWS, warns=8.0, limit=2.0, says="clips {clipped} of its {role}", lost="clipped"),
     "clipped": Kind(warns=20.0, limit=1e-3, says="clips {clipped} of its {role}", lost="clipped"),
-    "flushed": Kind(warns=20.0, limit=1e-2, says="flushes {flushed} of its {role} to 0", lost="flushed"),
-    "outliers": Kind(
-        warns=20.0,
-        limit=1e-2,
-        says="flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
-        lost="flushed",
-    ),
+    "flushed": _flushed(says="flushes {flushed} of its {role} to 0"),
+    "outliers": _flushed(says="flushes {flushed} of its {role} to 0, as a few outliers determine its scale"),
     "rounded": Kind(warns=2.0, limit=3.0, says="rounds its {role} to an SQNR of {sqnr} dB"),
 }
 

@@ -165,10 +165,11 @@ class StepNotes:
         """Note what a forward needs to run again; None for a call within another, or without gradients."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or finds_shapes():
             return
-        call, model = None, self.model
+        call = None
         if torch.is_grad_enabled() and hooks_after_gradients(()) is not None and not self._running:
             with self._or_reason():
-                call = Call(Forward.of(model, args, kwargs), {p: p._version for p in model.parameters()}, [])
+                versions = {p: p._version for p in self.model.parameters()}
+                call = Call(Forward.of(self.model, args, kwargs), versions, [])
         self._running.append(call)
 
     def _after_forward(self, _: nn.Module, args: Any, result: Any) -> None:

@@ -176,8 +176,7 @@ def find_large_logits(run: Training, logits_are_large: Rule) -> Iterator[Hit]:
     for layer in filter(PROJECTION.search, run.layers):
         size = {role: run.measure("elements", layer, role) for role in ROLES}
         features = np.sqrt(size["input"] * size["weight"] / size["grad_output"])
-        product = run.measure("rms", layer, "input") * run.measure("rms", layer, "weight")
-        deviation = features * product**2
+        deviation = features * (run.measure("rms", layer, "input") * run.measure("rms", layer, "weight")) ** 2
         if (at := first_true(np.nan_to_num(deviation, posinf=0) > logits_are_large.limit)) is not None:
             most = float(np.nanmax(deviation))
             yield Hit(logits_are_large, run.steps[at], most / logits_are_large.limit, {"most": most}, (layer, "weight"))

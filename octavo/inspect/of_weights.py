@@ -72,9 +72,8 @@ def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
     over = zeros > rows_died.limit + 2 * zeros[0]
     places = np.flatnonzero(over.any(axis=0))
     for place in places if len(places) <= len(run.layers) / 2 else ():
-        step = run.steps[over[:, place].argmax()]
         texts = {"share": percent(float(zeros[:, place].max()))}
-        yield Hit(rows_died, step, LIKELY, texts, (run.layers[place], "weight"))
+        yield Hit(rows_died, run.steps[over[:, place].argmax()], LIKELY, texts, (run.layers[place], "weight"))
 
 
 def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Iterator[Hit]:

@@ -115,8 +115,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             lines.append(read_json(line))
-    steps = range(2**63)
-    return [x for x in lines if isinstance(x, dict) and type(x.get("step")) is int and x["step"] in steps]
+    return [x for x in lines if isinstance(x, dict) and type(x.get("step")) is int and x["step"] in range(2**63)]
 
 
 class RecordError(OctavoError, ValueError):

@@ -56,8 +56,7 @@ class Exponents:
         at = np.clip(place, 0, last)[..., None]
         alike = np.take_along_axis(counts, at, -1)[..., 0]
         inside = np.take_along_axis(so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
-        smaller = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
-        return smaller / self._total
+        return np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside)) / self._total
 
     def octaves_beyond(self, share: float) -> Any:
         """Return how many octaves the amax lies above the exponents of all numbers but this share."""

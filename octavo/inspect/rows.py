@@ -146,5 +146,4 @@ def _casts(recipe: Recipe, role: str) -> list[tuple[tuple[str, ...], Cast] | Non
     if casts.once:
         assert casts.as_is is not None
         return [(products, casts.as_is), None]
-    pairs = zip(casts[:2], products, strict=True)
-    return [None if cast is None else ((product,), cast) for cast, product in pairs]
+    return [None if cast is None else ((product,), cast) for cast, product in zip(casts[:2], products, strict=True)]

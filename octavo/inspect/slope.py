@@ -42,8 +42,7 @@ def aimed_change(y: Tensor, grad: Tensor, is_float32: bool) -> Tensor:
 
 def _moved(weight: Tensor, grad: Tensor, step: Tensor) -> Tensor:
     """Return a weight moved along its gradient; in bf16 rounded by chance, as most moves are below its distances."""
-    change = (grad.to(torch.promote_types(weight.dtype, torch.float32)) * step).nan_to_num(0.0, 0.0, 0.0)
-    moved = weight - change
+    moved = weight - (grad.to(torch.promote_types(weight.dtype, torch.float32)) * step).nan_to_num(0.0, 0.0, 0.0)
     if weight.dtype != torch.bfloat16:
         return moved
     bits = moved.view(torch.int32) + torch.randint(1 << 16, weight.shape, dtype=torch.int32, device=weight.device)

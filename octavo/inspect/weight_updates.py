@@ -399,8 +399,7 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     if low_bits.dtype == torch.float32:  # the master itself
         return values, distances, low_bits
     one = torch.ones(1, 1, device=codes.device, dtype=torch.float32)
-    unscaled = master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes)
-    return values, distances, unscaled * scale_inv
+    return values, distances, master.for_kernel(codes, {"master_rest": low_bits}, one).read_all(codes) * scale_inv
 
 
 @functools.lru_cache(maxsize=8)

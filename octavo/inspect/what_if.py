@@ -136,8 +136,7 @@ class WhatIf:
 
     def ranked(self, recipe: str) -> list[Effect]:
         """Return layers' effects under a recipe, the highest predicted loss first."""
-        under_it = [effect for effect in self.effects if effect.recipe == recipe]
-        return sorted(under_it, key=lambda effect: effect.predicted, reverse=True)
+        return sorted((x for x in self.effects if x.recipe == recipe), key=lambda x: x.predicted, reverse=True)
 
     def recipe_map(self, *, keep: int | None = None, loss: float | None = None) -> RecipeMap:
         """Choose recipes by layer, for octavo.convert.
@@ -204,11 +203,10 @@ class WhatIf:
     def _costs(self) -> dict[Key, float]:
         """The predicted time by layer and recipe; where none is faster than high precision, that of products alone."""
         rates = self.rates if self._faster else dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
-        options = {**self.recipes, WITHOUT: high_precision()}
         return {
             (layer, name): sum(work.seconds(recipe.of(layer), rates))
             for layer, work in self.works.items()
-            for name, recipe in options.items()
+            for name, recipe in {**self.recipes, WITHOUT: high_precision()}.items()
         }
 
     @staticmethod
@@ -431,8 +429,7 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            square = squares.get(id(weight_of(layer)), 0.0)
-            self.gradient_share[name] = square / whole if whole else 0.0
+            self.gradient_share[name] = squares.get(id(weight_of(layer)), 0.0) / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run_alone[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
