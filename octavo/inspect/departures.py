@@ -123,8 +123,7 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
     """
     families = [number.family for number in numbers]
     places = [np.flatnonzero([each == name for each in families]) for name in FAMILIES if name in families]
-    only_rises_N = np.array([number.only_rises for number in numbers])
-    if (change := _first_change(courses, places, only_rises_N)) is None:
+    if (change := _first_change(courses, places, np.array([number.only_rises for number in numbers]))) is None:
         return []
     first = []
     for places_of_family, evidence in zip(places, change.evidence_F, strict=True):
@@ -166,8 +165,7 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _Co
         only_rises_N: whether a number's fall is no change.
     """
     first = None
-    begin = 0
-    end = len(courses)
+    begin, end = 0, len(courses)
     while changes := _changes(courses[begin:end], places, only_rises_N):
         change = max(changes, key=lambda each: each.evidence_F.sum())
         if change.evidence_F.sum() < EVIDENCE:

@@ -108,8 +108,7 @@ class _DiagnosedCast:
 
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
         self.record = record
-        self.place = place
-        self.row = record.rows[place]
+        self.place, self.row = place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
         self.cast = self.row.cast
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each record

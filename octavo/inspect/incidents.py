@@ -196,8 +196,7 @@ def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int
     is_severe = cause.severity == MOST_SEVERE
     explains_level = cause.level != "note" or effect.level == "note"
     is_outside = OUTSIDE in effect_traits and not is_severe  # such an effect has a cause outside of the training
-    is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
-    harms_all = WHOLE in traits and (explains_level or is_cast_of_its_step)
+    harms_all = WHOLE in traits and (explains_level or (OF_A_STEP in traits and records == 0 and bool(effect.products)))
     is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
     is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
     reaches = (

@@ -27,9 +27,8 @@ def find_smaller_batches(run: Training, batch_shrinks: Rule) -> Iterator[Hit]:
 
 def find_bad_losses(run: Training, loss_is_nonfinite: Rule) -> Iterator[Hit]:
     """Yield the first loss that is inf or NaN, if no layer has one in its record."""
-    faulty = run.record.measures["nonfinite"] > 0
     for step in run.bad_losses[:1]:
-        if step <= run.steps[-1] and not faulty[bisect_left(run.steps, step)].any():
+        if step <= run.steps[-1] and not (run.record.measures["nonfinite"][bisect_left(run.steps, step)] > 0).any():
             yield Hit(loss_is_nonfinite, step, math.inf)
 
 

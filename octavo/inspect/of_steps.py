@@ -161,26 +161,17 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
             rises.append(_Rise((now - was) / max(error, 1e-9 * abs(now)), at, was, now))
     if (rise := max(rises, default=None)) is None:
         return
-    course = _fit(np.array(losses), rise.at)
-    begins = steps[course.at]
-    more = _largest_rise(run, bisect_left(run.steps, begins))
-    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, begins)}
-    is_beyond = min(losses[-FEW:]) > max(losses[: course.at])  # or it is as likely to be noise
-    rule = loss_climbs._replace(level="" if is_beyond else "note") if course.climbs_on else loss_stays_up
+    at, climbs_on = _where_it_rises(np.array(losses), rise.at)
+    more = _largest_rise(run, bisect_left(run.steps, steps[at]))
+    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, steps[at])}
+    is_beyond = min(losses[-FEW:]) > max(losses[:at])  # or it is as likely to be noise
+    rule = loss_climbs._replace(level="" if is_beyond else "note") if climbs_on else loss_stays_up
     share = (rise.now - rise.was) / max(abs(rise.was), 1e-9 * abs(rise.now))  # a loss may be 0 or below
-    yield Hit(rule, begins, share / rule.limit, texts, worst=steps[-1])
+    yield Hit(rule, steps[at], share / rule.limit, texts, worst=steps[-1])
 
 
-class _Fit(NamedTuple):
-    """A course of losses that rise at a place: the sum of its squared errors, and whether they go on to rise."""
-
-    error: float
-    at: int
-    climbs_on: bool
-
-
-def _fit(losses: Any, near: int) -> _Fit:
-    """Return the course with the least squares of losses [steps] that rise near a place.
+def _where_it_rises(losses: Any, near: int) -> tuple[int, bool]:
+    """Return the place near another where losses [steps] rise, and whether they go on to rise, by the least squares.
 
     Before its place the loss is constant with noise; from it on it is constant too, or a line that begins there.
     """
@@ -193,9 +184,10 @@ def _fit(losses: Any, near: int) -> _Fit:
         distance = np.arange(1, len(since) + 1)
         slope = (distance * (since - level)).sum() / (distance**2).sum()
         error_before = ((before - level) ** 2).sum()
-        fits.append(_Fit(error_before + ((since - since.mean()) ** 2).sum(), at, climbs_on=False))
-        fits.append(_Fit(error_before + ((since - level - slope * distance) ** 2).sum(), at, climbs_on=True))
-    return min(fits)
+        fits.append((error_before + ((since - since.mean()) ** 2).sum(), at, False))
+        fits.append((error_before + ((since - level - slope * distance) ** 2).sum(), at, True))
+    _, at, climbs_on = min(fits)
+    return at, climbs_on
 
 
 def _growth(run: Training, at: int) -> dict[str, float]:
@@ -220,9 +212,8 @@ def _where_to_look(run: Training, step: int) -> str:
     around = slice(max(0, at - 1), at + 2)
     outputs = run.record.of_modules.get("output", np.zeros(0))
     *inputs, _ = _growth(run, at).values()
-    if at < FEW or max(inputs) > JUMP or not (outputs[around] > 0).any():
-        return LOOK
-    return LOOK if (run.forward_leaps[around] > SAME_LEAP).any() else SAME_FORWARD
+    is_known = at >= FEW and max(inputs) <= JUMP and (outputs[around] > 0).any()
+    return SAME_FORWARD if is_known and not (run.forward_leaps[around] > SAME_LEAP).any() else LOOK
 
 
 MOST_BATCHES = 4  # so many, at most, repeat in turn

@@ -101,7 +101,7 @@ _weights = _about(
     remedy=RESTORE,
     unless=(find_nonfinite_forward, find_nonfinite_backward),
 )
-_frozen = _about(kind="frozen", test=find_frozen)
+_frozen = _about(kind="frozen", test=find_frozen, remedy=TRAINS)
 _rise = _about(kind="batch", limit=0.05, test=find_rise)
 _underflow = _about(kind="loss scale", limit=0.3, test=find_underflow)
 _leap = _about(kind="gradients", test=find_leaps)
@@ -256,9 +256,9 @@ FAULT_RULES: dict[str, Rule] = {
         remedy="divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)",
     ),
     "not_in_optimizer": _frozen(
-        text="does not train{others}, though it has gradients: no group of the optimizer has it", remedy=TRAINS
+        text="does not train{others}, though it has gradients: no group of the optimizer has it"
     ),
-    "without_gradient": _frozen(text="does not train{others}, and gets no gradient", remedy=TRAINS),
+    "without_gradient": _frozen(text="does not train{others}, and gets no gradient"),
     "nothing_trains": _frozen(
         text="no weight changes{scale}: the optimizer has none of them, or its step() is skipped",
         remedy="look at what the optimizer has, and at what skips it: a GradScaler does where gradients have inf or "

@@ -155,9 +155,8 @@ class Training:
     def rates_between(self) -> Any:
         """The sum of the learning rates of the steps between each record and the one before, [records, 1]."""
         sums = np.cumsum([0.0, *self.rate.values])
-        ends = np.searchsorted(self.rate.steps, self.steps)
         begins = np.searchsorted(self.rate.steps, [self.steps[0], *self.steps[:-1]], "right")
-        return (sums[ends] - sums[begins])[:, None]
+        return (sums[np.searchsorted(self.rate.steps, self.steps)] - sums[begins])[:, None]
 
     def loss_scale(self, at: int) -> str:
         """Return the loss scale of a record in words, nothing where none is recorded."""

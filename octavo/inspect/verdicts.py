@@ -221,8 +221,7 @@ class _Judge:
             differs_from = difference and difference.at
         if differs_from is None or differs_from > at:
             return False
-        norms = self.twins.twin_norms
-        twins_factor = _median(norms[at : at + BEYOND]) / _median(norms[:differs_from])
+        twins_factor = _median(self.twins.twin_norms[at : at + BEYOND]) / _median(self.twins.twin_norms[:differs_from])
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
@@ -269,7 +268,6 @@ class _Judge:
         - Else only gradients differ: it harms them, or changes them.
         """
         at = first.at
-        step = self.twins.steps[at]
         is_of_loss = first.layer is None
         twin_losses = self.twins.twin_losses
         cosines = np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
@@ -280,8 +278,8 @@ class _Judge:
         # suffers. "saturated logits" have the earlier fault alone
         highest_before = np.max(twin_losses[:at][np.isfinite(twin_losses[:at])], initial=-math.inf)
         twin_rises = at >= LEAST_BEFORE and _median(twin_losses[at:]) > highest_before
-        other_departed = twin_rises and any(each.step < step for each in self.departures[:1])
-        other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= step
+        other_departed = twin_rises and any(each.step < self.twins.steps[at] for each in self.departures[:1])
+        other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= self.twins.steps[at]
         if other_departed or other_fault_is_earlier:
             # besides, it flushes all gradients; or the twin's loss came down again, and FP8's did not
             flushes_all = not is_of_loss and _median(cosines) == 0
@@ -315,8 +313,7 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
     parts = []
     if math.isfinite(twins.twin_losses[at]):
         parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
-    cosines = twins.cosines[at][np.isfinite(twins.cosines[at])]
-    if len(cosines):
+    if len(cosines := twins.cosines[at][np.isfinite(twins.cosines[at])]):
         parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
     sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
     if single := [twins.steps[place] for place in np.flatnonzero((twins.distances > 1).any(axis=1))]:

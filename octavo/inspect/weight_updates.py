@@ -239,8 +239,7 @@ class Updates:
     def end(self) -> Tensor:
         """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
         moved = self._since() if self._moved is None else self._moved
-        self._moved = None
-        self._weights = ()
+        self._moved, self._weights = None, ()
         return moved
 
     @torch.no_grad()
