@@ -118,8 +118,7 @@ class Training:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.steps = record.steps
-        self.layers = record.layers
+        self.steps, self.layers = record.steps, record.layers
         self.rate_name = next((name for name in RATES if name in record.scalars), "")
         self.loss = self.scalar("loss")
         self.rate = self.scalar(self.rate_name)
