@@ -58,9 +58,16 @@ class Rule(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A fault that a test found, by its rule; ``times``: its measure over the limit; ``values``: those that texts name.
+    """A fault that a test found in a record.
 
-    ``where``: (layer, role); ``worst``: the step where it is worst, if that is another; ``numbers``: the finding's.
+    Attributes:
+        rule: the row of rules.FAULT_RULES that says what it is.
+        begins: the step.
+        times: its measure over the limit.
+        values: what the rule's texts name.
+        where: (layer, role); "" for what belongs to no layer.
+        worst: the step where it is worst, if that is another.
+        numbers: the finding's.
     """
 
     rule: Rule
