@@ -24,9 +24,9 @@ from octavo.inspect.remedies import LayerRule, as_text
 #     note      beyond a limit by less; of a step that the training got over; or a choice that is worth a look
 LEVEL_PLACES = {"critical": 0, "warning": 1, "note": 2}
 # the parts of a step, in order; MODULES: a module's own computation, after the layers inside of it
-Part = IntEnum("Part", ["BETWEEN", "DATA", "FORWARD", "MODULES", "LOSS", "BACKWARD", "UPDATE", "AFTER"])
+StepPart = IntEnum("StepPart", ["BETWEEN", "DATA", "FORWARD", "MODULES", "LOSS", "BACKWARD", "UPDATE", "AFTER"])
 # the part in which a finding of a role begins
-PART_OF_ROLE = {"input": Part.FORWARD, "grad_output": Part.BACKWARD, "weight": Part.AFTER}
+PART_OF_ROLE = {"input": StepPart.FORWARD, "grad_output": StepPart.BACKWARD, "weight": StepPart.AFTER}
 
 # --- limits, chosen by how many first findings of `python -m benchmarks causes` are right with them; rules.py says how
 # to change one
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     measures, and the measure of what is lost; the others have these in rules.FAULT_RULES.
     """
 
-    part: Part | None = None
+    part: StepPart | None = None
     traits: Trait = Trait(0)
     warns: float = 4.0
     limit: float | None = None
@@ -71,22 +71,22 @@ class Kind(NamedTuple):
 
 _flushed = functools.partial(Kind, warns=20.0, limit=1e-2, lost="flushed")
 KINDS = {
-    **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(Part.BETWEEN, EVENT)),
-    "overwritten": Kind(Part.BETWEEN, EVENT | LIKE_A_WRITE),
-    "learning rate": Kind(Part.BETWEEN, EVENT | TOO_MUCH),
-    "warm-up": Kind(Part.BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
-    "dead rows": Kind(Part.BETWEEN, OUTSIDE | TOO_MUCH),
-    "decay": Kind(Part.BETWEEN, OUTSIDE | WHOLE),
-    "repeats": Kind(Part.DATA, OUTSIDE | WHOLE),
-    "batch": Kind(Part.DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
-    "forward": Kind(Part.MODULES, ONCE | WHOLE),
-    "backward": Kind(Part.FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
-    "logits": Kind(Part.FORWARD, WHOLE),
-    "loss scale": Kind(Part.LOSS, WHOLE),
-    "labels": Kind(Part.LOSS, ONCE | WHOLE | SYMPTOM),
-    "drift": Kind(Part.LOSS, WHOLE | SYMPTOM),
-    "gradients": Kind(Part.LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
-    **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(Part.UPDATE)),
+    **dict.fromkeys(("options", "state", "untied", "ranks"), Kind(StepPart.BETWEEN, EVENT)),
+    "overwritten": Kind(StepPart.BETWEEN, EVENT | LIKE_A_WRITE),
+    "learning rate": Kind(StepPart.BETWEEN, EVENT | TOO_MUCH),
+    "warm-up": Kind(StepPart.BETWEEN, OUTSIDE | WHOLE | TOO_MUCH),
+    "dead rows": Kind(StepPart.BETWEEN, OUTSIDE | TOO_MUCH),
+    "decay": Kind(StepPart.BETWEEN, OUTSIDE | WHOLE),
+    "repeats": Kind(StepPart.DATA, OUTSIDE | WHOLE),
+    "batch": Kind(StepPart.DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
+    "forward": Kind(StepPart.MODULES, ONCE | WHOLE),
+    "backward": Kind(StepPart.FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
+    "logits": Kind(StepPart.FORWARD, WHOLE),
+    "loss scale": Kind(StepPart.LOSS, WHOLE),
+    "labels": Kind(StepPart.LOSS, ONCE | WHOLE | SYMPTOM),
+    "drift": Kind(StepPart.LOSS, WHOLE | SYMPTOM),
+    "gradients": Kind(StepPart.LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
+    **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(StepPart.UPDATE)),
     "idle expert": Kind(),
     # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
     # determine the scale; "rounded": decibels of the SQNR below what the role needs
@@ -239,7 +239,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         if part is None:
             # inf or NaN in the weight itself, not found by its cast, are there before the step's forward
             is_in_weight = finding.role == "weight" and not finding.products
-            part = Part.BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, Part.FORWARD)
+            part = StepPart.BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, StepPart.FORWARD)
         level = LEVEL_PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
         return record_of(finding.begins), part, place, level
 
