@@ -33,14 +33,16 @@ class Granularity:
         raise NotImplementedError
 
     def of_matrices(self, shape: Sequence[int]) -> Granularity:
-        """Return the granularity of a tensor [E, R, C] by which no scale spans two matrices; of one matrix, this one.
+        """Return the granularity that gives each matrix of [..., R, C] scales of its own; this one for [R, C].
+
+        PerTensor() alone has a scale of several matrices: that of one of their matrices is a block of its size.
 
         Example:
             >>> from octavo import PerTensor
             >>> PerTensor().of_matrices((8, 4, 16)), PerTensor().of_matrices((4, 16))
             (PerBlock(4, 16), PerTensor())
         """
-        return PerBlock(*shape[1:]) if len(shape) == 3 and self == PerTensor() else self
+        return PerBlock(*shape[-2:]) if len(shape) > 2 and self == PerTensor() else self
 
     def transposed(self) -> Granularity:
         """Return the granularity of the tensor with its last two dimensions exchanged."""
@@ -135,7 +137,7 @@ class PerBlock(Granularity):
 
     def __post_init__(self) -> None:
         for name, size in (("rows", self.rows), ("cols", self.cols)):
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ValueError(f"PerBlock({self.rows}, {self.cols}): {name} must be an integer of at least 1")
 
     @property

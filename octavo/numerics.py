@@ -36,9 +36,11 @@ _MIN_OUTER, _MAX_OUTER = 2.0**-117, 2.0**117  # E4M3's 2^-9 over the outer scale
 _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
 
 
-def check_margin(margin: object, where: str = "") -> None:
-    """Raise ValueError, whose text begins with ``where``, if ``margin`` is none."""
-    if not isinstance(margin, int) or not 0 <= margin <= 64:
+def check_scale_options(power_of_two: object, margin: object, where: str = "") -> None:
+    """Raise TypeError or ValueError, whose text begins with ``where``, for options that no scale has."""
+    if type(power_of_two) is not bool:  # text such as "False" would be true
+        raise TypeError(f"{where}power_of_two={power_of_two!r} must be True or False")
+    if type(margin) is not int or not 0 <= margin <= 64:
         raise ValueError(f"{where}margin={margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)")
 
 
@@ -64,10 +66,10 @@ def scale_from_amax(
 
     Args:
         amax: float32, any shape, finite and not negative.
-        limit: the format's max (448 or 57344).
+        limit: ``Format.limit`` of the codes' format.
         power_of_two: round the scale down to a power of two.
         margin: divide the scale by 2^margin.
-        delayed: scales that replace those of ``amax`` where they are positive.
+        delayed: scales that replace those of ``amax``, see ``delayed_or``.
 
     Returns:
         float32, shape of ``amax``, broadcast with that of ``delayed``.
@@ -82,7 +84,12 @@ def scale_from_amax(
     if power_of_two:
         scale = floor_power_of_two(scale)
     scale = torch.where(amax > 0, scale.clamp(MIN_SCALE, MAX_SCALE), 1.0)
-    return scale if delayed is None else torch.where(delayed > 0, delayed, scale)
+    return scale if delayed is None else delayed_or(delayed, scale)
+
+
+def delayed_or(delayed: Tensor, scale: Tensor) -> Tensor:
+    """Return the delayed scales; where one is 0, which says that there is no history yet, that of ``scale``."""
+    return torch.where(delayed == 0, scale, delayed)
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:
@@ -120,10 +127,12 @@ def exponents_of(powers: Tensor) -> Tensor:
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """Return the powers of two, float32, that ``exponents_of`` takes to these bytes."""
+    """Return the powers of two, float32, that ``exponents_of`` takes to these bytes; NaN for 255."""
     if not torch.compiler.is_compiling():
         return exponents.view(E8M0).to(torch.float32)
-    return (exponents.to(torch.int32) << 23).view(torch.float32)
+    # float32 has the exponent 0 for 0 and 255 for inf: the mantissa's upper bit makes 2^-127 and NaN of these
+    upper_bit = (((exponents == 0) | (exponents == 255)).to(torch.int32)) << 22
+    return (exponents.to(torch.int32) << 23 | upper_bit).view(torch.float32)
 
 
 def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def read_json(source: str | bytes | Path) -> Any:
     Raises:
         OSError: as ``open`` does.
         ValueError: for what is not JSON in UTF-8, has a name twice in an object, or is nested deeper than DEEPEST; of
-            a file with its path.
+            a file with its path. NaN and Infinity, which Python writes and octavo's records hold, are read as such.
     """
     if isinstance(source, Path):
         try:

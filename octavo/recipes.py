@@ -406,7 +406,7 @@ def _rule(content: Any) -> RecipeRule:
     values: dict[str, Any] = {
         name: value if value is None else read.get(name, str)(value) for name, value in content.items()
     }
-    return Recipe(**values) if "name" in values else values
+    return Recipe(**values) if "name" in values else values  # which refuses null as its name
 
 
 def _plain(rule: RecipeRule) -> Any:

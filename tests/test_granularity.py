@@ -53,6 +53,15 @@ def test_values(granularity: Granularity) -> None:
         granularity.dim = 3
 
 
+def test_each_matrix_may_have_scales_of_its_own() -> None:
+    shape = (2, 3, 4, 16)
+    for granularity in GRANULARITIES:
+        of_each = granularity.of_matrices(shape).scale_shape(shape)
+        assert (
+            of_each == (2, 3, *granularity.scale_shape(shape[2:])) and granularity.of_matrices((4, 16)) == granularity
+        )
+
+
 def test_names() -> None:
     names = "PerTensor() PerRow() PerRow(dim=-2) PerBlock(1, 128) PerBlock(128, 128) PerBlock(3, 5)"
     assert " ".join(map(repr, GRANULARITIES)) == names
@@ -64,7 +73,7 @@ def test_names() -> None:
         *((lambda dim=dim: PerRow(dim=dim), rf"dim={dim}.*-1 .*or -2") for dim in (0, 1, 2, -3)),
         *(
             (lambda block=block: PerBlock(*block), "integer of at least 1")  # type: ignore[misc]
-            for block in [(0, 1), (1, 0), (-1, 128), (128, -1), (1.5, 2), ("1", 2)]
+            for block in [(0, 1), (1, 0), (-1, 128), (128, -1), (1.5, 2), ("1", 2), (True, 128)]
         ),
         *((lambda tile=tile: granularity_of(tile), "integer of at least 1") for tile in [(-1, 128), (2, -1), (0, 1)]),
     ],

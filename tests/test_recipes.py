@@ -192,6 +192,7 @@ def test_recipes_by_layer_are_a_file(tmp_path):
         ('{"default": "mx", "rules": {"a": {"saved": "E4M3"}}}', "'E4M3' is no Cast"),
         ('{"default": "mx", "rules": {"a": {"saved": "Cast(E4M3, PerRow(), Delayed())"}}}', "needs PerTensor"),
         ('{"default": "mx", "rules": {"a": {"output": ["Cast(E4M3)"]}}}', "is no Cast"),
+        ('{"default": {"name": null, "output": null}, "rules": {}}', "name=None must be text"),
         ('{"default": "mx", "rules": {"a": 3}}', "3 is no rule: use null, a recipe's name, or"),
         ('{"default": "mx", "rules": null}', "is not of the form"),
         ("{", "JSONDecodeError"),

@@ -103,6 +103,8 @@ def _plan_journey(
     all-to-all needs them there.
     """
     experts = offsets.shape[0]
+    if experts % exchange.size:
+        raise ValueError(f"{experts} experts can't be shared by {exchange.size} ranks that have as many each")
     message_parts = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
     if shares_scales:
         message_parts.append(_amax_of_groups(rows, offsets).view(torch.int32))

@@ -33,7 +33,7 @@ from octavo.errors import HigherOrderGradientError
 from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
-from octavo.scaling.delayed import NO_CAST, UNKNOWN_CAST, State, entering_input
+from octavo.scaling.delayed import INPUT_NOT_CAST, UNKNOWN_CAST, State, entering_input
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
@@ -206,7 +206,7 @@ def cast_gradient(
     elif plan.first_state is not None:  # another pass over the graph: the first one has entered forward's amaxes
         g = cast_role(source, request, plan.first_state, rows)
         if g.amax is not None:
-            with entering_input(state, NO_CAST):
+            with entering_input(state, INPUT_NOT_CAST):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
     elif saved.x_amax is None:  # nothing enters the input's history
         g = cast_and_commit(source, request, state, forward_amax, rows)
@@ -225,7 +225,7 @@ def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tenso
     """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
     _, recipe, state, commits, _, rows = plan.layer
     if state is not None and commits and plan.first_state is None:
-        with entering_input(state, NO_CAST if x_amax is None else plan.input_cast):
+        with entering_input(state, INPUT_NOT_CAST if x_amax is None else plan.input_cast):
             commit(state, recipe, (x_amax, weight_amax, None), rows.parts)
 
 

@@ -55,7 +55,7 @@ from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
-from octavo.scaling.delayed import NAMES, delayed_state_dict, load_delayed_state_dict
+from octavo.scaling.delayed import HISTORY, SCALE, delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, without_hooks
@@ -72,7 +72,6 @@ METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
 # for each tensor of a checkpoint a dict and the name there; several where splits are separate here, and joined there
 Places = dict[str, list[tuple[Any, str]]]
 SplitRows = dict[str, dict[str, int]]  # for each parameter of such a Linear: the splits' parameters, and their rows
-SCALE, HISTORY = NAMES
 
 
 def save_checkpoint(

@@ -19,7 +19,7 @@ from octavo.granularity import ALL, MX, NV, PACKED_TILES, Tile, scale_shape, til
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded, plain_scales
-from octavo.numerics import E8M0, scale_inv_dtype
+from octavo.numerics import E8M0, delayed_or, scale_inv_dtype
 
 
 class Counted:
@@ -138,8 +138,7 @@ class Scaling(NamedTuple):
         """Return the delayed scale; where there is none, or it is 0, ``scale``."""
         if self.delayed_scale is None:
             return scale
-        delayed = self.delayed_scale[self.role]
-        return torch.where(delayed == 0.0, scale, delayed)
+        return delayed_or(self.delayed_scale[self.role], scale)
 
 
 class Output(NamedTuple):

@@ -29,14 +29,17 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from octavo import kernels
 from octavo.kernels import backward_pass
+from octavo.numerics import MAX_SCALE, MIN_SCALE
 from octavo.private import FakeTensor, current_graph_task_id, no_modes
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, ROLES, Delayed
 from octavo.step_count import version_of
 
-NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
-FACTS = "_octavo_facts"  # on a scale: its StateFacts
+SAVED_TENSORS = SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
+FACTS_ATTRIBUTE = "_octavo_facts"  # of a scale: its StateFacts
+NEXT_LOAD = None  # in StateFacts.loads: a load_state_dict that has not begun
 IN_CUDA_GRAPH = 0  # a history's id, see have_same_inputs
-NO_CAST, UNKNOWN_CAST = 0, 1  # instead of a cast's number: nothing enters the input's history; a cast nobody shares
+# instead of the number of an input's cast: no amax enters the input's history; that of a cast which nobody shares does
+INPUT_NOT_CAST, UNKNOWN_CAST = 0, 1
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
@@ -54,13 +57,15 @@ class StateFacts:
         self.maybe_empty = maybe_empty  # whether a role may have no scale
         self.history_id: int | None = None  # see have_same_inputs
         self.history_version: int | None = None  # the history's, when the id was renewed: another was written by hand
-        # {id of a layer: an object that all calls of its weight's load_state_dict share; None: it is loaded next}
+        # {id of a layer: the load_state_dict that loads the weight which the state belongs to}. A load is the object
+        # that all of its calls share; NEXT_LOAD where the state was loaded before its weight. A layer has no entry if
+        # the state belongs to no weight that was loaded
         self.loads: dict[int, object] = {}
 
     def is_of(self, layer: nn.Module, load: object) -> bool:
         """Whether the state belongs to the weight of this layer that this ``load_state_dict`` loads."""
         owner = self.loads.get(id(layer), self)
-        return owner is None or owner is load
+        return owner is NEXT_LOAD or owner is load
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()
@@ -68,9 +73,9 @@ class StateFacts:
 
 def facts_of(scale: Tensor) -> StateFacts:
     """Return what is known of a delayed scale as it is now: after a write, only that its roles have scales."""
-    facts, version = scale.__dict__.get(FACTS), version_of(scale)
+    facts, version = scale.__dict__.get(FACTS_ATTRIBUTE), version_of(scale)
     if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
-        facts = scale.__dict__[FACTS] = StateFacts(version, facts is not None or version <= 0)
+        facts = scale.__dict__[FACTS_ATTRIBUTE] = StateFacts(version, facts is not None or version <= 0)
     elif facts.version != version:
         facts.version, facts.maybe_empty, facts.loads = version, False, {}
         if facts.history_id != IN_CUDA_GRAPH:  # whose replays enter more after any write
@@ -210,20 +215,29 @@ def have_same_inputs(a: State, b: State) -> bool:
 
 @contextmanager
 def entering_input(state: State, input_cast: int) -> Iterator[None]:
-    """Renew the id of a layer's input history around a commit; ``input_cast``: the number of the cast that enters."""
+    """Renew the id of a layer's input history around a commit; ``input_cast``: the number of the cast that enters.
+
+    the first of these that applies                           the id after the commit, see have_same_inputs
+    a CUDA graph is captured                                  IN_CUDA_GRAPH
+    the id was None, or IN_CUDA_GRAPH                         the same
+    the history was written by hand since the last commit     None
+    the amax of an UNKNOWN_CAST enters                        None
+    INPUT_NOT_CAST: nothing enters                            the same
+    the amax of a cast with a number enters                   the hash of (the id, the pass, that number)
+    """
     if torch.compiler.is_compiling():
         yield
         return
     facts, history = facts_of(state.scale), state.amax_history
     before = after = facts.history_id
-    # version_of, without the call
-    is_known = facts.history_version in (None, -1 if history.is_inference() else history._version)
+    # by version_of, without the call
+    was_written_by_hand = facts.history_version not in (None, -1 if history.is_inference() else history._version)
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         after = IN_CUDA_GRAPH
-    elif before and (not is_known or input_cast == UNKNOWN_CAST):
+    elif before and (was_written_by_hand or input_cast == UNKNOWN_CAST):
         after = None
-    elif before and input_cast != NO_CAST:
+    elif before and input_cast != INPUT_NOT_CAST:
         after = hash((before, current_graph_task_id(), input_cast))
     if before is not None or after is not None:
         facts_of(state.scale).history_id = after
@@ -261,8 +275,8 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         state: names and tensors as ``delayed_state_dict`` gives them.
 
     Raises:
-        ValueError: for missing or unexpected names, another shape, or values that no cast has found (negative, NaN,
-            infinite scales).
+        ValueError: for missing or unexpected names, another shape, or values that no cast has found: an amax that is
+            not finite or is negative, a scale that is neither 0 (no history yet) nor 2^-126 to 2^126.
 
     Example:
         >>> import octavo
@@ -276,27 +290,29 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             f"delayed state does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}; "
             "convert the model with the recipe it was saved under first"
         )
-    for name, tensor in tensors_of_model.items():
-        if state[name].shape != tensor.shape:
+    loaded = {name: state[name].to(tensor.dtype) for name, tensor in tensors_of_model.items()}
+    for name, values in loaded.items():
+        if values.shape != (shape := tensors_of_model[name].shape):
             raise ValueError(
-                f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(tensor.shape)}; "
-                "use the same history_length"
+                f"{name}: saved shape {tuple(values.shape)}, the model's {tuple(shape)}; use the same history_length"
             )
-        # an amax may be infinite or NaN, as the tensor was; a scale is never
-        if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
-            raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
+        least, largest = (MIN_SCALE, MAX_SCALE) if name.endswith(SCALE) else (0.0, torch.finfo(torch.float32).max)
+        if not bool(((values == 0) | ((values >= least) & (values <= largest))).all()):
+            raise ValueError(f"{name}: {values.tolist()} holds what is no scale or amax; the file is damaged")
     states = {module: module_state for module in model.modules() if (module_state := state_of(module)) is not None}
     loads = {module: facts_of(module_state.scale).loads for module, module_state in states.items()}
     for name, tensor in tensors_of_model.items():
-        tensor.copy_(state[name])
-        if not bool(state[name].all()):
+        tensor.copy_(loaded[name])
+        if not bool(loaded[name].all()):
             note_empty(tensor)
     for module, module_state in states.items():
         module_state.before.zero_()
-        facts_of(module_state.scale).loads |= {id(module): None} | loads[module]  # of layers that share the state too
+        # with those of layers that share the state
+        facts_of(module_state.scale).loads |= {id(module): NEXT_LOAD} | loads[module]
         module.state_was_loaded()  # type: ignore[operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    modules = [(path, module) for path, module in model.named_modules() if state_of(module) is not None]
-    return {f"{path}.{name}".removeprefix("."): getattr(module, name) for path, module in modules for name in NAMES}
+    places = itertools.product(model.named_modules(), SAVED_TENSORS)
+    with_state = [(path, module, name) for (path, module), name in places if state_of(module) is not None]
+    return {f"{path}.{name}".removeprefix("."): getattr(module, name) for path, module, name in with_state}

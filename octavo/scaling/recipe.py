@@ -27,7 +27,7 @@ import torch
 from octavo.errors import first_line
 from octavo.formats import CAST_FORMATS, E4M3, E5M2, Format
 from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile, check_packed
-from octavo.numerics import check_margin, scale_inv_dtype
+from octavo.numerics import check_scale_options, scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of roles in Recipe.casts and in delayed state
@@ -74,7 +74,7 @@ class Delayed:
     reduce: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.history_length, int) or self.history_length < 1:
+        if type(self.history_length) is not int or self.history_length < 1:
             raise ValueError(f"history_length={self.history_length!r}: needs an integer of at least 1")
         if self.reduce not in ("max", "most_recent"):
             raise ValueError(f"reduce={self.reduce!r}: use 'max' or 'most_recent'")
@@ -106,7 +106,7 @@ class Stochastic:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 31:
             raise ValueError(f"seed={self.seed!r}: needs an integer from 0 to 2^31 - 1")
 
 
@@ -134,7 +134,7 @@ class Rotation:
     signs: int = 0b1101_0111_1110_1000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.signs, int) or not 0 <= self.signs < 1 << 16:
+        if type(self.signs) is not int or not 0 <= self.signs < 1 << 16:
             raise ValueError(f"signs={self.signs!r}: needs an integer of 16 bits")
 
 
@@ -188,7 +188,9 @@ class Cast(_DerivedOfCast):
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Cast: {name}={getattr(self, name)!r} is no {name}; e.g. {_EXAMPLES[name]}")
-        check_margin(self.margin, "Cast: ")
+        if self.format not in CAST_FORMATS.values():
+            raise ValueError(f"Cast: format={self.format} is none that casts write; use {', '.join(_FORMATS)}")
+        check_scale_options(self.power_of_two, self.margin, "Cast: ")
         self._check_packed()
         if isinstance(self.rule, Delayed) and self.granularity != PerTensor() and not self.format.is_packed:
             raise ValueError(
@@ -250,9 +252,10 @@ class Cast(_DerivedOfCast):
 
 
 _EXAMPLE = "Cast(E4M3, PerTensor(), Dynamic())"
+_FORMATS = {format.name: format for format in CAST_FORMATS.values()}
 _NAMES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed, Stochastic, Rotation)},
-    **{format.name: format for format in CAST_FORMATS.values()},
+    **_FORMATS,
 }
 
 
@@ -377,6 +380,8 @@ class Recipe(_DerivedOfRecipe):
             isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic) and not self.saved.is_packed
         ):
             raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic(), not to E2M1")
+        if not isinstance(self.name, str):
+            raise TypeError(f"Recipe: name={self.name!r} must be text")
         if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
             raise ValueError(f"Recipe: fast_accum={self.fast_accum!r} must be a tuple of products, of {PRODUCTS}")
 

@@ -106,7 +106,8 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
     if not (groups := [group for group in groups if dist.get_world_size(group) > 1]):
         return
     settings_here = {name: str(value) for name, value in settings.items()}
-    number = int.from_bytes(hashlib.sha256(repr(settings_here).encode()).digest()[:7])
+    in_one_order = repr(sorted(settings_here.items()))  # ranks may have gathered the same settings in another
+    number = int.from_bytes(hashlib.sha256(in_one_order.encode()).digest()[:7])
     bounds = torch.tensor([number, -number], device=sending_device(groups[0]))
     if not int(maximum_over_ranks(bounds, *groups).sum()):
         return

@@ -167,6 +167,10 @@ class Pair(Facade):
     qdata: Tensor
     scale_inv: Tensor
 
+    def validate(self) -> None:
+        """Raise TypeError or ValueError if its tensors do not fit each other; ``rebuild_pair`` asks."""
+        raise NotImplementedError
+
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return the arguments that its class takes after the pair, to read back to ``dtype``."""
         raise NotImplementedError
@@ -209,11 +213,15 @@ def rebuild_pair(
     is_parameter: bool,
     others: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Unpickle a pair from its two tensors, which are checked as always, and its other attributes, a user's too."""
+    """Unpickle a pair from its two tensors and its other attributes, a user's too; raise for tensors that do not fit.
+
+    A stranger may have written the file, and kernels read as many scales as the codes' shape says.
+    """
     scale_inv = scale_inv.view(E8M0) if scale_inv.dtype == torch.uint8 else scale_inv
     pair: Any = kind(codes.view(code_dtype), scale_inv, *arguments)
     pair = torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
-    vars(pair).update(others or {})
+    vars(pair).update(others or {}, qdata=pair.qdata, scale_inv=pair.scale_inv)
+    pair.validate()
     return pair
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
-from octavo.formats import HIGH_PRECISION, Format, format_of
+from octavo.formats import CAST_FORMATS, HIGH_PRECISION, Format, format_of
 from octavo.granularity import (
     ALL,
     NV,
@@ -28,7 +28,7 @@ from octavo.granularity import (
     tiles_along,
 )
 from octavo.kernels.layouts import unpacked_shape
-from octavo.numerics import E8M0, check_margin, scale_inv_dtype
+from octavo.numerics import E8M0, check_scale_options, scale_inv_dtype
 from octavo.tensor.pair import COPIES, MOVES, Pair, moves
 
 
@@ -203,11 +203,11 @@ def quantize(
     if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
-    if not isinstance(format, Format):
+    if not isinstance(format, Format) or format not in CAST_FORMATS.values():
         raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
     if not isinstance(granularity, Granularity):
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
-    check_margin(margin)
+    check_scale_options(power_of_two, margin)
     if format.is_packed:
         check_packed(granularity, power_of_two)
         if x.ndim != 2 or x.shape[1] % NV[1]:

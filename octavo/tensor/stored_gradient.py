@@ -55,6 +55,12 @@ class StoredGradient(Pair):
         self.qdata, self.scale_inv, self.is_zero = qdata, scale_inv, False
         return self
 
+    def validate(self) -> None:
+        """Raise TypeError or ValueError if codes and scales are none that such a gradient has."""
+        if self.qdata.dtype != E4M3.dtype or self.qdata.ndim != 2 or self.qdata.numel() != self.numel():
+            raise ValueError(f"{self} of codes {self.qdata.dtype} {tuple(self.qdata.shape)}: it takes a matrix in E4M3")
+        ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, self.dtype)
+
     @classmethod
     def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, by_expert: bool = False) -> StoredGradient:
         """Cast a high-precision gradient of any shape to FP8, rounded to nearest; inf and NaN become NaN.
@@ -128,7 +134,8 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
         torch.linalg.vector_norm(kernels.dequantize(codes, scales, GRANULARITY.tile, torch.float32), ord)
         for codes, scales in zip(q.split(rows), scale_inv.split(rows), strict=True)
     ]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
+    # of pieces' numbers of elements other than 0, which ord=0 counts, the sum
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord if ord else 1)
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

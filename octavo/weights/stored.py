@@ -117,15 +117,29 @@ class StoredWeight(ShardHooks, Pair):
         is_shard: bool = False,
         **attributes: Any,
     ) -> StoredWeight:
-        if scale_inv is None or attributes:
+        if scale_inv is None or attributes:  # accelerate passes one tensor and a parameter's attributes, by name
             raise UnsupportedOpError(
                 "a weight in FP8 can't be made anew from one tensor, as accelerate's cpu_offload and device_map do: "
                 "offload it in high precision (octavo.restore(model), or octavo.convert without weight_storage)"
             )
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.facts = qdata, scale_inv, is_shard, TrainingFacts()
-        self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or STORABLE[1]
+        if granularity is None and (granularity := granularity_of_scales(qdata.shape, scale_inv.shape)) is None:
+            raise ValueError(f"scales {tuple(scale_inv.shape)} do not fit codes {tuple(qdata.shape)}")
+        self.granularity = granularity
         return self
+
+    def validate(self) -> None:
+        """Raise TypeError or ValueError if codes, scales or low bits are none that such a weight has."""
+        low_bits = self.low_bits
+        if self.qdata.dtype != E4M3.dtype or self.ndim not in (2, 3) or self.granularity not in STORABLE + FROZEN_ONLY:
+            raise ValueError(
+                f"{self} of {self.qdata.dtype}: a weight in FP8 is E4M3 [N, K] or [E, N, K], per tensor or in blocks "
+                "of 128 x 128; a frozen one also by rows or 1 x 32"
+            )
+        if low_bits is not None and (low_bits.dtype, low_bits.shape) != (torch.int8, self.shape):
+            raise ValueError(f"{self} has low bits {low_bits.dtype} {tuple(low_bits.shape)}, not int8 of its shape")
+        self.pair()  # which checks the rest: shapes, dtypes, devices
 
     @staticmethod
     def why_not(recipe: Recipe, trained: bool = True) -> str | None:

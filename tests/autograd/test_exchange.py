@@ -5,9 +5,16 @@ import torch
 
 import octavo
 from octavo import recipes
+from octavo.autograd.exchange import Exchange, RowsToSend, dispatch
 from octavo.distributed import expert_parallel
 from tests.support.expert_models import batch, built
 from tests.support.helpers import FP8_RECIPES, gradients, padded_as_on_gpu
+
+
+def test_ranks_have_as_many_experts_each() -> None:
+    exchange = Exchange("", size=2, rank=0)
+    with pytest.raises(ValueError, match="3 experts can't be shared by 2 ranks"):
+        dispatch(torch.ones(3, 4), torch.tensor([1, 2, 3]), exchange, RowsToSend(None, 0, reader=None))
 
 
 @pytest.mark.parametrize("name", FP8_RECIPES)

@@ -121,19 +121,23 @@ def test_no_delayed_recipe_no_state():
     octavo.nn.load_delayed_state_dict(model(recipes.dynamic()), {})
 
 
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "a NaN", "a negative"])
-def test_loading_changes_all_or_nothing(fault):
+DAMAGED = {"a NaN": math.nan, "a negative": -1.0, "an infinity": math.inf, "one that float32 has not": 1e300}
+
+
+@pytest.mark.parametrize("tensor", ["scale", "amax_history"])
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", *DAMAGED])
+def test_loading_changes_all_or_nothing(fault, tensor):
     net, source = model(), model()
     step(source)
-    state = octavo.nn.delayed_state_dict(source)
+    state = {name: value.double() for name, value in octavo.nn.delayed_state_dict(source).items()}
     if fault == "missing":
-        del state["2.delayed_scale"]
+        del state[f"2.delayed_{tensor}"]
     elif fault == "unexpected":
         state["3.delayed_scale"] = torch.zeros(3)
-    elif fault.startswith("a "):
-        state["2.delayed_scale"][1] = {"a NaN": math.nan, "a negative": -1.0}[fault]
+    elif fault in DAMAGED:
+        state[f"2.delayed_{tensor}"][1] = DAMAGED[fault]
     else:
-        state["2.delayed_amax_history"] = torch.zeros(3, 5)
+        state[f"2.delayed_{tensor}"] = torch.zeros(3, 5)
     with pytest.raises(ValueError, match=r"(2|3)\.delayed_"):
         octavo.nn.load_delayed_state_dict(net, state)
     assert not any(buffer.any() for buffer in octavo.nn.delayed_state_dict(net).values())

@@ -19,8 +19,10 @@ from octavo import (
     Recipe,
     RecipeMap,
     Rotation,
+    Stochastic,
     recipes,
 )
+from octavo.formats import E4M4
 from octavo.scaling.recipe import PRODUCTS, under
 from tests.support.helpers import every_layer
 
@@ -36,7 +38,10 @@ REFUSED = [
     (lambda: Cast(E4M3, "row"), TypeError, r"granularity=.*is no granularity; e\.g\. octavo"),
     (lambda: Cast(E4M3, PerTensor(), "delayed"), TypeError, r"rule=.*is no rule; e\.g\. octavo"),
     (lambda: Cast(E4M3, PerTensor(), Delayed), TypeError, r"rule=.*is no rule; e\.g\. octavo"),
-    *((lambda m=m: Cast(E4M3, PerTensor(), margin=m), ValueError, f"margin={m}.*0 to 64") for m in (-1, 65, 0.5)),
+    *((lambda m=m: Cast(E4M3, PerTensor(), margin=m), ValueError, f"margin={m}.*0 to 64") for m in (-1, 65, 0.5, True)),
+    (lambda: Cast.of("Cast(E4M3, PerTensor(), power_of_two='False')"), ValueError, "'False' must be True or False"),
+    (lambda: Cast(E4M4, PerTensor()), ValueError, "E4M4 is none that casts write; use E4M3, E5M2, E2M1"),
+    (lambda: Stochastic(True), ValueError, "seed=True"),
     (lambda: Cast(E4M3, PerRow(), Delayed()), ValueError, "needs PerTensor"),
     (lambda: Cast(E4M3, PerBlock(1, 128), Delayed()), ValueError, "needs PerTensor"),
     (lambda: Cast(E4M3, PerRow(dim=-2)), ValueError, "contracted dimension last"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.tensor.collectives import all_gather, pack_message, sending_device, unpack_message
+from octavo.tensor.collectives import all_gather, check_ranks_agree, pack_message, sending_device, unpack_message
 
 
 def gathered(mesh, waits):
@@ -16,6 +16,15 @@ def gathered(mesh, waits):
 def test_parts_lie_in_the_order_of_ranks(pool):
     for waits in (False, True):
         assert pool.run(gathered, (2,), waits) == [[10, 10, 10, 11, 11, 11]] * 2
+
+
+def compared(mesh):
+    settings = [("seed", 0), ("format", "E4M3")]
+    check_ranks_agree(dict(settings if dist.get_rank() else reversed(settings)), mesh.get_all_groups())
+
+
+def test_ranks_that_name_their_settings_in_another_order_agree(pool):
+    pool.run(compared, (2,), seconds=60)
 
 
 def test_tensors_are_sent_from_where_the_backend_sends(monkeypatch):

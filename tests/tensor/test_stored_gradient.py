@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
 from octavo.tensor import stored_gradient
 from octavo.tensor.stored_gradient import StoredGradient, UsedGradient, norm_of
+from tests.support.helpers import saved_and_loaded
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (300,), (3, 300), (2, 5, 30), (8, 4, 3, 3), (0,), (0, 5), (5, 0)]
 
@@ -85,9 +86,19 @@ def test_norms_are_those_of_the_values(ord: float, foreach: bool | None, dtype: 
     assert torch.equal(norm, nn.utils.get_total_norm([grad.dequantize(torch.float32) for grad in some], ord))
 
 
-@pytest.mark.parametrize("ord", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("shape", [(2, 300), (600,)], ids=str)
+def test_a_file_whose_codes_and_scales_do_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+    grad = StoredGradient.cast(values_of(2, 300))
+    wrong = StoredGradient(grad.qdata, grad.scale_inv[:1], shape)
+    with pytest.raises(ValueError, match=r"shape \(1, 3\).*needs \(2, 3\)"):
+        saved_and_loaded(wrong)
+    with pytest.raises(ValueError, match="takes a matrix in E4M3"):
+        saved_and_loaded(StoredGradient(grad.qdata[:1], grad.scale_inv, shape))
+
+
+@pytest.mark.parametrize("ord", [2.0, 1.0, 0, math.inf, -math.inf])
 def test_norms_of_large_gradients_are_read_in_parts(ord: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    grad = StoredGradient.cast(values_of(30, 300))
+    grad = StoredGradient.cast(values_of(30, 300).relu())
     whole = norm_of(grad, ord)
     monkeypatch.setattr(stored_gradient, "_ELEMENTS_AT_A_TIME", 1000)
     torch.testing.assert_close(norm_of(grad, ord), whole, rtol=1e-6, atol=0)

@@ -479,3 +479,31 @@ def test_files_and_pickles_are_read():
     weights = [parameter(), parameter().detach().shard(0, N // 2)]
     for loaded in (saved_and_loaded(weights), pickle.loads(pickle.dumps(weights))):
         assert all(map(same, loaded, weights)) and loaded[1].is_shard
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda w: StoredWeight(w.qdata, torch.ones(1, 1), w.dtype, w.granularity), r"\(1, 1\).*needs \(2, 3\)"),
+        (lambda w: StoredWeight(w.qdata.float().to(torch.float8_e5m2), w.scale_inv), "e5m2: a weight in FP8 is E4M3"),
+        (lambda w: StoredWeight(w.qdata, torch.ones(2, 2), w.dtype, PerBlock(128, 200)), "blocks of 128 x 128"),
+        (lambda w: StoredWeight(w.qdata, w.scale_inv.half(), w.dtype, w.granularity), "scale_inv is torch.float16"),
+        (lambda w: StoredWeight(w.qdata, w.scale_inv, torch.float64, w.granularity), "not torch.float64"),
+    ],
+)
+def test_a_file_whose_codes_and_scales_do_not_fit_is_refused(made, says):
+    """Kernels read as many scales as the codes' shape says."""
+    with pytest.raises((TypeError, ValueError), match=says):
+        saved_and_loaded(made(stored(PerBlock(128, 128))))
+
+
+def test_low_bits_of_a_file_fit_its_codes():
+    weight = StoredWeight.cast(torch.randn(N, K), keep_low_bits=True)
+    weight.low_bits = weight.low_bits[:1]
+    with pytest.raises(ValueError, match=r"has low bits torch.int8 \(1, 300\)"):
+        saved_and_loaded(weight)
+
+
+def test_scales_of_no_granularity_are_refused():
+    with pytest.raises(ValueError, match=r"scales \(3, 7\) do not fit codes \(200, 300\)"):
+        StoredWeight(stored().qdata, torch.ones(3, 7))
