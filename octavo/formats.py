@@ -71,7 +71,7 @@ class Format:
 
     @property
     def limit(self) -> float:
-        """The number that a tensor's scale brings its amax to: ``max``, or 448 times it if blocks have scales too."""
+        """The number that a tensor's scale brings its amax to: ``max``, or 6 x 448 of E2M1, by blocks' E4M3 scales."""
         return self.max * E4M3.max if self.is_packed else self.max
 
     @property
@@ -101,9 +101,6 @@ class Format:
     def nan_code(self) -> int:
         """The one code that Octavo writes for NaN, in a format that has one."""
         return 0x7F if self.signed else 0xFF
-
-    def __str__(self) -> str:
-        return self.name
 
     def __repr__(self) -> str:
         return self.name

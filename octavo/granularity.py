@@ -169,9 +169,7 @@ def granularity_of(tile: Sequence[int]) -> Granularity:
 def check_packed(granularity: Granularity, power_of_two: bool, where: str = "") -> None:
     """Raise ValueError, whose text begins with ``where``, for scales that no cast to E2M1 has."""
     if granularity.tile not in PACKED_TILES or not power_of_two:
-        raise ValueError(
-            f"{where}E2M1 by {granularity}: use PerBlock(1, 16) or PerBlock(16, 16), and power_of_two=True"
-        )
+        raise ValueError(f"{where}E2M1 by {granularity}: use PerBlock(1, 16) or PerBlock(16, 16), power_of_two=True")
 
 
 def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

@@ -141,13 +141,13 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
 
 def hooks_after_gradients(tensors: Iterable[Any]) -> list[dict[int, Any]] | None:
     """Return the hooks after tensors' gradients, a dict of each that has some; None within a torch.func transform."""
-    this = sys.modules[__name__]
+    this = sys.modules[__name__]  # a module's __getattr__ is asked for its attributes, not for names in its functions
     return None if this.functorch_is_active() else [held for held in (hooks_of(x)[1] for x in tensors) if held]
 
 
 def running_backward() -> tuple[int, bool]:
     """Return the number of the backward pass that runs, and whether it keeps its graph for another one."""
-    this = sys.modules[__name__]
+    this = sys.modules[__name__]  # see hooks_after_gradients
     return this.current_graph_task_id(), this.keeps_graph()
 
 

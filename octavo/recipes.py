@@ -403,10 +403,8 @@ def _rule(content: Any) -> RecipeRule:
         raise TypeError(f"{content!r} is no rule: use null, a recipe's name, or an object of what changes")
     read: dict[str, Callable[[Any], Any]] = {"saved": Cast.of, "fast_accum": tuple, "name": str}
     read |= dict.fromkeys(PRODUCTS, lambda casts: tuple(map(Cast.of, casts)))
-    values: dict[str, Any] = {
-        name: value if value is None else read.get(name, str)(value) for name, value in content.items()
-    }
-    return Recipe(**values) if "name" in values else values  # which refuses null as its name
+    values: dict[str, Any] = {key: one if one is None else read.get(key, str)(one) for key, one in content.items()}
+    return Recipe(**values) if "name" in values else values  # it refuses null as its name
 
 
 def _plain(rule: RecipeRule) -> Any:

@@ -39,15 +39,15 @@ class _OptimizerSteps:
 
     It is watched for KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
 
-    ``count``: of all optimizers' steps, since an optimizer may write weights that it does not own (through masters of
-    its own).
+    ``count`` counts the steps of all optimizers together, since an optimizer may write weights that it does not own
+    (through masters of its own).
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._watching = False
-        # by the parameter's id: weak references to parameters would keep torch from swapping them. The layers that ask
-        # hold the counts, so that these go with the layers, whose parameters may leave their ids to others.
+        # The keys are parameters' ids: weak references to parameters would keep torch from swapping them. The layers
+        # that ask hold the counts, so that these go with the layers, whose parameters may leave their ids to others.
         self._seen: dict[int, ReferenceType[SeenWrites]] = {}
 
     def watch(self) -> None:
@@ -81,7 +81,7 @@ class _OptimizerSteps:
             writes.count_none(parameter)
 
     def _watched(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, SeenWrites]]:
-        """Return those parameters whose writes anybody holds, with these."""
+        """Return (parameter, its writes) for those parameters whose writes anybody holds."""
         seen = ((parameter, reference()) for parameter in parameters if (reference := self._seen.get(id(parameter))))
         return [(parameter, writes) for parameter, writes in seen if writes is not None]
 

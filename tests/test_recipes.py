@@ -81,7 +81,7 @@ def test_granularities_formats_and_what_is_cast_once(name, input, weight, grad_o
     assert {c.format for c in recipe.input_casts[:2] + recipe.weight_casts[:2]} == {E4M3}
     assert {c.format for c in recipe.grad_output_casts[:2]} == {gradient_format}
     assert {cast.power_of_two for cast in (*recipe.output, *recipe.grad_weight)} == {powers}
-    assert tuple(casts.once for casts in roles(recipe)) == once
+    assert tuple(casts.coincide for casts in roles(recipe)) == once
 
 
 def test_scales_are_powers_of_two_where_they_are_asked_for():

@@ -8,7 +8,7 @@ pair (qdata, scale_inv). A source is what is cast: a tensor itself, an activatio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,9 @@ from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 AnySource = Tensor | Castable  # see above
-# (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name); a plain
-# tuple costs each cast a call less than a NamedTuple
-_OpInput = tuple[Tensor, Sequence[Any], dict[str, Any]]
+# (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
+# changes); a plain tuple costs each cast a call less than a NamedTuple
+_OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
@@ -46,7 +46,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
     cast, second = casts.as_is, casts.transposed if transposed else None
     if cast is None or not (as_is or transposed) or (transposed and second is None):
         return None
-    if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
+    if second is not None and not casts.coincide and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
     return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
 
@@ -114,7 +114,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     if (one_cast := cast or cast_t) is None:
         return Operands()
     read = _op_input(source, request, rows, one_cast, cast_t or one_cast)
-    if cast is None or cast_t is None or casts.once:
+    if cast is None or cast_t is None or casts.coincide:
         has_scale = one_cast.is_delayed or parts is not None
         scale = scale_for(source, one_cast, state, role, parts) if has_scale else None
         return _cast(read, one_cast, scale, request, (cast is not None, cast_t is not None))
@@ -150,7 +150,7 @@ def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast)
     if rows.offsets is not None:
         options["offsets"] = rows.offsets
     elif rows.parts is not None:
-        if request.recipe.packs:
+        if request.recipe.has_e2m1:
             options["place"] = _place(source.shape, request.role, rows.parts)
     elif request.only_products and casts[0].scale_inv_dtype is E8M0 and _swizzles(source.shape, x, casts):
         options["swizzle"] = True
@@ -177,7 +177,7 @@ def _cast_by_two_scalings(read: _OpInput, cast: Cast, cast_t: Cast, request: Cas
     """Cast by one scaling as x lies and by another transposed, reading x once."""
     x, activation, options = read
     writes_transposed = cast_t.is_packed or needs_transposed_codes(x.device)
-    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
+    pad = contraction_multiple(x.device, request.recipe.may_pad, request.recipe.has_e2m1)
     arguments = *cast.arguments, writes_transposed, pad, request.column_sum, *activation
     q, q_t, scale_inv, scale_inv_t, *results = kernels.cast(
         x, None, request.role, *arguments, **options, **cast.named, **cast_t.as_second
@@ -191,13 +191,15 @@ def _cast_twice(
     read: _OpInput, casts: tuple[Cast, Cast], scales: tuple[Tensor | None, Tensor | None], request: CastRequest
 ) -> Operands:
     """Cast as x lies, then transposed; a norm is computed by the first cast, and the second reads its result."""
-    (cast, cast_t), (scale, scale_t), (*_, options) = casts, scales, read
+    (cast, cast_t), (scale, scale_t) = casts, scales
+    x, activation, options = read
     if "gamma" in options:
-        options["keep"] = True
+        read = x, activation, {**options, "keep": True}
     operands = _cast(read, cast, scale, request, (True, False))
     if (norm := operands.norm) is not None:
         assert norm.y is not None
-        read, norm = (norm.y, (), {}), norm if request.keep_norm else norm._replace(y=None)
+        read = norm.y, (), {}
+        norm = norm if request.keep_norm else norm._replace(y=None)
     second = _cast(read, cast_t, scale_t, request._replace(column_sum=False), (False, True))
     amax = second.amax if operands.amax is None else operands.amax
     return operands._replace(transposed=second.transposed, amax=amax, norm=norm)
@@ -209,61 +211,77 @@ def _cast(
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
-    committed: tuple[State, ForwardAmax] | None = None,
+    committed: Sequence[Any] | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
-    ``cast`` is that of x as it lies, unless only the transposed one of ``layouts`` is needed. ``committed``: the
-    delayed state and forward's amaxes, where the cast enters these and its own into that state.
+    The op returns codes, transposed codes, scale_inv, the amax unless it is committed, and then
+
+        of a norm               mean, rstd, y
+        of rows in groups       nothing
+        of any other source     sums of columns; and of an activation what ``keep_scale`` or ``recast`` asks for
+
+    Args:
+        cast: that of x as it lies, unless only the transposed one of ``layouts`` is needed.
+        committed: the arguments of the op that also enters amaxes into the delayed state, between x and the output.
     """
-    (x, activation, options), (as_is, transposed), role = read, layouts, request.role
-    pad = contraction_multiple(x.device, request.recipe.pads, request.recipe.packs)
+    x, activation, options = read
+    (as_is, transposed), role = layouts, request.role
+    pad = contraction_multiple(x.device, request.recipe.may_pad, request.recipe.has_e2m1)
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, layouts, pad)
     is_norm, is_grouped = "gamma" in options, "offsets" in options
-    column_sum = request.column_sum and not is_grouped
+    sums_columns = request.column_sum and not is_grouped
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
-    # codes of dense rows are always written as x lies: where only transposed ones are needed, x.t() is read instead
-    reads_transpose = writes_transposed and not as_is and is_plain and not (committed and column_sum)
-    if reads_transpose:
-        x, writes_transposed, column_sum = x.t(), False, False
-        if "place" in options:
-            options["place"] = options["place"][::-1]
+    if writes_transposed and not as_is and is_plain and (committed is None or not sums_columns):
+        return _cast_transpose(read, cast, scale, request, pad, committed)
     if is_grouped:
-        options["as_is"] = as_is or not writes_transposed
-    arguments = cast.arguments if as_is or reads_transpose else cast.arguments_transposed
-    output = writes_transposed, pad, column_sum, *activation
-    if committed is not None:
-        (state, forward_amax), (dtype, _, *scaling), update = committed, arguments, request.recipe.delayed_update
-        q, q_t, scale_inv, *results = kernels.cast_and_commit(
-            x, *state, *forward_amax, dtype, *scaling, *update, *output, **options
-        )
-    else:
+        options = {**options, "as_is": as_is or not writes_transposed}
+    arguments = cast.arguments if as_is else cast.arguments_transposed
+    output = writes_transposed, pad, sums_columns, *activation
+    if committed is None:
         q, q_t, scale_inv, amax, *results = kernels.cast(x, scale, role, *arguments, *output, **options, **cast.named)
+    else:
+        q, q_t, scale_inv, *results = kernels.cast_and_commit(x, *committed, *output, **options)
     if committed is not None or not cast.is_delayed:
         amax = None
     elif is_grouped:
         amax = amax.amax(0, keepdim=True)  # groups share one history
-    if reads_transpose:
-        return Operands(None, (q, scale_inv), amax)
-    sums, of_activation = (*results, None, None)[:2]  # the second if keep_scale or recast asks; groups have neither
-    recast_scale, recast_codes = of_activation if request.keep_scale else None, None
-    if request.recast is not None:
-        recast_codes = of_activation if options["value_transposed"] else of_activation.t()
-    pair, pair_t = (q, scale_inv) if as_is else None, None
+    pair = (q, scale_inv) if as_is else None
+    pair_t = None
     if transposed:
         has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
+    column_sum = results[0] if sums_columns else None
     norm = NormResults(*results) if is_norm else None
-    return Operands(pair, pair_t, amax, sums if column_sum else None, norm, recast_scale, recast_codes)
+    recast_scale = results[1] if request.keep_scale else None
+    recast_codes = None
+    if request.recast is not None:
+        recast_codes = results[1] if options["value_transposed"] else results[1].t()
+    return Operands(pair, pair_t, amax, column_sum, norm, recast_scale, recast_codes)
 
 
-def recast_alone(source: CastSource, recast: Recast, pads: bool) -> Tensor:
+def _cast_transpose(
+    read: _OpInput, cast: Cast, scale: Tensor | None, request: CastRequest, pad: int, committed: Sequence[Any] | None
+) -> Operands:
+    """Cast a dense tensor where only its transposed codes are needed: x.t() is read, as codes always lie like x."""
+    x, _, options = read
+    if "place" in options:
+        options = {**options, "place": options["place"][::-1]}
+    if committed is not None:
+        q, _, scale_inv, *_ = kernels.cast_and_commit(x.t(), *committed, False, pad, False, **options)
+        return Operands(None, (q, scale_inv))
+    arguments = *cast.arguments, False, pad, False
+    q, _, scale_inv, amax, *_ = kernels.cast(x.t(), scale, request.role, *arguments, **options, **cast.named)
+    return Operands(None, (q, scale_inv), amax if cast.is_delayed else None)
+
+
+def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:
     """Return an activation's codes again, without its gradient's; the contraction last, as grad_weight reads it."""
     (x, activation, *_), (scale, dtype) = source, recast
-    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, pads)
+    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, may_pad)
     codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
     return transposed if transposes else codes.t()
 
@@ -278,18 +296,18 @@ def operands_of_codes(
     (q_RC, scale_inv), casts = pair, recipe.casts[role]
     cast, cast_t = casts.as_is, casts.transposed if transposed else None
     assert cast is not None
-    lays_codes = cast_t is not None and casts.once and offsets is None
-    as_is, pair_t, *_ = operands_of(q_RC, scale_inv, recipe.pads, lays_codes)
+    lays_codes = cast_t is not None and casts.coincide and offsets is None
+    as_is, pair_t, *_ = operands_of(q_RC, scale_inv, recipe.may_pad, lays_codes)
     if cast_t is None:
         pair_t = None
-    elif not casts.once:
+    elif not casts.coincide:
         scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
         flat = q_RC.flatten(0, -2), scales[0].flatten(0, -2)  # a weight of groups has tiles within one row
         values = kernels.dequantize(*flat, scales[1], torch.float32).view(q_RC.shape)
         request = CastRequest(recipe, role, as_is=False, transposed=True)
         pair_t = cast_role(values, request, None, Rows(offsets)).transposed
     elif offsets is not None and needs_transposed_codes(q_RC.device):
-        pair_t = transposed_codes(q_RC, offsets, contraction_multiple(q_RC.device, recipe.pads)), scale_inv.t()
+        pair_t = transposed_codes(q_RC, offsets, contraction_multiple(q_RC.device, recipe.may_pad)), scale_inv.t()
     return Operands(as_is, pair_t, amax if cast.is_delayed else None)
 
 
@@ -298,9 +316,11 @@ def cast_and_commit(
 ) -> Operands:
     """Cast grad_output, and commit the delayed state with the amaxes of all three roles: in one op where it can be."""
     casts, layouts = request.recipe.grad_output_casts, (request.as_is, request.transposed)
-    cast = casts.as_is if casts.once and rows.offsets is None and rows.parts is None else None
-    if cast is not None and cast.is_delayed and not cast.is_packed and any(layouts):
-        return _cast(_op_input(source, request, rows, cast), cast, None, request, layouts, (state, forward_amax))
+    cast = casts.as_is if casts.coincide and rows.offsets is None and rows.parts is None else None
+    if cast is not None and cast.is_delayed and not cast.is_packed and any(layouts):  # per tensor
+        scaling = cast.format.dtype, cast.power_of_two, cast.margin
+        committed = *state, *forward_amax, *scaling, *request.recipe.delayed_update
+        return _cast(_op_input(source, request, rows, cast), cast, None, request, layouts, committed)
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

@@ -53,7 +53,7 @@ from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads
 from octavo.kernels.reference.activation import FUNCTIONS
-from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Recipe
+from octavo.scaling.recipe import INPUT, WEIGHT, Recipe
 from octavo.tensor.collectives import summed
 from octavo.tensor.pair import Operands
 
@@ -89,8 +89,20 @@ class ChainTensors(NamedTuple):
         return of_input, of_input or self.weight or self.bias
 
 
+class SavedNorm(NamedTuple):
+    """A norm's input, parameter and row statistics, which its gradient reads; all None if there is none to compute."""
+
+    x: Tensor | None
+    gamma: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+# The tensors that a chain saves, in a row: SavedNorm, Saved of the first layer, and what is behind that: of a second
+# layer what _behind_activation returns, or cos and sin of rotary positions
 _ToSave = tuple[Tensor | None, ...]
-_LAYER_END = len(Saved._fields)  # of the first layer's tensors among those that are saved behind the norm's
+_NORM_END = len(SavedNorm._fields)
+_LAYER_END = _NORM_END + len(Saved._fields)
 
 
 def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
@@ -124,11 +136,12 @@ def _forward(tensors: ChainTensors, chain: Chain, needs: ChainTensors) -> tuple[
     y, operands = _cast_first_input(tensors, chain, needs.weight)
     h = output(y, operands, tensors.weight, tensors.bias, first, chain.dtype)
     norm = operands.norm if needs_dx else None
-    saved_norm = (None,) * 4 if norm is None else (tensors.x, tensors.gamma, norm.mean, norm.rstd)
+    saved_norm = (None,) * _NORM_END if norm is None else SavedNorm(tensors.x, tensors.gamma, norm.mean, norm.rstd)
     saved = *saved_norm, *to_save(y, operands, tensors.weight, first, needs_dx, needs.weight)
     if not later_layers:
         return h, y, saved
-    (second,), needs_of_second = later_layers, (needs_dh, needs.second_weight)
+    (second,) = later_layers
+    needs_of_second = needs_dh, needs.second_weight
     parameters = tensors.second_weight, tensors.second_bias
     recasts = needs_dh and needs.second_weight and _can_recast(first, second)
     result, saved_second = _behind_activation(h, chain.activation, second, *parameters, needs_of_second, recasts)
@@ -141,12 +154,10 @@ def _can_recast(first: Layer, second: Layer) -> bool:
     Its cast and that of the activation's gradient have one scale each, and h is saved as it is; what an observer reads
     is saved.
     """
-    (y_cast, _, y_once), (dh_cast, _, dh_once) = second.recipe.casts[INPUT], first.recipe.casts[GRAD_OUTPUT]
-    if not (y_once and dh_once) or second.recipe.saved is not None or second.observers:
+    if second.recipe.saved is not None or second.observers or first.rows.offsets is not None:
         return False
-    assert y_cast is not None and dh_cast is not None
-    one_scale = y_cast.tile == dh_cast.tile == (ALL, ALL) and first.recipe.pads == second.recipe.pads
-    return one_scale and first.rows.offsets is None
+    have_one_scale = second.recipe.input_casts.block == first.recipe.grad_output_casts.block == (ALL, ALL)
+    return have_one_scale and first.recipe.may_pad == second.recipe.may_pad
 
 
 def _behind_activation(
@@ -160,11 +171,11 @@ def _behind_activation(
 ) -> tuple[Tensor, _ToSave]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
 
+    These are h or its codes, the codes' scale_inv, and the layer's ``Saved``, None where one is not needed.
     ``recasts``: the scale of a Recast is saved instead of the activation's codes.
     """
     needs_dh, needs_dw = needs
-    layouts = True, needs_dw and not recasts
-    request = CastRequest(layer.recipe, INPUT, *layouts, keep_scale=recasts, only_products=True)
+    request = CastRequest(layer.recipe, INPUT, True, needs_dw and not recasts, keep_scale=recasts, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     for observer in layer.observers:
         produced = functools.partial(kernels.produced, h, activation, None)
@@ -175,13 +186,12 @@ def _behind_activation(
         assert a.as_is is not None
         saved = saved._replace(x_scale_inv=a.as_is[1], recast_scale=a.recast_scale)
     cast = layer.recipe.saved
-    saved_h: tuple[Tensor | None, Tensor | None] = None, None  # the tensor or codes, scale_inv
-    if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
-        saved_h = h, None
-        if cast is not None:
-            q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.rows.offsets)
-            saved_h = q, scale_inv
-    return result, (*saved_h, *saved)
+    if not (needs_dh or (needs_dw and layer.recipe.grad_weight is None)):
+        return result, (None, None, *saved)
+    if cast is None:
+        return result, (h, None, *saved)
+    q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.rows.offsets)
+    return result, (q, scale_inv, *saved)
 
 
 def _results(chain: Chain, result: Tensor, y: Tensor | None) -> Any:
@@ -217,8 +227,8 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         needs, plan = ChainTensors(*gradients_needed_now(ctx)), ctx.plans[0]
-        x, gamma, mean, rstd, *tensors = ctx.saved_tensors  # which a checkpoint lets be read once
-        saved, tensors_behind = Saved(*tensors[:_LAYER_END]), tensors[_LAYER_END:]
+        tensors = ctx.saved_tensors  # which a checkpoint lets be read once
+        saved, tensors_behind = Saved(*tensors[_NORM_END:_LAYER_END]), tensors[_LAYER_END:]
         needs_dx, needs_dh = needs.are_needed()
         source: Tensor | RotaryHeads | None
         source, *grads_of_norm = grads  # None: nothing was computed from that result
@@ -238,7 +248,7 @@ class _ChainFunction(torch.autograd.Function):
             has_beta = ctx.are_tensors[2]
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
             options = ctx.norm.kind, ctx.norm.zero_centered, has_beta
-            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, *options)
+            dx, dgamma, dbeta = kernels.norm_backward(dy, *SavedNorm(*tensors[:_NORM_END]), *options)
             dbeta = dbeta if has_beta else None
         return dx, dgamma, dbeta, dw, db, dw2, db2, None
 
@@ -250,7 +260,8 @@ def _gradients_of_two_layers(
 
     ``saved_second``: the tensors that ``_behind_activation`` returned to be saved.
     """
-    (first_plan, plan), (h, h_scale_inv, *tensors) = ctx.plans, saved_second
+    first_plan, plan = ctx.plans
+    h, h_scale_inv, *tensors = saved_second
     second, recipe = Saved(*tensors), plan.layer.recipe
     needs_dx, needs_dh = needs.are_needed()
     needs_dw, needs_of_first = needs.second_weight, (needs_dx, needs.weight, needs.bias)
@@ -276,7 +287,7 @@ def _gradients_of_two_layers(
             codes, g_first.recast_codes = g_first.recast_codes, None
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
-            codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.pads)
+            codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.may_pad)
         _, dw2, _ = gradients(g, second._replace(x_q=codes), plan, (False, True, False))
         del codes
     of_first = (None, None, None) if g_first is None else gradients(g_first, saved, first_plan, needs_of_first)
@@ -344,11 +355,12 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, (h, h_scale_inv, *tensors_of_layer) = ctx.plan, ctx.saved_tensors
-        recipe = plan.layer.recipe
+        plan, dtype, recipe = ctx.plan, ctx.plan.dtype, ctx.plan.layer.recipe
+        h, h_scale_inv, *tensors_of_layer = ctx.saved_tensors
+        saved = Saved(*tensors_of_layer)
         needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(ctx)
+        needs = needs_dgate or needs_dup, needs_dw, needs_db
         ctx.plan = plan_for_next_pass(plan)
-        saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtype
         if h_scale_inv is not None:  # to the dtype of torch's gradients of it; ``unrounded`` reads float32
             h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
         if needs_dw and recipe.grad_weight is None:

@@ -32,9 +32,8 @@ from octavo.autograd.gather_input import GatherReader
 from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast
-from octavo.tensor.collectives import maximum_over_ranks, pack_message, unpack_message
+from octavo.tensor.collectives import exchanged_rows, gathered_parts, maximum_over_ranks, pack_message, unpack_message
 from octavo.tensor.pair import ForProducts, Operands
 
 
@@ -110,7 +109,7 @@ def _plan_journey(
         message_parts.append(_amax_of_groups(rows, offsets).view(torch.int32))
     message = torch.cat(message_parts).unsqueeze(0)
     # [ranks, E + 1, or 2 E + 1]: rows of each expert, all rows, and amaxes as int32
-    messages = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(message, exchange.size, exchange.group))
+    messages = gathered_parts(message, exchange.size, exchange.group)
     sizes: list[list[int]] = messages[:, : experts + 1].tolist()
     for rank, (*expert_sizes, total) in enumerate(sizes):
         if sum(expert_sizes) != total:
@@ -156,7 +155,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
     """Return the rows that this rank's experts receive. ``amax`` [E]: of all ranks' rows, where these share scales."""
     cast, order, columns = sending.cast, journey.routing.order, rows.shape[1]
     if cast is None:
-        return _all_to_all(rows, journey.sent, journey.received, journey.exchange)[order]
+        return exchanged_rows(rows, journey.sent, journey.received, journey.exchange.group)[order]
     largest_amax = None
     if amax is None:
         q, _, scale_inv, _ = kernels.cast(rows, None, sending.role, *cast.arguments, offsets=journey.offsets)
@@ -166,7 +165,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
         message, largest_amax = q.view(torch.uint8), amax.amax().view(1, 1)
     for recipe, observer in sending.reader.observers:
         observer.cast(recipe, sending.role, lambda: rows, Operands((q, scale_inv)), journey.offsets)
-    received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
+    received = exchanged_rows(message, journey.sent, journey.received, journey.exchange.group)[order]
     if amax is None:
         codes, scales = unpack_message(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
     else:
@@ -178,7 +177,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:
-    return _all_to_all(y[journey.routing.inverse], journey.received, journey.sent, journey.exchange)
+    return exchanged_rows(y[journey.routing.inverse], journey.received, journey.sent, journey.exchange.group)
 
 
 def _shares_scales(sending: RowsToSend) -> bool:
@@ -204,7 +203,3 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     cast_together([MatrixToCast(x, codes, scale=one) for x, codes, one in groups if len(x)], cast)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], exchange: Exchange) -> Tensor:
-    return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(rows.contiguous(), received, sent, exchange.group))

@@ -33,10 +33,9 @@ from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
-from octavo.private import c10d_ops
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
-from octavo.tensor.collectives import pack_message, summed, unpack_message
+from octavo.tensor.collectives import gathered_parts, pack_message, summed, summed_part, unpack_message
 from octavo.tensor.pair import ForProducts, NormResults, Operands
 
 _REMEDY = (
@@ -101,7 +100,7 @@ def input_cast_arguments(recipe: Recipe) -> tuple[Any, ...]:
 def _gathered(x: Tensor, wire: Wire) -> Tensor:
     """Return all ranks' x [R, .], in the order of the tokens of each sequence: [T, .]."""
     part = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
-    whole: Tensor = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(part, wire.ranks, wire.group))
+    whole = gathered_parts(part, wire.ranks, wire.group)
     if wire.runs > 1:
         whole = whole.view(wire.ranks, wire.runs, x.shape[0] // wire.runs, x.shape[1]).transpose(0, 1).flatten(0, 2)
     return whole.view(x.dtype) if x.itemsize == 1 else whole
@@ -114,7 +113,7 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
         x_TC = x_TC.view(wire.runs, wire.ranks, length, x_TC.shape[1]).transpose(0, 1).flatten(0, 2)
     if wire.reduce is not None:
         return wire.reduce(x_TC.contiguous(), wire.group)
-    return c10d_ops.wait_tensor(c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group))
+    return summed_part(x_TC.contiguous(), wire.ranks, wire.group)
 
 
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:

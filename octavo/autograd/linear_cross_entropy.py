@@ -125,7 +125,7 @@ class _Chunks:
             self.x_pair = q, plain_scales(scale_inv, q.shape, recipe.output[0].tile)
         self.layer, self.observers = layer._replace(observers=()), layer.observers
         self.plan = BackwardPlan(self.layer, self.dtype, weight_NK.dtype)
-        self.pad = contraction_multiple(x_TK.device, recipe.pads)
+        self.pad = contraction_multiple(x_TK.device, recipe.may_pad)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
     def loss_and_gradients(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, _Gradients]:
@@ -141,9 +141,10 @@ class _Chunks:
 
     def _run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
         """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
-        recipe, (tokens, _), columns = self.layer.recipe, self.x_TK.shape, self.weight_NK.shape[0]
+        recipe, tokens, columns = self.layer.recipe, len(self.x_TK), len(self.weight_NK)
         needs_dx, needs_dw, needs_db = needs
-        step, parts, scales, dxs = _rows_of_chunk(recipe), [], [], []
+        step = _rows_of_chunk(recipe)
+        parts, scales, dxs = [], [], []  # of each chunk: (losses, lse), the transposed codes' scale_inv, dx
         dw = codes = None
         saved = self._saved(needs_dx)
         if needs_dw and recipe.grad_weight is None:
@@ -201,37 +202,56 @@ class _Chunks:
     def _cast(
         self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
     ) -> tuple[CodesAndScale | None, Tensor | None, Tensor | None]:
-        """Return (G of a chunk as dx's product reads it, the scales of its codes transposed, G itself), each if needed.
+        """Return (a chunk's G as dx's product reads it, the scale_inv of its codes transposed, G itself), if needed.
 
-        Its codes transposed are written to their place among all rows', in ``codes``. Their scales are None where all
-        are the fixed scale of numbers in [-1, 1].
+        The codes transposed are written to their place in ``codes``, which has those of all rows. Their scale_inv is
+        None where all have the fixed scale of numbers in [-1, 1].
         """
-        recipe, arguments = self.layer.recipe, (self.loss.target[rows], *self.loss_options, lse)
-        cast, cast_t, _ = recipe.grad_output_casts
+        arguments = logits, self.loss.target[rows], *self.loss_options, lse
+        cast, cast_t, _ = self.layer.recipe.grad_output_casts
         needs_dx, needs_dw, needs_db = needs
+        fixed_layouts = needs_dx and _has_fixed_scale(cast), needs_dw and _has_fixed_scale(cast_t)
+        amax_layouts = needs_dx and not fixed_layouts[0], needs_dw and not fixed_layouts[1]
         pair = scale_inv = g = None
-        is_fixed, is_fixed_t = needs_dx and _has_fixed_scale(cast), needs_dw and _has_fixed_scale(cast_t)
-        if is_fixed or is_fixed_t:
-            q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)  # which asks for no codes
-            if is_fixed_t and codes is not None and not self.writes_transposed:
-                q = codes[rows]  # one copy serves both products
-            elif is_fixed:
-                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=q.dtype)
-            if is_fixed_t and codes is not None and self.writes_transposed:
-                q_t = codes
-            kernels.cross_entropy_codes(logits, *arguments, q, q_t, rows.start)
-            if is_fixed and cast is not None:
-                pair = q, _fixed_scale_inv(recipe, cast, q.shape[0], q)
-        has_amax = needs_dx and not is_fixed, needs_dw and not is_fixed_t
-        if needs_db or any(has_amax):
-            g = kernels.cross_entropy_backward(logits, *arguments, lse.new_ones(1).expand(len(lse)))
-            by_amax = cast_role(g, CastRequest(recipe, GRAD_OUTPUT, *has_amax), None)
-            pair = by_amax.as_is or pair
-            if by_amax.transposed is not None and codes is not None:
-                q, scale_inv = by_amax.transposed
-                place = codes[:, rows.start : rows.start + q.shape[1]] if self.writes_transposed else codes[rows].t()
-                place.copy_(q.view(torch.uint8))
+        if any(fixed_layouts):
+            pair = self._cast_by_fixed_scale(arguments, rows, fixed_layouts[0], codes if fixed_layouts[1] else None)
+        if needs_db or any(amax_layouts):
+            g = kernels.cross_entropy_backward(*arguments, lse.new_ones(1).expand(len(lse)))
+            pair_by_amax, scale_inv = self._cast_by_amax(g, rows, amax_layouts, codes)
+            pair = pair_by_amax or pair
         return pair, scale_inv, g
+
+    def _cast_by_fixed_scale(
+        self, arguments: tuple[Any, ...], rows: slice, as_is: bool, codes: Tensor | None
+    ) -> CodesAndScale | None:
+        """Write G's codes straight from the logits; return them with their scale_inv if dx's product reads them.
+
+        ``arguments``: the op's, which say what is cast, logits first; ``as_is``: whether dx's product reads the codes;
+        ``codes``: where dW's product reads them, transposed, among all rows'; None: it does not.
+        """
+        logits, recipe = arguments[0], self.layer.recipe
+        q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)  # by this shape the op writes nothing
+        if codes is not None and self.writes_transposed:
+            q_t = codes
+        if codes is not None and not self.writes_transposed:
+            q = codes[rows]  # one copy serves both products
+        elif as_is:
+            q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=q.dtype)
+        kernels.cross_entropy_codes(*arguments, q, q_t, rows.start)
+        cast = recipe.grad_output_casts.as_is
+        return (q, _fixed_scale_inv(recipe, cast, q.shape[0], q)) if as_is and cast is not None else None
+
+    def _cast_by_amax(
+        self, g: Tensor, rows: slice, layouts: tuple[bool, bool], codes: Tensor | None
+    ) -> tuple[CodesAndScale | None, Tensor | None]:
+        """Cast G as any grad_output; return (its pair as it lies, scale_inv of its codes that are put in ``codes``)."""
+        operands = cast_role(g, CastRequest(self.layer.recipe, GRAD_OUTPUT, *layouts), None)
+        if operands.transposed is None or codes is None:
+            return operands.as_is, None
+        q, scale_inv = operands.transposed
+        place = codes[:, rows.start : rows.start + q.shape[1]] if self.writes_transposed else codes[rows].t()
+        place.copy_(q.view(torch.uint8))
+        return operands.as_is, scale_inv
 
 
 @torch.library.custom_op("octavo::join_scales", mutates_args=())
@@ -279,7 +299,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, (divisor, *tensors) = ctx.plan, ctx.saved_tensors
+        plan = ctx.plan
+        divisor, *tensors = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = gradients_needed_now(ctx)
         count = len(_Gradients._fields)
         sum_gradients, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
@@ -322,7 +343,7 @@ def linear_cross_entropy_of_rows(
     Raises:
         ValueError: for a recipe that casts to E2M1.
     """
-    if layer.recipe.packs:
+    if layer.recipe.has_e2m1:
         raise ValueError(
             f"a head of the recipe {layer.recipe.name!r} has no loss in chunks, as E2M1's scales are of all rows: give "
             'it another recipe, e.g. octavo.RecipeMap(recipe, {"lm_head": None})'

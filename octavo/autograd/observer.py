@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import CodesAndScale
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
+from octavo.autograd.shared_scales import by_role
 from octavo.granularity import ALL, NV, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
@@ -87,7 +88,7 @@ class LayerCounts(NamedTuple):
         amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
         pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
         scales = [scale_from_amax(amax, cast.format.limit, cast.power_of_two, cast.margin) for amax, cast in pairs]
-        return [scale.expand(3).contiguous() for scale in scales]
+        return [by_role(scale) for scale in scales]
 
 
 class Observer(NamedTuple):
@@ -121,7 +122,7 @@ class Observer(NamedTuple):
         if counts is not None and casts.as_is is not None and operands.as_is is not None:
             counts_of_groups = self._counts_of_groups(counts, offsets)
             kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *counts_of_groups, offsets)
-        elif casts.once:  # in a first layer, whose input needs no gradient, the transposed pair alone is there
+        elif casts.coincide:  # in a first layer, whose input needs no gradient, the transposed pair alone is there
             counts_t = counts
         if counts_t is None or casts.transposed is None or operands.transposed is None:
             return
@@ -130,7 +131,7 @@ class Observer(NamedTuple):
             laid = x_RC.t() if cast.rotation is None else rotated(x_RC.t().to(torch.float32), cast.rotation.signs)
             kernels.cast_statistics(laid, codes, scale_inv, cast.tile, *counts_t)
         else:
-            rows = rows_of_codes(codes, offsets, x_RC.shape[0], contraction_multiple(x_RC.device, recipe.pads))
+            rows = rows_of_codes(codes, offsets, x_RC.shape[0], contraction_multiple(x_RC.device, recipe.may_pad))
             counts_of_groups = self._counts_of_groups(counts_t, offsets)
             kernels.cast_statistics(x_RC, rows, scale_inv.t(), cast.tile[::-1], *counts_of_groups, offsets)
 
@@ -165,8 +166,8 @@ class Observer(NamedTuple):
         if committed is not None:
             amax = committed.amax_history[GRAD_OUTPUT, :1]
         if name == "grad_weight" and offsets is not None:
-            pads = scale_inv is not None and recipe.pads
-            offsets = padded_ends(offsets, contraction_multiple(tensor.device, pads))
+            may_pad = scale_inv is not None and recipe.may_pad
+            offsets = padded_ends(offsets, contraction_multiple(tensor.device, may_pad))
             tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
             group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
             # a faulty grad_output[t, n] makes all of dW[group, n, :] faulty, so that a sum of one column shows it

@@ -41,8 +41,13 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """A linear layer's part in its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observers`` see the
-    casts and products; ``rows``: how the rows of its input and output lie.
+    Attributes:
+        weight: the weight's operands.
+        recipe: how its products are computed.
+        state: the delayed state, if a cast is Delayed.
+        commits: whether backward commits that state.
+        observers: they see the casts and products.
+        rows: how the rows of its input and output lie.
     """
 
     weight: Operands
@@ -56,10 +61,13 @@ class Layer(NamedTuple):
 class BackwardPlan(NamedTuple):
     """A layer's settings for the computation of its gradients in backward, besides the tensors that are saved.
 
-    ``layer`` has no tensors but the delayed state; ``dtype`` is that of results; ``input_cast``: a number that two
-    layers have only if they read the same cast of their input, or UNKNOWN_CAST; ``first_state``: the state by which the
-    first backward pass cast grad_output, if it kept the graph; ``weight_is_swapped``: whether the weight is saved
-    [..., K, N].
+    Attributes:
+        layer: the layer, without tensors but its delayed state.
+        dtype: that of products' results.
+        weight_dtype, bias_dtype: those of the gradients of weight and bias.
+        input_cast: a number that two layers have only if they read the same cast of their input, or UNKNOWN_CAST.
+        weight_is_swapped: whether the weight is saved [..., K, N].
+        first_state: the state by which the first backward pass cast grad_output, if it kept the graph for this one.
     """
 
     layer: Layer
@@ -195,13 +203,13 @@ def cast_gradient(
     ``saved`` comes from ``to_save``. ``source`` is the gradient of the layer's output [T, N], or what that is computed
     from: the gradient of an activation of the output, or of heads that rotary positions turned.
     """
-    _, recipe, state, commits, observers, rows = plan.layer
+    layer, offsets = plan.layer, saved.offsets
+    recipe, state = layer.recipe, layer.state
     needs_dx, needs_dw, needs_db = needs
-    offsets = saved.offsets
     request = CastRequest(recipe, GRAD_OUTPUT, needs_dx, needs_dw, needs_db, only_products=True, recast=recast)
-    rows = rows if offsets is None else Rows(offsets, rows.parts, rows.wire)
+    rows = layer.rows if offsets is None else Rows(offsets, layer.rows.parts, layer.rows.wire)
     forward_amax = saved.x_amax, saved.weight_amax
-    if state is None or not commits:
+    if state is None or not layer.commits:
         g = cast_role(source, request, state, rows)
     elif plan.first_state is not None:  # another pass over the graph: the first one has entered forward's amaxes
         g = cast_role(source, request, plan.first_state, rows)
@@ -213,7 +221,7 @@ def cast_gradient(
     else:
         with entering_input(state, plan.input_cast):
             g = cast_and_commit(source, request, state, forward_amax, rows)
-    for observer in observers:
+    for observer in layer.observers:
         observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
@@ -223,10 +231,10 @@ def cast_gradient(
 
 def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
     """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
-    _, recipe, state, commits, _, rows = plan.layer
-    if state is not None and commits and plan.first_state is None:
-        with entering_input(state, INPUT_NOT_CAST if x_amax is None else plan.input_cast):
-            commit(state, recipe, (x_amax, weight_amax, None), rows.parts)
+    layer = plan.layer
+    if layer.state is not None and layer.commits and plan.first_state is None:
+        with entering_input(layer.state, INPUT_NOT_CAST if x_amax is None else plan.input_cast):
+            commit(layer.state, layer.recipe, (x_amax, weight_amax, None), layer.rows.parts)
 
 
 def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
@@ -318,9 +326,7 @@ def refuse_in_backward(*grads: Tensor | None) -> None:
         return
     remedy = "use octavo.set_recipe(model, octavo.recipes.high_precision()) for that pass"
     if torch.is_grad_enabled():
-        raise HigherOrderGradientError(
-            f"create_graph=True asks for second derivatives, which FP8 products don't have; {remedy}"
-        )
+        raise HigherOrderGradientError(f"create_graph=True asks for second derivatives, which FP8 has not; {remedy}")
     for grad in grads:
         if grad is not None and not has_storage(grad):
             raise HigherOrderGradientError(
@@ -342,7 +348,7 @@ def _matmul(
     operands, fast_accum = (*a, a_cast.tile, *b, b_cast.tile), product in recipe.fast_accum
     if offsets is None:
         return kernels.matmul(*operands, bias, dtype, fast_accum)
-    pad = contraction_multiple(offsets.device, recipe.pads)
+    pad = contraction_multiple(offsets.device, recipe.may_pad)
     return kernels.grouped_matmul(*operands, offsets, bias, dtype, fast_accum, pad)
 
 

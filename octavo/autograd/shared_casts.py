@@ -40,7 +40,7 @@ class CastReader(NamedTuple):
     def agrees(self, other: CastReader) -> bool:
         """Whether a cast for the other reader is, bit for bit, one for this."""
         recipe, its = self.recipe, other.recipe
-        if recipe is not its and (recipe.input_casts, recipe.pads) != (its.input_casts, its.pads):
+        if recipe is not its and (recipe.input_casts, recipe.may_pad) != (its.input_casts, its.may_pad):
             return False
         if self.dtype is not other.dtype or self.offsets is not other.offsets:
             return False

@@ -22,7 +22,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import Castable, RotaryHeads
 from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State, may_be_empty
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import ROLES, Cast
 from octavo.tensor.collectives import maximum_over_ranks
 
 
@@ -65,8 +65,12 @@ def scale_of_whole(
     else:
         amax = kernels.amax(x, (ALL, ALL))
     amax = maximum_over_ranks(amax, group)
-    scale = scale_from_amax(amax.view(1), format_of(dtype).limit, power_of_two, margin, delayed)
-    return scale.expand(3).contiguous(), amax
+    return by_role(scale_from_amax(amax.view(1), format_of(dtype).limit, power_of_two, margin, delayed)), amax
+
+
+def by_role(scale: Tensor) -> Tensor:
+    """Return one scale, [], [1] or [3], as the three that a cast of any role finds its own among."""
+    return scale.expand(len(ROLES)).contiguous()
 
 
 @torch.library.custom_op("octavo::first_scale", mutates_args=())

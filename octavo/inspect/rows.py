@@ -143,7 +143,7 @@ def _experts_and_columns(module: RecipeModule, role: str) -> tuple[int, int]:
 def _casts(recipe: Recipe, role: str) -> list[tuple[tuple[str, ...], Cast] | None]:
     """Return a role's casts as it lies and transposed, with the products that read them; only one if they are equal."""
     casts, products = recipe.casts[ROLES.index(role)], READS[role]
-    if casts.once:
+    if casts.coincide:
         assert casts.as_is is not None
         return [(products, casts.as_is), None]
     return [None if cast is None else ((product,), cast) for cast, product in zip(casts[:2], products, strict=True)]

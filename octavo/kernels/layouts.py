@@ -40,7 +40,7 @@ def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = 
     """Return the number to whose multiple casts pad the dimension that a product contracts, with zero codes.
 
     It is PADDING where torch's product takes no other sizes; 1 where operands are strided views, or where a recipe does
-    not pad. ``pads`` and ``packs`` are the recipe's: codes of E2M1 are padded to whole blocks everywhere.
+    not pad. ``pads``: the recipe's ``may_pad``; ``packs``: its ``has_e2m1``, whose codes are padded everywhere.
     """
     return NV[1] if packs else PADDING if pads and needs_transposed_codes(device) else 1
 

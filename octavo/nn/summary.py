@@ -154,7 +154,7 @@ class Summary:
 
 def _codes_of(recipes: Sequence[Recipe]) -> str:
     """Return what to call the codes that these recipes multiply: "FP8", "4 bits", or both."""
-    packed = {recipe.packs for recipe in recipes}
+    packed = {recipe.has_e2m1 for recipe in recipes}
     return "FP8 and 4 bits" if len(packed) == 2 else "4 bits" if packed == {True} else "FP8"
 
 

@@ -313,6 +313,5 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    places = itertools.product(model.named_modules(), SAVED_TENSORS)
-    with_state = [(path, module, name) for (path, module), name in places if state_of(module) is not None]
-    return {f"{path}.{name}".removeprefix("."): getattr(module, name) for path, module, name in with_state}
+    layers = [(path, module) for path, module in model.named_modules() if state_of(module) is not None]
+    return {f"{path}.{key}".removeprefix("."): getattr(layer, key) for path, layer in layers for key in SAVED_TENSORS}

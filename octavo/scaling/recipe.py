@@ -193,9 +193,7 @@ class Cast(_DerivedOfCast):
         check_scale_options(self.power_of_two, self.margin, "Cast: ")
         self._check_packed()
         if isinstance(self.rule, Delayed) and self.granularity != PerTensor() and not self.format.is_packed:
-            raise ValueError(
-                f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
-            )
+            raise ValueError(f"Cast: a Delayed rule has one scale a role and needs PerTensor(), not {self.granularity}")
         if isinstance(self.granularity, PerRow) and self.granularity.dim != -1:
             raise ValueError("Cast: an operand is laid with the contracted dimension last, so its rows are PerRow()")
         tile, format = self.granularity.tile, self.format
@@ -277,17 +275,17 @@ _EXAMPLES = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule
 class RoleCasts(NamedTuple):
     """A role's two casts: as it lies, and transposed; None where that product stays in high precision.
 
-    ``once``: both exist and coincide, so one cast serves both.
+    ``coincide``: both exist and are the same cast, which serves both layouts.
     """
 
     as_is: Cast | None
     transposed: Cast | None
-    once: bool
+    coincide: bool
 
     @property
     def block(self) -> Tile | None:
         """The tile, of the tensor as it lies, of the cast that serves both layouts; None if they need two."""
-        return self.as_is.tile if self.once and self.as_is is not None else None
+        return self.as_is.tile if self.coincide and self.as_is is not None else None
 
 
 class _DerivedOfRecipe:
@@ -299,8 +297,8 @@ class _DerivedOfRecipe:
     casts: tuple[RoleCasts, RoleCasts, RoleCasts]  # these three, by role
     weight_key: str  # weight_casts, as a compiled graph can compare them
     rows_unit: int  # layers are joined by multiples of it in N, so that no block spans two
-    pads: bool  # whether padding each contraction to a multiple of PADDING leaves the number of scales as it is
-    packs: bool  # whether a cast is to E2M1
+    may_pad: bool  # whether padding each contraction to a multiple of PADDING leaves the number of scales as it is
+    has_e2m1: bool  # whether a cast is to E2M1
     is_high_precision: bool  # no product is in FP8
     delayed: Delayed | None
     delayed_update: tuple[Any, ...]  # that op's arguments
@@ -347,7 +345,7 @@ class Recipe(_DerivedOfRecipe):
         vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
         output, grad_input, grad_weight = (getattr(self, product) or (None, None) for product in PRODUCTS)
         pairs = (output[0], grad_weight[1]), (output[1], grad_input[1]), (grad_input[0], grad_weight[0])  # by role
-        casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in pairs)
+        casts = tuple(RoleCasts(*pair, coincide=_coincide(*pair)) for pair in pairs)
         all_casts = [cast for pair in pairs for cast in pair if cast is not None]
         delayed = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in pairs]
         rule = _one_rule(delayed)
@@ -356,8 +354,8 @@ class Recipe(_DerivedOfRecipe):
             input_casts=casts[INPUT],
             weight_casts=casts[WEIGHT],
             grad_output_casts=casts[GRAD_OUTPUT],
-            pads=all(cast.tile[1] == ALL or cast.tile[1] % PADDING == 0 for cast in all_casts),
-            packs=any(cast.is_packed for cast in all_casts),
+            may_pad=all(cast.tile[1] == ALL or cast.tile[1] % PADDING == 0 for cast in all_casts),
+            has_e2m1=any(cast.is_packed for cast in all_casts),
             is_high_precision=not all_casts,
             delayed=rule,
             delayed_update=_delayed_update(delayed, rule),
@@ -419,16 +417,12 @@ def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
     if first.is_packed != second.is_packed:
         raise ValueError(f"Recipe: {product} multiplies {first.format} by {second.format}; make both E2M1 or neither")
     if first.rotation != second.rotation:
-        raise ValueError(
-            f"Recipe: {product} rotates its operands by {first.rotation} and {second.rotation}: give both the same"
-        )
+        raise ValueError(f"Recipe: {product} rotates by {first.rotation} and {second.rotation}: give both the same")
     if first.rotation is not None and product != "grad_weight":
         raise ValueError(f"Recipe: {product} rotates its operands, which grad_weight's alone may be: set rotation=None")
     for role, cast in zip(OPERANDS[product], (first, second), strict=True):
         if cast.rounding is not None and role != "grad_output":
-            raise ValueError(
-                f"Recipe: {product} rounds {role} stochastically; rounding=Stochastic() is for grad_output"
-            )
+            raise ValueError(f"Recipe: {product} rounds {role} stochastically; Stochastic() is for grad_output")
 
 
 def _one_rule(delayed: Sequence[Sequence[Cast]]) -> Delayed | None:
@@ -517,9 +511,7 @@ class RecipeMap:
         rules: dict[str, RecipeRule] = {}
         for pattern, rule in self.rules.items():
             if not isinstance(pattern, str) or not (rule is None or isinstance(rule, Recipe | Mapping)):
-                raise TypeError(
-                    f"RecipeMap: {pattern!r}: {rule!r} is no name's pattern with a Recipe, None or products"
-                )
+                raise TypeError(f"RecipeMap: {pattern!r}: {rule!r} is no name's pattern with a Recipe, None or changes")
             if isinstance(rule, Mapping):
                 if unknown := sorted(set(rule) - set(FIELDS)):
                     raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(FIELDS)}")

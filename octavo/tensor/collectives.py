@@ -11,7 +11,7 @@
     sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
     settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
     rows of each expert, their amaxes    int32                                     autograd/exchange.py
-    what ranks decide together           objects, int64, float64                   distributed/ranks.py
+    errors, flags and sums of ranks      objects, int64, float64                   distributed/ranks.py
 
 ``pack_message`` makes a pair a message, codes beside their scales, and ``unpack_message`` reads it.
 """
@@ -52,6 +52,21 @@ def maximum_over_ranks(values: Tensor, *groups: Any, device: torch.device | str 
         name = group if isinstance(group, str) else group.group_name
         maxima = c10d_ops.wait_tensor(c10d_ops.all_reduce(maxima, "max", name))
     return maxima.to(values.device)
+
+
+def gathered_parts(part: Tensor, ranks: int, group: str) -> Tensor:
+    """Return the parts of all ranks of the process group of this name, one behind the other along dimension 0."""
+    return c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(part, ranks, group))
+
+
+def summed_part(addends: Tensor, ranks: int, group: str) -> Tensor:
+    """Return this rank's part, along dimension 0, of the sum over the ranks of a process group, in the dtype of all."""
+    return c10d_ops.wait_tensor(c10d_ops.reduce_scatter_tensor(addends, "sum", ranks, group))
+
+
+def exchanged_rows(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """Return the rows that the ranks of a process group send this one; ``sent`` of its own go to each of them."""
+    return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(rows.contiguous(), received, sent, group))
 
 
 def summed(values: Tensor, group: str) -> Tensor:
@@ -106,8 +121,8 @@ def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> 
     if not (groups := [group for group in groups if dist.get_world_size(group) > 1]):
         return
     settings_here = {name: str(value) for name, value in settings.items()}
-    in_one_order = repr(sorted(settings_here.items()))  # ranks may have gathered the same settings in another
-    number = int.from_bytes(hashlib.sha256(in_one_order.encode()).digest()[:7])
+    # sorted, as ranks may have put the same settings together in another order
+    number = int.from_bytes(hashlib.sha256(repr(sorted(settings_here.items())).encode()).digest()[:7])
     bounds = torch.tensor([number, -number], device=sending_device(groups[0]))
     if not int(maximum_over_ranks(bounds, *groups).sum()):
         return

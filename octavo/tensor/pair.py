@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.errors import UnsupportedOpError
 from octavo.formats import Format, format_of
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, with_padding
-from octavo.kernels.layouts import transposed as transpose
+from octavo.kernels.layouts import transposed as transposed_copy
 from octavo.numerics import E8M0
 from octavo.private import no_torch_function
 
@@ -50,13 +50,17 @@ class NormResults(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
+    """A tensor as two products read it, and what its cast computed in the same read; None where it isn't needed.
 
-    ``amax`` [1, 1] fp32 is that of a Delayed cast; None where nothing was cast that way. ``column_sum`` [C] of the
-    tensor's dtype, where it was asked for and the cast could compute it. ``norm``: where a norm was cast;
-    ``recast_scale``, ``recast_codes``: of an activation that backward casts again, see autograd/casts.py, Recast.
-    ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that backward reads are saved as they
-    are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
+    Tensors that backward reads are saved as they are: FSDP2 may refill a gathered weight's while a backward reads them.
+
+    Attributes:
+        as_is, transposed: for products: the pair (qdata, scale_inv) as the tensor lies, and of its transpose.
+        amax: for the delayed state: [1, 1] fp32, of a Delayed cast.
+        column_sum: for a bias's gradient: [C] of the tensor's dtype, where the cast could compute it.
+        norm: for a norm's gradient, or its readers: the norm's other results.
+        recast_scale, recast_codes: of an activation that backward casts again, see autograd/casts.py, Recast.
+        source: of a weight that is freed after forward: what backward casts ``transposed`` from.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
@@ -69,21 +73,22 @@ class Operands(NamedTuple):
     source: WeightSource | None = None
 
 
-def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
+def transposed_pair(qdata: Tensor, scale_inv: Tensor, may_pad: bool) -> tuple[Tensor, Tensor]:
     """Return a pair [..., R, C] as the product reads it that contracts R; on some devices a view.
 
-    ``pads``: whether the contraction may be padded, as the device wants it.
+    ``may_pad``: whether the contraction may be padded, as the device wants it.
     """
     if not needs_transposed_codes(qdata.device):
         return qdata.mT, scale_inv.mT
-    return with_padding(transpose(qdata), contraction_multiple(qdata.device, pads)), scale_inv.mT
+    return with_padding(transposed_copy(qdata), contraction_multiple(qdata.device, may_pad)), scale_inv.mT
 
 
-def operands_of(qdata: Tensor, scale_inv: Tensor, pads: bool, transposed: bool = True) -> Operands:
+def operands_of(qdata: Tensor, scale_inv: Tensor, may_pad: bool, transposed: bool = True) -> Operands:
     """Return the operands of one pair [..., R, C]; ``transposed``: whether that is needed where it is no view."""
-    pad = contraction_multiple(qdata.device, pads)
-    lays = transposed or not needs_transposed_codes(qdata.device)
-    return Operands((with_padding(qdata, pad), scale_inv), transposed_pair(qdata, scale_inv, pads) if lays else None)
+    pad = contraction_multiple(qdata.device, may_pad)
+    has_transposed = transposed or not needs_transposed_codes(qdata.device)
+    pair_t = transposed_pair(qdata, scale_inv, may_pad) if has_transposed else None
+    return Operands((with_padding(qdata, pad), scale_inv), pair_t)
 
 
 class Facade(Tensor):
@@ -144,8 +149,9 @@ class ForProducts(Facade):
         second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
         return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum)
 
-    def moved(self, move: Any = None, shape: Sequence[int] | None = None) -> Self:
-        """Return a new facade of the very same tensors, perhaps of another shape."""
+    def moved(self, move: Any = aten.alias.default, shape: Sequence[int] | None = None) -> Self:
+        """Return a new facade of the very same tensors, perhaps of another shape; ``move`` can only be an alias."""
+        assert move in MOVES
         return type(self)(self.read(), self.shape if shape is None else shape, self.dtype, self.casts)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -162,14 +168,13 @@ _TENSORS = "qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "fo
 
 
 class Pair(Facade):
-    """A facade of ``qdata``, float8, and ``scale_inv``, which its class takes first."""
+    """A facade of ``qdata``, float8, and ``scale_inv``, which its class takes first.
+
+    Its class has a method ``validate``, which raises TypeError or ValueError if these do not fit.
+    """
 
     qdata: Tensor
     scale_inv: Tensor
-
-    def validate(self) -> None:
-        """Raise TypeError or ValueError if its tensors do not fit each other; ``rebuild_pair`` asks."""
-        raise NotImplementedError
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return the arguments that its class takes after the pair, to read back to ``dtype``."""

@@ -84,21 +84,15 @@ class ScaledTensor(Pair):
         """Check the invariant; TypeError or ValueError names both values."""
         format_of(self.qdata.dtype)
         if not isinstance(self.granularity, Granularity):
-            raise TypeError(
-                f"granularity={self.granularity!r} is none; use octavo.PerTensor(), PerRow() or PerBlock(r, c)"
-            )
+            raise TypeError(f"granularity={self.granularity!r} is none; use PerTensor(), PerRow() or PerBlock(r, c)")
         dtypes = (torch.float32, torch.bfloat16) if self.format.is_packed else (torch.float32, E8M0)
         if self.scale_inv.dtype not in dtypes:
-            raise TypeError(
-                f"scale_inv is {self.scale_inv.dtype}; of {self.format} it must be {dtypes[0]} or {dtypes[1]}"
-            )
+            raise TypeError(f"scale_inv is {self.scale_inv.dtype}; of {self.format} it is {dtypes[0]} or {dtypes[1]}")
         if self.dtype not in HIGH_PRECISION:
             raise TypeError(f"a ScaledTensor reads back to bfloat16, float16 or float32, not {self.dtype}")
-        if tuple(self.scale_inv.shape) != (expected := self.granularity.scale_shape(self.shape)):
-            raise ValueError(
-                f"scale_inv has shape {tuple(self.scale_inv.shape)}; {self.granularity} of qdata "
-                f"{tuple(self.qdata.shape)} needs {expected}"
-            )
+        shape, qdata_shape = tuple(self.scale_inv.shape), tuple(self.qdata.shape)
+        if shape != (expected := self.granularity.scale_shape(self.shape)):
+            raise ValueError(f"scale_inv has shape {shape}; {self.granularity} of qdata {qdata_shape} needs {expected}")
         if self.scale_inv.device != self.qdata.device:
             raise ValueError(f"qdata is on {self.qdata.device}, scale_inv on {self.scale_inv.device}; move one")
 
@@ -256,6 +250,12 @@ def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Gra
     return ScaledTensor(qdata, scale_inv, granularity or pair.granularity, pair.dtype)
 
 
+def _cuts_tiles(what: str, pair: ScaledTensor, remedy: str) -> UnsupportedOpError:
+    """Return the error of a view that would have a part of a tile."""
+    tiles = f"the tiles of {pair.granularity}"
+    return UnsupportedOpError(f"{what} would cut through {tiles}; {remedy}, or call .dequantize() first")
+
+
 def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     if pair.format.is_packed:  # codes of which two share a byte lie along one dimension
         return NotImplemented
@@ -282,10 +282,7 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
     if new == old or (min(len(new), len(old)) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]):
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
-    raise UnsupportedOpError(
-        f"{func} from {tuple(old)} to {tuple(new)} would cut through the tiles of {pair.granularity}; keep the last "
-        f"{trailing} dimension(s), or call .dequantize() first"
-    )
+    raise _cuts_tiles(f"{func} from {tuple(old)} to {tuple(new)}", pair, f"keep the last {trailing} dimension(s)")
 
 
 def _slice(
@@ -303,10 +300,8 @@ def _slice(
     if tile == ALL:
         return _like(pair, qdata, pair.scale_inv)
     if tile != 1 and (start % tile or step != 1):
-        raise UnsupportedOpError(
-            f"slice [{start}:{stop}:{step}] of dimension {dim} would cut through the tiles of {pair.granularity}; "
-            f"start at a multiple of {tile} with step 1, or call .dequantize() first"
-        )
+        what, remedy = f"slice [{start}:{stop}:{step}] of dimension {dim}", f"start at a multiple of {tile} with step 1"
+        raise _cuts_tiles(what, pair, remedy)
     return _like(pair, qdata, func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step))
 
 
@@ -330,10 +325,7 @@ def _as_strided(
     if pair.granularity.tile == (ALL, ALL):
         qdata = func(pair.qdata, *layout)
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(qdata.shape, (ALL, ALL))))
-    raise UnsupportedOpError(
-        f"{func} with another layout than its own would cut through the tiles of {pair.granularity}; use view, slice "
-        "or transpose, or call .dequantize() first"
-    )
+    raise _cuts_tiles(f"{func} with another layout than its own", pair, "use view, slice or transpose")
 
 
 def _copy(func: Any, target: Tensor, source: Tensor, *non_blocking: bool) -> Tensor:

@@ -186,11 +186,12 @@ class UsedGradient(Facade):
         return self
 
     def moved(self, move: Any) -> UsedGradient:
-        """Return a new facade of the same gradient."""
+        """Return a new facade of the same gradient; ``move`` can only be an alias."""
+        assert move in MOVES
         return UsedGradient(self, self.norm_)
 
 
-def _write_used(func: Any, gradients: list[Any], *factor: Any) -> Any:
+def _write_used(_func: Any, _gradients: list[Any], *factor: Any) -> Any:
     """Do nothing for zero_grad(set_to_none=False), nor for a factor of 1, which has to be read on the host."""
     for by in factor:
         if not isinstance(by, Tensor | float | int) or isinstance(by, UsedGradient) or float(by) != 1:

@@ -10,8 +10,17 @@
                 every rank has the whole weight's scale already (octavo.optim keeps it so): no other collective runs.
 
 Each is a class below, a Way: its ``send`` returns what FSDP2's first hook returns, the tensors to send and the second
-hook, which makes a GatheredWeight of all ranks' tensors. A module's Gather chooses the way. A GatherGroup has the
-weights of a model that are sent in FP8, and casts their shards; how one shard is cast is in weights/shard_cast.py.
+hook, which makes a GatheredWeight of all ranks' tensors. Who holds whom:
+
+    module.fp8.gather: a Gather, one a module       chooses the way, keeps the scale of the forward that is under way
+        .group: a GatherGroup, one a model          casts the shards of all its weights that are sent in FP8
+            ._modules: weakly, those modules
+        ._way: a Way; where it is an InFP8
+            .gather: that Gather
+            .shard_cast: a ShardCast                how one shard is cast (weights/shard_cast.py); it holds no weight
+            .codes: ShardCodes                      what the last cast wrote
+            .freshness: a Freshness                 whether these codes serve the next forward
+    FSDP2's second hook, until the weight is there: a MakeWeight
 
 All shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight is
 missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send the
@@ -138,7 +147,8 @@ class AsStored(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
-        gather, module, shard, mesh, shape, _ = unshard
+        gather, module, shard = unshard.gather, unshard.module, unshard.shard
+        mesh, shape = unshard.mesh, unshard.shape
         assert isinstance(shard, StoredWeight)
         if shard.facts.scale_is_local:
             agree_on_scale(gather.parameter)
@@ -169,13 +179,13 @@ class CastAfter(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
-        gather, module, shard, mesh, shape, mp_policy = unshard
-        recipe = module.fp8.recipe
+        gather, module, shard = unshard.gather, unshard.module, unshard.shard
+        mesh, shape, recipe = unshard.mesh, unshard.shape, module.fp8.recipe
         if not is_running():
             gather.begin(module)
         # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
-        casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.once
-        dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
+        casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.coincide
+        dtype = shard.dtype if casts_own_dtype else unshard.mp_policy.param_dtype or shard.dtype
 
         def read(received: Sequence[Tensor]) -> Operands:
             weight, state = without_padding(received[0], shape), module.fp8.state
@@ -258,21 +268,21 @@ class InFP8(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
-        gather, module, shard, mesh, shape, _ = unshard
-        group: Any = gather.group
+        module, group = unshard.module, self.gather.group
+        assert group is not None
         # for backward: also for a forward that a checkpoint computes again
         if is_running() and self.codes is not None:
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
             if not self.freshness.is_fresh(module):
-                group.cast_shards(gather.parameter.device_mesh, mesh)
+                group.cast_shards(self.gather.parameter.device_mesh, unshard.mesh)
             self.freshness.end()
         group.wait_for_casts()
-        codes, recipe = self.codes.on(shard.device), module.fp8.recipe  # type: ignore[union-attr]
-        read = functools.partial(self.shard_cast.read, codes=codes, pads=recipe.pads)
+        codes, recipe = self.codes.on(unshard.shard.device), module.fp8.recipe  # type: ignore[union-attr]
+        read = functools.partial(self.shard_cast.read, codes=codes, may_pad=recipe.may_pad)
         local_tensors = [tensor for tensor in (*codes.shared_scales, codes.amax) if tensor is not None]
-        return codes.sent, MakeWeight(shape, recipe.weight_key, read, local_tensors, module.stores_transposed)
+        return codes.sent, MakeWeight(unshard.shape, recipe.weight_key, read, local_tensors, module.stores_transposed)
 
 
 class Gather:
@@ -364,12 +374,13 @@ class Gather:
             return AsStored()
         casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
         ranks, is_parallel = mesh.size(self.mesh_dim), self.mesh_dim + 1 < mesh.ndim
-        why_as_it_is = {
-            "a product reads it in high precision": casts.as_is is None or casts.transposed is None,
-            "another module shares it": self.is_shared,
-            f"{type(module).__name__} stores it transposed": module.stores_transposed and self.parameter.ndim != 3,
-        }
-        if why := first_reason(why_as_it_is):
+        lies_transposed = module.stores_transposed and self.parameter.ndim != 3
+        why = first_reason(
+            (casts.as_is is None or casts.transposed is None, "a product reads it in high precision"),
+            (self.is_shared, "another module shares it"),
+            (lies_transposed, f"{type(module).__name__} stores it transposed"),
+        )
+        if why is not None:
             return Way(why)
         if why := self._why_cast_after(casts, ranks, is_parallel):
             # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
@@ -378,25 +389,27 @@ class Gather:
 
     def _why_cast_after(self, casts: RoleCasts, ranks: int, is_parallel: bool) -> str | None:
         """Return why each rank casts the whole weight, or None."""
-        as_is, transposed, once = casts
+        as_is, transposed, coincide = casts
         assert as_is is not None and transposed is not None
         rows, has_experts = self.shape[0], self.parameter.ndim == 3
         sharded_dim = self.parameter.placements[self.mesh_dim].dim
-        alone = not is_cast_in_one_launch(casts.block, self.shape, ranks)
-        are_uneven = has_experts and rows % ranks != 0 and is_square(casts.block)
-        has_single_rows = 1 in (as_is.tile[0], transposed.tile[1])
-        differ = as_is.is_delayed or transposed.is_delayed or not (once or has_single_rows)
-        reasons = {
-            "one rank gathers nothing": ranks == 1,
-            "codes of which two share a byte are not sent": as_is.is_packed or transposed.is_packed,
-            "octavo.convert(model, recipe) before fully_shard lets weights find scales together": self.group is None,
-            f"it is not sharded by {'experts' if has_experts else 'rows'}": sharded_dim != 0,
-            f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it": alone and are_uneven,
-            f"experts are cast one matrix at a time by {as_is} and {transposed}": alone and has_experts,
-            "its two layouts have different scales, and ranks would have to agree on both": alone and differ,
-            "tensor parallelism shards it too": alone and is_parallel,
-        }
-        return first_reason(reasons)
+        why = first_reason(
+            (ranks == 1, "one rank gathers nothing"),
+            (as_is.is_packed or transposed.is_packed, "codes of which two share a byte are not sent"),
+            (not self.group, "octavo.convert(model, recipe) before fully_shard lets weights find scales together"),
+            (sharded_dim != 0, f"it is not sharded by {'experts' if has_experts else 'rows'}"),
+        )
+        if why is not None or is_cast_in_one_launch(casts.block, self.shape, ranks):
+            return why
+        has_uneven_experts = has_experts and rows % ranks != 0 and is_square(casts.block)
+        has_scales_of_rows = 1 in (as_is.tile[0], transposed.tile[1])  # which are one rank's each
+        shares_two_scales = as_is.is_delayed or transposed.is_delayed or not (coincide or has_scales_of_rows)
+        return first_reason(
+            (has_uneven_experts, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it"),
+            (has_experts, f"experts are cast one matrix at a time by {as_is} and {transposed}"),
+            (shares_two_scales, "its two layouts have different scales, and ranks would have to agree on both"),
+            (is_parallel, "tensor parallelism shards it too"),
+        )
 
     def begin(self, module: WeightReader) -> None:
         """Note that a forward of the module is about to read the weight."""
@@ -451,10 +464,7 @@ def _refuse_second_shard(parameter: Any, replaced: Any) -> None:
     Torch 2.13 refuses this only when it first runs; with 2.11 the two shards drift apart silently.
     """
     if on_this_rank(replaced) is replaced and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
-        raise ValueError(
-            "fully_shard was applied to two modules that share a weight, each of which would train its own; "
-            "apply it to a module that holds both"
-        )
+        raise ValueError("fully_shard was applied to two modules that share a weight: apply it to one that holds both")
 
 
 def _whole_storage(codes: Tensor) -> Tensor:
@@ -574,7 +584,7 @@ def _amaxes_over_ranks(ways: Sequence[InFP8], mesh: DeviceMesh) -> dict[InFP8, T
 
 def _cast_in_one_launch(ways: Sequence[InFP8], amaxes: dict[InFP8, Tensor]) -> None:
     """Cast shards of one dtype by one cast; ``amaxes``: those of each weight's matrices, where it is per tensor."""
-    cast = ways[0].shard_cast.layouts[0].cast
+    cast = ways[0].shard_cast.cast_as_is
     scales = _scales_of(ways, [amaxes[way] for way in ways], cast) if cast.tile == (ALL, ALL) else [None] * len(ways)
     matrices: list[MatrixToCast] = []
     for way, scales_of_weight in zip(ways, scales, strict=True):

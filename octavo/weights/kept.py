@@ -120,16 +120,16 @@ def _buffers_for(layer: Any) -> KeptOperands | None:
     if layer.weight_readers != {"weight": layer}:  # its parts read its weights
         return None
     recipe, weight = layer.recipe, weight_of(layer)
-    as_is, second, once = recipe.weight_casts
+    if type(weight) is not nn.Parameter or weight.ndim != 2 or layer.stores_transposed or recipe.has_e2m1:
+        return None
+    as_is, second, coincide = recipe.weight_casts
     cast = as_is or second
-    if type(weight) is not nn.Parameter or weight.ndim != 2 or layer.stores_transposed or cast is None or recipe.packs:
+    if cast is None or (as_is and second and not coincide) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
         return None
-    if (as_is and second and not once) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
-        return None
-    (rows, cols), pad = weight.shape, contraction_multiple(weight.device, recipe.pads)
-    new, shape, dtype = weight.detach().new_zeros, scale_shape(weight.shape, cast.tile), cast.format.dtype
-    qdata, scale_inv = new(rows, padded(cols, pad), dtype=dtype), new(shape, dtype=cast.scale_inv_dtype)
-    lies_twice = needs_transposed_codes(weight.device)
-    transposed = new(cols, padded(rows, pad), dtype=dtype) if lies_twice else qdata.t()
-    operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
-    return KeptOperands(recipe, cast, operands, new(shape, dtype=torch.float32))
+    (rows, cols), new = weight.shape, weight.detach().new_zeros
+    pad, dtype = contraction_multiple(weight.device, recipe.may_pad), cast.format.dtype
+    qdata = new(rows, padded(cols, pad), dtype=dtype)
+    transposed = new(cols, padded(rows, pad), dtype=dtype) if needs_transposed_codes(weight.device) else qdata.t()
+    scales_shape = scale_shape(weight.shape, cast.tile)
+    scale_inv, amax = new(scales_shape, dtype=cast.scale_inv_dtype), new(scales_shape, dtype=torch.float32)
+    return KeptOperands(recipe, cast, Operands((qdata, scale_inv), (transposed, scale_inv.t())), amax)

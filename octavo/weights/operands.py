@@ -124,11 +124,9 @@ def fp8_operands(
     ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
     the weight; ``state``: what ``fresh_state`` returned; ``rows``: how the rows that it is multiplied by lie.
     """
-    # stored or gathered: the codes are those of the parameter, or of this rank's part of it: under tensor parallelism
-    # ``weight_NK``, among ranks that hold different experts the shard itself, as ``weight_NK`` is a view of it
-    holder = parameter if rows.parts is None else weight_NK
-    if module.exchange is not None and (stored := local_stored(parameter)) is not None:
-        holder = stored
+    # stored or gathered
+    is_whole = rows.parts is None and module.exchange is None
+    holder = parameter if is_whole else _holder_of_codes(module, weight_NK, parameter, rows)
     if isinstance(holder, HOLDING_CODES):
         _refuse_tracing()
         # by the class: torch.compile would make an op of a call of the tensor's own method
@@ -145,9 +143,21 @@ def fp8_operands(
     recipe, is_freed = module.fp8.recipe, transposed and is_freed_after_forward(module, parameter)
     request = CastRequest(recipe, WEIGHT, as_is=True, transposed=transposed and not is_freed, only_products=True)
     operands = cast_role(weight_NK.detach(), request, state, rows)
-    if not is_parameter:
+    if not is_parameter:  # backward commits what amax the operands have to the module's history, which isn't this one's
         operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
+
+
+def _holder_of_codes(module: WeightReader, weight_NK: Tensor, parameter: Tensor, rows: Rows) -> Tensor:
+    """Return the tensor that has the codes of this rank's part of a weight on several ranks, if it lives in FP8.
+
+    ranks hold different experts, stored in FP8    this rank's shard, of which ``weight_NK`` is a view
+    tensor parallelism                             ``weight_NK``
+    any other                                      ``parameter``
+    """
+    if module.exchange is not None and (stored := local_stored(parameter)) is not None:
+        return stored
+    return parameter if rows.parts is None else weight_NK
 
 
 def is_freed_after_forward(module: WeightReader, parameter: Tensor) -> bool:
@@ -269,7 +279,7 @@ def check_readable(recipe: Recipe, weight: Tensor | None) -> None:
             f"the recipe {recipe.name!r} can't read weights that are {what}. Take this layer out of FP8 first: "
             "octavo.restore(layer), or octavo.set_recipe(layer, octavo.recipes.high_precision())"
         )
-    if recipe.packs and weight.ndim == 3:
+    if recipe.has_e2m1 and weight.ndim == 3:
         raise ValueError(
             f"the recipe {recipe.name!r} casts to E2M1, which rows in groups are not cast to yet: give experts another "
             'recipe, e.g. octavo.RecipeMap(recipe, {"*.experts*": octavo.recipes.mx()})'

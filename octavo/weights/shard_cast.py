@@ -86,6 +86,7 @@ class ShardCast:
 
     Attributes:
         shape: the whole weight's.
+        cast_as_is: that of the weight as it lies; where it is cast with other weights it serves both layouts.
         first_row: number of this rank's first row, or expert.
         in_one_launch: whether it is cast with other weights.
         needs_maximum: whether ranks share scales.
@@ -95,8 +96,9 @@ class ShardCast:
         assert casts.as_is is not None and casts.transposed is not None
         self.shape, self.ranks, self.in_one_launch = shape, ranks, is_cast_in_one_launch(casts.block, shape, ranks)
         self.first_row = rows_of_rank(shape[0], ranks, rank).start
+        self.cast_as_is = casts.as_is
         tiles = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
-        self.layouts = [LayoutCast(cast, tile, self._grid(tile)) for cast, tile in tiles[: 1 if casts.once else 2]]
+        self.layouts = [LayoutCast(cast, tile, self._grid(tile)) for cast, tile in tiles[: 1 if casts.coincide else 2]]
         self.needs_maximum = any(layout.grid is not None for layout in self.layouts)
 
     def _grid(self, tile: Tile) -> tuple[int, ...] | None:
@@ -135,7 +137,7 @@ class ShardCast:
         """
         sent = self._memory(shard, scales is None) if before is None else before.sent
         xs = _matrices(shard) if shard.numel() else []
-        codes = _matrices(sent[0].view(self.layouts[0].cast.format.dtype)[: len(shard)])
+        codes = _matrices(sent[0].view(self.cast_as_is.format.dtype)[: len(shard)])
         if scales is None:  # the launch finds them, and writes them into ``sent``
             tensors: Any = zip(xs, codes, _matrices(sent[1]), strict=False)
             return ShardCodes(sent, ()), [MatrixToCast(*of_matrix) for of_matrix in tensors]
@@ -146,7 +148,7 @@ class ShardCast:
 
     def _memory(self, shard: Tensor, has_blocks: bool) -> tuple[Tensor, ...]:
         """Return memory for the codes, of as many rows on every rank, and for the scales of blocks."""
-        shape, cast = (rows_on_each_rank(self.shape[0], self.ranks), *self.shape[1:]), self.layouts[0].cast
+        shape, cast = (rows_on_each_rank(self.shape[0], self.ranks), *self.shape[1:]), self.cast_as_is
         codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
         if not has_blocks:
             return (codes,)
@@ -155,7 +157,8 @@ class ShardCast:
 
     def cast(self, shard: Tensor, amax: Tensor) -> ShardCodes:
         """Cast the shard alone; ``amax``: the maximum over ranks of what the method ``amax`` returns."""
-        x, rows_above, sent, shared_scales = shard, 0, list[Tensor](), list[Tensor]()
+        x, rows_above = shard, 0
+        sent, shared_scales = list[Tensor](), list[Tensor]()
         for cast, tile, grid in self.layouts:
             if grid is not None:
                 blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
@@ -194,9 +197,10 @@ class ShardCast:
         rows = wide[first : first + 1].expand(rows_above, columns), shard, wide[last : last + 1][:rows_below]
         return torch.cat(rows) if rows_above or rows_below else shard, rows_above
 
-    def read(self, received: Sequence[Tensor], codes: ShardCodes, pads: bool) -> Operands:
+    def read(self, received: Sequence[Tensor], codes: ShardCodes, may_pad: bool) -> Operands:
         """Return the operands of all ranks' ``sent`` tensors; ``codes``: this rank's, which has scales and amax."""
-        tensors, shared_scales, pairs = iter(received), iter(codes.shared_scales), list[tuple[Tensor, Tensor]]()
+        tensors, shared_scales = iter(received), iter(codes.shared_scales)
+        pairs: list[tuple[Tensor, Tensor]] = []
         for cast, tile, grid in self.layouts:
             q = next(tensors)[: self.shape[0]].view(cast.format.dtype)
             scales = next(tensors if grid is None else shared_scales)
@@ -205,10 +209,10 @@ class ShardCast:
             # with the strides that products want, see kernels/signatures.py
             pairs.append((q, scales.t().contiguous().t() if lie_by_columns(tile) else scales))
         if len(pairs) == 1:
-            return operands_of(*pairs[0], pads)._replace(amax=codes.amax)
+            return operands_of(*pairs[0], may_pad)._replace(amax=codes.amax)
         (q, scale_inv), (q2, scale_inv2) = pairs
-        pad = contraction_multiple(q.device, pads)
-        return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, pads))
+        pad = contraction_multiple(q.device, may_pad)
+        return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, may_pad))
 
 
 def _matrices(tensor: Tensor) -> Sequence[Tensor]:

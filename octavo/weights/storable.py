@@ -67,6 +67,6 @@ def uneven_experts(weight: Any) -> str:
     )
 
 
-def first_reason(reasons: dict[str, bool]) -> str | None:
-    """Return the first reason that applies, of {reason: whether it applies}, or None."""
-    return next((reason for reason, applies in reasons.items() if applies), None)
+def first_reason(*reasons: tuple[bool, str]) -> str | None:
+    """Return the first reason that applies, of pairs (whether it applies, the reason), or None."""
+    return next((reason for applies, reason in reasons if applies), None)

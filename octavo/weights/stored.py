@@ -131,35 +131,29 @@ class StoredWeight(ShardHooks, Pair):
 
     def validate(self) -> None:
         """Raise TypeError or ValueError if codes, scales or low bits are none that such a weight has."""
-        low_bits = self.low_bits
         if self.qdata.dtype != E4M3.dtype or self.ndim not in (2, 3) or self.granularity not in STORABLE + FROZEN_ONLY:
-            raise ValueError(
-                f"{self} of {self.qdata.dtype}: a weight in FP8 is E4M3 [N, K] or [E, N, K], per tensor or in blocks "
-                "of 128 x 128; a frozen one also by rows or 1 x 32"
-            )
-        if low_bits is not None and (low_bits.dtype, low_bits.shape) != (torch.int8, self.shape):
-            raise ValueError(f"{self} has low bits {low_bits.dtype} {tuple(low_bits.shape)}, not int8 of its shape")
+            raise ValueError(f"{self} of {self.qdata.dtype} is no weight in FP8, E4M3 [N, K] or [E, N, K]")
+        if (bits := self.low_bits) is not None and (bits.dtype, bits.shape) != (torch.int8, self.shape):
+            raise ValueError(f"{self} has low bits {bits.dtype} {tuple(bits.shape)}, not int8 of its shape")
         self.pair()  # which checks the rest: shapes, dtypes, devices
 
     @staticmethod
     def why_not(recipe: Recipe, trained: bool = True) -> str | None:
         """Return why a recipe's weights can't be stored, or None; ``trained``: whether an optimizer writes them."""
-        as_is, transposed, once = recipe.weight_casts
+        as_is, transposed, coincide = recipe.weight_casts
         if as_is is None or transposed is None:
             return "a product reads the weight in high precision"
         is_for_frozen = as_is.granularity in FROZEN_ONLY
-        differ = "its two layouts have different scales, so that one set of codes can't serve both"
-        reasons = {
-            "E2M1's neighbours lie 33 to 50 % apart, so that all of a weight would be in its optimizer's master: leave "
-            "out weight_storage": recipe.packs,
-            differ: not once and not is_for_frozen,
-            f"{differ}; weights that are frozen before can be stored so": not once and trained,
-            f"its weights are {as_is.format}, and stored ones E4M3": as_is.format != E4M3,
-            f"its weights are scaled {as_is.granularity}, and stored ones per tensor or 128 x 128": (
-                not is_for_frozen and as_is.granularity not in STORABLE
-            ),
-        }
-        return first_reason(reasons)
+        too_coarse = "so that all of a weight would be in its optimizer's master"
+        layouts_differ = "its two layouts have different scales, so that one set of codes can't serve both"
+        is_storable = is_for_frozen or as_is.granularity in STORABLE
+        return first_reason(
+            (recipe.has_e2m1, f"E2M1's neighbours lie 33 to 50 % apart, {too_coarse}: leave out weight_storage"),
+            (not coincide and not is_for_frozen, layouts_differ),
+            (not coincide and trained, f"{layouts_differ}; weights that are frozen before can be stored so"),
+            (as_is.format != E4M3, f"its weights are {as_is.format}, and stored ones E4M3"),
+            (not is_storable, f"its weights are scaled {as_is.granularity}, and stored ones per tensor or 128 x 128"),
+        )
 
     @classmethod
     def cast(
@@ -283,7 +277,7 @@ class StoredWeight(ShardHooks, Pair):
         if self.granularity in FROZEN_ONLY:
             return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, amax=None)
         swaps = reader.stores_transposed
-        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.pads, transposed or swaps)
+        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.may_pad, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)
 
     def gather_without_recipe(

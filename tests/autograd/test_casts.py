@@ -129,7 +129,7 @@ def test_one_op_reads_a_gradient_or_makes_a_norm():
 def test_codes_serve_every_product_of_a_recipe(name):
     for casts in (FP8_RECIPES[name]().input_casts, FP8_RECIPES[name]().grad_output_casts):
         assert cast_to_send(casts, True, True) is casts.as_is
-        assert cast_to_send(casts, True, True, exact=True) is (casts.as_is if casts.once else None)
+        assert cast_to_send(casts, True, True, exact=True) is (casts.as_is if casts.coincide else None)
 
 
 def test_what_is_sent_in_high_precision():

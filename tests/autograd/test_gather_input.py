@@ -49,7 +49,7 @@ def as_cast_alone(x, recipe, role):
     """Return the pairs of a whole tensor [..., K] on one rank, the second cast from the values of the first's codes."""
     casts = recipe.casts[role]
     whole = cast_role(x.reshape(-1, x.shape[-1]), CastRequest(recipe, role, True, True), None)
-    if casts.once:
+    if casts.coincide:
         return whole
     values = kernels.dequantize(*whole.as_is, casts.as_is.tile, torch.float32)
     return whole._replace(transposed=cast_role(values, CastRequest(recipe, role, False, True), None).transposed)

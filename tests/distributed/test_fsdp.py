@@ -153,7 +153,9 @@ def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> float:
     actual = train(net, situation)
     used = {f"{name}.weight": one.fp8.gather.sent_as for name, one in net.named_modules() if hasattr(one, "fp8")}
     alone, sent = mesh["shard"].size() == 1, [(name, *way) for name, way in used.items() if way]
-    in_fp8 = {name for name, way, casts in sent if way == "in FP8" or (way == "cast after" and alone and casts.once)}
+    in_fp8 = {
+        name for name, way, casts in sent if way == "in FP8" or (way == "cast after" and alone and casts.coincide)
+    }
     expected = train(built(situation, recipe), situation, mesh, in_fp8)
     assert actual.keys() == expected.keys()
     return max(off(actual[key], expected[key]) for key in actual)

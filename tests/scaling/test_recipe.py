@@ -99,7 +99,7 @@ def test_composable_per_product():
     rowwise = recipes.rowwise()
     mixed = dataclasses.replace(base, grad_weight=rowwise.grad_weight)
     assert mixed.input_casts == (base.output[0], rowwise.grad_weight[1], False)
-    assert mixed.weight_casts.once
+    assert mixed.weight_casts.coincide
     assert mixed.grad_output_casts == (base.grad_input[0], rowwise.grad_weight[0], False)
 
 
@@ -124,25 +124,25 @@ def test_one_delayed_cast_among_dynamic_ones():
 
 def test_same_tile_but_other_values_is_not_cast_once():
     recipe = Recipe(output=(TENSOR, TENSOR), grad_weight=(GRADIENT, Cast(E4M3, PerTensor(), Dynamic(), True)))
-    assert not recipe.input_casts.once
+    assert not recipe.input_casts.coincide
     square = Cast(E4M3, PerBlock(32, 64))
     turned = Cast(E4M3, PerBlock(64, 32))
-    assert Recipe(output=(square, square), grad_weight=(turned, turned)).input_casts.once
-    assert not Recipe(output=(square, square), grad_weight=(square, square)).input_casts.once
+    assert Recipe(output=(square, square), grad_weight=(turned, turned)).input_casts.coincide
+    assert not Recipe(output=(square, square), grad_weight=(square, square)).input_casts.coincide
 
 
 def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
     for make in (recipes.dynamic, recipes.delayed, recipes.rowwise, recipes.blockwise, recipes.mx):
-        assert make().pads
-    assert recipes.high_precision().pads
-    assert not Recipe(output=(TENSOR, Cast(E4M3, PerBlock(16, 24)))).pads
-    assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).pads
+        assert make().may_pad
+    assert recipes.high_precision().may_pad
+    assert not Recipe(output=(TENSOR, Cast(E4M3, PerBlock(16, 24)))).may_pad
+    assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).may_pad
 
 
 def test_saved_is_a_dynamic_cast_and_part_of_the_value():
     recipe = dataclasses.replace(recipes.mx(), saved=TENSOR)
     assert recipe != recipes.mx()
-    assert (recipe.casts, recipe.pads, recipe.delayed) == (recipes.mx().casts, True, None)  # no product's
+    assert (recipe.casts, recipe.may_pad, recipe.delayed) == (recipes.mx().casts, True, None)  # no product's
     assert recipes.mx().saved is None
     assert str(recipe).endswith("\n  saved       Cast(E4M3, PerTensor(), Dynamic())")
     assert "saved" not in str(recipes.mx())
@@ -236,7 +236,7 @@ def test_layers_share_one_recipe_named_after_its_own():
         ((recipes.dynamic,), TypeError, r"is no octavo\.Recipe"),
         ((RecipeMap(DYNAMIC),), TypeError, r"is no octavo\.Recipe"),
         ((DYNAMIC, [("a", None)]), TypeError, "is no dict of patterns and rules"),
-        ((DYNAMIC, {"a": "mx"}), TypeError, "'a': 'mx' is no name's pattern with a Recipe, None or products"),
+        ((DYNAMIC, {"a": "mx"}), TypeError, "'a': 'mx' is no name's pattern with a Recipe, None or changes"),
         ((DYNAMIC, {0: None}), TypeError, "0: None is no name's pattern"),
         ((DYNAMIC, {"a": RecipeMap(DYNAMIC)}), TypeError, "is no name's pattern"),
         ((DYNAMIC, {"a": {"grad": None}}), ValueError, r"changes \['grad'\]; a recipe has output, .*, saved"),

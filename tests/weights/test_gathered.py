@@ -213,7 +213,7 @@ def gathered(codes):
     """Return the two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast, known = ShardCast(module.recipe.weight_casts, codes.shape, 2, 0), ShardCodes((), (torch.ones(1, 1),))
-    hook = gather.MakeWeight(codes.shape, "", lambda received: shard_cast.read(received, known, module.recipe.pads))
+    hook = gather.MakeWeight(codes.shape, "", lambda received: shard_cast.read(received, known, module.recipe.may_pad))
     weight, inner = hook((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 

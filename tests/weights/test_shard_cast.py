@@ -55,7 +55,7 @@ def gathered_from(whole, recipe, ranks):
     sent = [one.sent for one in codes]
     assert len({tuple(tensor.shape for tensor in scales) for scales in sent}) == 1  # FSDP2 gathers equally many rows
     received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-    read = [one.read(received, own_codes, recipe.pads) for one, own_codes in zip(shard_casts, codes, strict=True)]
+    read = [one.read(received, own_codes, recipe.may_pad) for one, own_codes in zip(shard_casts, codes, strict=True)]
     for other in read[1:]:
         for pair, expected in zip(other[:2], read[0][:2], strict=True):
             assert all(map(same_bits, pair, expected))

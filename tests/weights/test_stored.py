@@ -485,8 +485,11 @@ def test_files_and_pickles_are_read():
     ("made", "says"),
     [
         (lambda w: StoredWeight(w.qdata, torch.ones(1, 1), w.dtype, w.granularity), r"\(1, 1\).*needs \(2, 3\)"),
-        (lambda w: StoredWeight(w.qdata.float().to(torch.float8_e5m2), w.scale_inv), "e5m2: a weight in FP8 is E4M3"),
-        (lambda w: StoredWeight(w.qdata, torch.ones(2, 2), w.dtype, PerBlock(128, 200)), "blocks of 128 x 128"),
+        (lambda w: StoredWeight(w.qdata.float().to(torch.float8_e5m2), w.scale_inv), "e5m2 is no weight in FP8, E4M3"),
+        (
+            lambda w: StoredWeight(w.qdata, torch.ones(2, 2), w.dtype, PerBlock(128, 200)),
+            "is no weight in FP8",
+        ),
         (lambda w: StoredWeight(w.qdata, w.scale_inv.half(), w.dtype, w.granularity), "scale_inv is torch.float16"),
         (lambda w: StoredWeight(w.qdata, w.scale_inv, torch.float64, w.granularity), "not torch.float64"),
     ],

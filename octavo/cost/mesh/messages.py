@@ -31,9 +31,9 @@ SENT_PAIR = CODE + 1 / BLOCK  # bytes of a code and its share of the exponent th
 @functools.cache
 def weight_scales(recipe: str) -> list[tuple[Granularity, int]]:
     """Return (which elements share a scale, its bytes) of each pair that a recipe makes of a weight as it lies."""
-    as_is, transposed, once = getattr(recipes, recipe)().weight_casts
+    as_is, transposed, coincide = getattr(recipes, recipe)().weight_casts
     pairs = [(as_is, as_is.granularity)] if as_is else []
-    pairs += [(transposed, transposed.granularity.transposed())] if transposed and not once else []
+    pairs += [(transposed, transposed.granularity.transposed())] if transposed and not coincide else []
     return [(granularity, cast.scale_inv_dtype.itemsize) for cast, granularity in pairs]
 
 
