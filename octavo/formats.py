@@ -71,7 +71,10 @@ class Format:
 
     @property
     def limit(self) -> float:
-        """The number that a tensor's scale brings its amax to: ``max``, or 6 x 448 of E2M1, by blocks' E4M3 scales."""
+        """The number that a tensor's scale brings its amax to: ``max``.
+
+        For E2M1 it is 6 x 448: each of its blocks stores an E4M3 scale besides, which is at most 448.
+        """
         return self.max * E4M3.max if self.is_packed else self.max
 
     @property

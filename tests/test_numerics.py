@@ -80,7 +80,7 @@ def test_exponents_keep_every_scale_in_a_graph_and_outside() -> None:
     torch.testing.assert_close(compiled(codes), powers_of(codes), rtol=0, atol=0, equal_nan=True)
     in_graph = torch.compile(exponents_of, backend="eager"), compiled
     for to_exponents, to_powers in ((exponents_of, powers_of), in_graph):
-        assert torch.equal(to_powers(exponents), powers)
+        assert torch.equal(to_powers(codes)[1:255], powers)
         assert all(torch.equal(to_exponents(scales), exponents) for scales in (powers, powers.to(E8M0)))
 
 

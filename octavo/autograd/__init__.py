@@ -1,6 +1,6 @@
 """The autograd.Functions: what a layer casts, multiplies, saves for backward and sends.
 
-Of every layer, each file above those that import it:
+Files that every layer needs, each above those that import it:
 
 rows.py           how rows lie: dense, in groups, in shards
 shared_scales.py  per-tensor scales of tensors that lie on several ranks
@@ -11,7 +11,7 @@ gather_input.py   an input whose tokens lie on several ranks
 shared_casts.py   a cast that several layers read: q, k and v; gate and up
 products.py       the three products, and what they save: written once, for all modules and recipes
 
-Of some layers, each an autograd.Function or a few around these:
+Files that some layers need, each an autograd.Function or a few around these:
 
 chain.py          one or two linear layers with the norm or activation before them
 norm.py           which norm a chain's first cast computes; an RMS norm by itself

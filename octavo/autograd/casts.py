@@ -280,9 +280,9 @@ def _cast_transpose(
 
 def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:
     """Return an activation's codes again, without its gradient's; the contraction last, as grad_weight reads it."""
-    (x, activation, *_), (scale, dtype) = source, recast
-    transposes, pad = needs_transposed_codes(x.device), contraction_multiple(x.device, may_pad)
-    codes, transposed, *_ = kernels.cast(x, scale, 0, dtype, (ALL, ALL), False, 0, transposes, pad, False, activation)
+    transposes, pad = needs_transposed_codes(source.x.device), contraction_multiple(source.x.device, may_pad)
+    output = transposes, pad, False, source.activation
+    codes, transposed, *_ = kernels.cast(source.x, recast.scale, 0, recast.dtype, (ALL, ALL), False, 0, *output)
     return transposed if transposes else codes.t()
 
 

@@ -242,7 +242,7 @@ class _ChainFunction(torch.autograd.Function):
             dx, dw, db = gradients(cast_gradient(source, saved, plan, needs_of_layer), saved, plan, needs_of_layer)
         if source is not None:
             ctx.plans = [plan_for_next_pass(plan) if needs_dh else plan, *map(plan_for_next_pass, ctx.plans[1:])]
-        dx = _whole(dx, plan)
+        dx = dx if plan.layer.rows.parts is None else _whole(dx, plan)
         dys = [dy for dy in (dx, *grads_of_norm) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
             has_beta = ctx.are_tensors[2]

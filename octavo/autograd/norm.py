@@ -41,7 +41,8 @@ class _LeanNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, gamma, mean, rstd = ctx.saved_tensors
-        (dy, dtotal), dgamma, create_graph = grads, None, torch.is_grad_enabled()
+        dy, dtotal = grads
+        dgamma, create_graph = None, torch.is_grad_enabled()
         if dy is None:
             dx = dtotal
         elif not torch.compiler.is_compiling() and (create_graph or not has_storage(dy)):  # or in batches (vmap)

@@ -34,6 +34,7 @@ from octavo.private import FakeTensor, current_graph_task_id, no_modes
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, ROLES, Delayed
 from octavo.step_count import version_of
 
+# names of a state's tensors that are saved, in files and as a module's attributes
 SAVED_TENSORS = SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 FACTS_ATTRIBUTE = "_octavo_facts"  # of a scale: its StateFacts
 NEXT_LOAD = None  # in StateFacts.loads: a load_state_dict that has not begun
@@ -56,7 +57,8 @@ class StateFacts:
         self.version = version
         self.maybe_empty = maybe_empty  # whether a role may have no scale
         self.history_id: int | None = None  # see have_same_inputs
-        self.history_version: int | None = None  # the history's, when the id was renewed: another was written by hand
+        # the history's version when the id was renewed; another one says that the history was written by hand since
+        self.history_version: int | None = None
         # {id of a layer: the load_state_dict that loads the weight which the state belongs to}. A load is the object
         # that all of its calls share; NEXT_LOAD where the state was loaded before its weight. A layer has no entry if
         # the state belongs to no weight that was loaded

@@ -268,10 +268,8 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
         return _like(pair, qdata, scale_inv)
     if order[-2:] == [last, second_last]:
         return _like(pair, qdata, scale_inv, pair.granularity.transposed())
-    raise UnsupportedOpError(
-        f"{func} of dimensions {tuple(dims)} would mix the tiles of {pair.granularity}; exchange the last two "
-        "dimensions, or call .dequantize() first"
-    )
+    remedy = "exchange the last two dimensions, or call .dequantize() first"
+    raise UnsupportedOpError(f"{func} of {tuple(dims)} would mix the tiles of {pair.granularity}; {remedy}")
 
 
 def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
@@ -300,8 +298,8 @@ def _slice(
     if tile == ALL:
         return _like(pair, qdata, pair.scale_inv)
     if tile != 1 and (start % tile or step != 1):
-        what, remedy = f"slice [{start}:{stop}:{step}] of dimension {dim}", f"start at a multiple of {tile} with step 1"
-        raise _cuts_tiles(what, pair, remedy)
+        sliced = f"slice [{start}:{stop}:{step}] of dimension {dim}"
+        raise _cuts_tiles(sliced, pair, f"start at a multiple of {tile} with step 1")
     return _like(pair, qdata, func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step))
 
 

@@ -595,8 +595,8 @@ def _cast_in_one_launch(ways: Sequence[InFP8], amaxes: dict[InFP8, Tensor]) -> N
 
 def _scales_of(ways: Sequence[InFP8], amaxes: list[Tensor], cast: Cast) -> list[WeightScales]:
     """Return the scales of weights that one cast scales per tensor, by the amaxes of each one's matrices."""
-    amax, counts, delayed_scales = torch.cat(amaxes), [len(one) for one in amaxes], None
-    has_experts = len(amax) > len(counts)
+    amax, counts = torch.cat(amaxes), [len(one) for one in amaxes]
+    delayed_scales, has_experts = None, len(amax) > len(counts)
     weight_amax = torch.stack([one.amax() for one in amaxes]) if has_experts else amax
     if cast.is_delayed:
         delayed_scales = _delayed_scales_of(ways, weight_amax, cast)
