@@ -9,9 +9,13 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """The name of the process group whose ranks hold a layer's roles, and which roles are in parts, not whole on each.
+    """How the input, the weight and grad_output of a layer lie on the ranks of a process group.
 
-    ``begins``: whether delayed scales may be missing yet; the same on all of these ranks. ``rank``: this one's number.
+    Attributes:
+        group: the group's name.
+        roles: for each of the three, whether each rank has a part of it; else all of it.
+        begins: whether a delayed scale may not be there yet; the same on all ranks of the group.
+        rank: this rank's number.
     """
 
     group: str
@@ -21,11 +25,14 @@ class Parts(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """The process group that gathers and scatters tokens, and how; ``group`` is its name, ``ranks`` its size.
+    """How the ranks of a process group gather an input's tokens, and scatter sums of tokens.
 
-    ``runs``: the number of ranges of consecutive tokens on a rank, one for each sequence where sequences are sharded.
-    ``reduce``: (addends, group) -> this rank's part of their sum, whose parts are along dimension 0; None: torch's
-    reduce-scatter, in the tensor's dtype.
+    Attributes:
+        group: the group's name.
+        ranks: its size.
+        runs: the number of ranges of consecutive tokens on a rank, one for each sequence where sequences are sharded.
+        reduce: (addends, group) -> this rank's part of their sum, whose parts are along dimension 0; None: torch's
+            reduce-scatter, in the tensor's dtype.
     """
 
     group: str
@@ -37,8 +44,10 @@ class Wire(NamedTuple):
 class Rows(NamedTuple):
     """The layout of the rows of a layer's input and output; without any field they are dense, and all on this rank.
 
-    ``offsets`` [G] int32: where groups of rows end, each of which has a matrix of its own, see grouped.py; ``parts``:
-    the roles that lie in shards on the ranks of a group; ``wire``: how the input's tokens came from these ranks.
+    Attributes:
+        offsets: [G] int32, where groups of rows end, each of which has a matrix of its own, see grouped.py.
+        parts: how the roles lie on several ranks.
+        wire: how the input's tokens came from these ranks.
     """
 
     offsets: Tensor | None = None

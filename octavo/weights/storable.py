@@ -1,4 +1,4 @@
-"""By which granularities weights are stored in FP8, and over which ranks such a weight can be cut."""
+"""The granularities by which weights are stored in FP8, and the ranks over which such a weight can be cut."""
 
 from __future__ import annotations
 
