@@ -422,7 +422,7 @@ def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
         raise ValueError(f"Recipe: {product} rotates its operands, which grad_weight's alone may be: set rotation=None")
     for role, cast in zip(OPERANDS[product], (first, second), strict=True):
         if cast.rounding is not None and role != "grad_output":
-            raise ValueError(f"Recipe: {product} rounds {role} stochastically; Stochastic() is for grad_output")
+            raise ValueError(f"Recipe: {product} rounds {role} randomly; rounding=Stochastic() is for grad_output")
 
 
 def _one_rule(delayed: Sequence[Sequence[Cast]]) -> Delayed | None:
