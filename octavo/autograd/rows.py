@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """How the input, the weight and grad_output of a layer lie on the ranks of a process group.
+    """The layout of a layer's input, weight and grad_output on the ranks of a process group.
 
     Attributes:
         group: the group's name.
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How the ranks of a process group gather an input's tokens, and scatter sums of tokens.
+    """The way in which the ranks of a process group gather an input's tokens, and scatter sums of tokens.
 
     Attributes:
         group: the group's name.
