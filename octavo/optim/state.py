@@ -114,7 +114,7 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
     codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
     if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
         raise RuntimeError(
-            "experts were stored in FP8, or as plain tensors, after their gradients were rounded: do it before backward"
+            "experts were stored in FP8, or back as plain tensors, after gradients were rounded: do it before backward"
         )
     return update._replace(gradient=codes.view(shape), gradient_scale_inv=gradient.scale_inv)
 
