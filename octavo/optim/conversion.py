@@ -22,7 +22,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
-from octavo.optim.state import Settings, State, for_kernel, new_master
+from octavo.optim.state import Settings, WeightState, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
 from octavo.weights.storable import why_cut_blocks
@@ -202,9 +202,9 @@ def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: S
     optimizer.state[param] = new_state
 
 
-def _convert_moments(param: Tensor, new_param: Tensor, state: State, old: Settings, new: Settings) -> State:
+def _convert_moments(param: Tensor, new_param: Tensor, state: WeightState, old: Settings, new: Settings) -> WeightState:
     """Return the tensors of all moments after a change of settings; those whose form stays are not copied."""
-    tensors: State = {}
+    tensors: WeightState = {}
     old_moments = old.moments_of(param)
     for name, moment in new.moments_of(param).items():
         empty_tensors = moment.new_state(name, states.shard_of(param).shape, "meta", is_fp8_experts(new_param))

@@ -37,7 +37,7 @@ from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, local_stored
 
-State = dict[str, Any]  # of one weight
+WeightState = dict[str, Any]  # of one weight
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 
@@ -78,7 +78,7 @@ class Settings(NamedTuple):
         moments = {name: moment for name, moment in zip(self.names, self.moments, strict=True) if name in names}
         return Settings(tuple(moments.values()), tuple(moments), self.master)
 
-    def in_state(self, state: State) -> Settings:
+    def in_state(self, state: WeightState) -> Settings:
         """Return these settings without the moments that a state lacks, as SGD's before its group has a momentum."""
         return self.only({str(key).removesuffix("_codes") for key, value in state.items() if value is not None})
 
@@ -159,7 +159,7 @@ def moment_from(description: dict[str, Any]) -> Moment:
     return Moment(**description | {"format": fmt, "granularity": granularity})
 
 
-def as_fp32(name: str, moment: Moment, saved_state: State) -> Tensor:
+def as_fp32(name: str, moment: Moment, saved_state: WeightState) -> Tensor:
     """Return a moment's values in float32, read from a saved state; ValueError if that lacks it."""
     tensors = {key: shard_of(value) for key, value in saved_state.items() if isinstance(value, Tensor)}
     if name in tensors:
@@ -170,7 +170,7 @@ def as_fp32(name: str, moment: Moment, saved_state: State) -> Tensor:
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
-def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: State) -> dict[str, Tensor]:
+def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: WeightState) -> dict[str, Tensor]:
     """Convert a parameter's moment in a state from ``old`` to ``new``, rounded to nearest; return its tensors."""
     values = as_fp32(name, old, state).to(shard_of(param).device)
     if is_sharded_tensor(param) and values.shape == param.shape:  # from a full state dict
@@ -194,7 +194,7 @@ def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: St
     return sharded_like(tensors, param)
 
 
-def new_state(param: nn.Parameter, settings: Settings) -> State:
+def new_state(param: nn.Parameter, settings: Settings) -> WeightState:
     """Return a parameter's state before its first step; the state of a sharded weight is sharded alike."""
     weight = shard_of(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -229,7 +229,7 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
 
 
 def for_kernel(
-    param: nn.Parameter, weight: Tensor, state: State, settings: Settings
+    param: nn.Parameter, weight: Tensor, state: WeightState, settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
     """Return master and moments of ``weight``, this rank's shard of ``param``, as kernels take them, over its state.
 
@@ -272,7 +272,7 @@ class LoadedState(NamedTuple):
         lost_master: a sentence on its master, which begins anew as the weight; None: it was loaded.
     """
 
-    state: State
+    state: WeightState
     moments_converted: bool
     lost_master: str | None
 
@@ -298,17 +298,17 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
 
 
 def load_state(
-    param: nn.Parameter, saved_state: State, description: dict[str, Any] | None, same_form: bool, settings: Settings
+    param: nn.Parameter, saved: WeightState, description: dict[str, Any] | None, same_form: bool, settings: Settings
 ) -> LoadedState:
     """Load a parameter's saved state into a new one of these settings.
 
     ``description``: how the saved state is to be read; None: it is torch's. ``same_form``: whether it keeps moments as
     ``settings`` do.
     """
-    if description is None and any(str(name).endswith("_codes") for name in saved_state):
+    if description is None and any(str(name).endswith("_codes") for name in saved):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
     state = new_state(param, settings)
-    saved_state = _without_stale_moments(saved_state, settings.names, state)
+    saved_state = _without_stale_moments(saved, settings.names, state)
     state["step"].copy_(torch.as_tensor(saved_state.get("step", 1.0), dtype=torch.float32))  # torch's SGD keeps none
     old_kind, new_kind = (int(each.get("master_kind", -1)) for each in (saved_state, state))
     lost_master = None
@@ -339,7 +339,7 @@ def conversion_warning(description: dict[str, Any] | None, settings: Settings, l
     return f"the optimizer's state was converted: from {old} to {new}"
 
 
-def _without_stale_moments(saved_state: State, names: Iterable[str], state: State) -> State:
+def _without_stale_moments(saved_state: WeightState, names: Iterable[str], state: WeightState) -> WeightState:
     """Return a saved state without this optimizer's moments, which torch leaves beside those of a full state dict.
 
     Where a moment is there twice, in codes and not, the form that this optimizer does not keep was saved.
@@ -349,7 +349,7 @@ def _without_stale_moments(saved_state: State, names: Iterable[str], state: Stat
     return {key: value for key, value in saved_state.items() if key not in stale}
 
 
-def _copy(state: State, saved_state: State, names: list[str]) -> bool:
+def _copy(state: WeightState, saved_state: WeightState, names: list[str]) -> bool:
     """Copy named tensors, plain or sharded, from a saved state if dtypes and shapes match; return whether they do."""
     pairs = [(shard_of(state[name]), saved_state.get(name)) for name in names]
     for into, other in pairs:

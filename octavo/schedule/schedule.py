@@ -151,7 +151,7 @@ _logger = logging.getLogger("octavo")
 
 
 @dataclass
-class _Progress:
+class _ScheduleProgress:
     """The part of a schedule's state that its users do not see.
 
     Attributes:
@@ -237,7 +237,7 @@ class PrecisionSchedule:
         _check_order(self.phases)
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
-        self._progress = _Progress()
+        self._progress = _ScheduleProgress()
         self._watch: LossWatch | None = None
         self.skip_flag: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
         self._must_skip = False  # whether an optimizer of torch's must skip this step
@@ -421,7 +421,7 @@ class PrecisionSchedule:
             ValueError: if the state is of other phases, or of a recovery with another window; nothing is changed then.
         """
         target = self.target_of(state_dict)
-        progress = _Progress(**{field.name: state_dict[field.name] for field in fields(_Progress)})
+        progress = _ScheduleProgress(**{field.name: state_dict[field.name] for field in fields(_ScheduleProgress)})
         switches = [Switch(**each) for each in state_dict["switches"]]
         switch(self.model, self.optimizer, target)
         self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
