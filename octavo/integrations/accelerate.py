@@ -229,7 +229,7 @@ def follow_accumulation(
     """
     from accelerate.state import GradientState
 
-    from octavo.inspect.weights import torch_optimizer  # here, as the room takes a while to import
+    from octavo.inspect.weight_updates import torch_optimizer  # here, as the room takes a while to import
 
     inner: Any = torch_optimizer(optimizer)
     following = Following()

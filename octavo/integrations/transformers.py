@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
-from octavo.inspect.weights import torch_optimizer
+from octavo.inspect.weight_updates import torch_optimizer
 from octavo.integrations.accelerate import (
     Following,
     TrainingState,
