@@ -74,7 +74,7 @@ def train(values: Mapping[str, Any], recipes: Sequence[Any], arguments: list[str
     if compares:
         shard.require_one_process(config.ranks)
     with shard.joined(config) as ranks:
-        config = ranks.first(lambda: _settled(config, values["name"], recipes))
+        config = ranks.from_rank_0(lambda: _settled(config, values["name"], recipes))
         with _hooks(ranks.rank) as hooks:
             one = recipes[0]
             results = loop.compare(config, recipes, hooks=hooks) if compares else [loop.run(config, one, hooks=hooks)]

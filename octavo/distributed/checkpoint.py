@@ -95,6 +95,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if the save failed on any. The checkpoints before are still there.
+        ValueError: for ``keep`` below 1.
 
     Example:
         >>> import tempfile, torch
@@ -129,7 +130,7 @@ def async_save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if what to save could not be collected on any.
-        ValueError: ``ranks`` are of the default process group, which training uses.
+        ValueError: ``ranks`` are of the default process group, which training uses; or for ``keep`` below 1.
 
     Example:
         >>> import tempfile, torch
@@ -155,17 +156,19 @@ def _begin(
     root: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, keep: int
 ) -> tuple[dict[str, Any], Writer]:
     """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
+    if keep < 1:
+        raise ValueError(f"keep={keep!r} must be at least 1: the checkpoint that is saved")
     model = PlainModel(model).module
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", REASSURANCE, ranks):
         model_state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
-        with _begun(optimizer):  # likewise
+        with _without_first_step(optimizer):  # likewise
             optimizer_state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
             tensors, content = _collect(model_state, optimizer_state)
         content |= {"octavo_distributed": FORMAT, "delayed": PlainModel(model).gather_delayed(ranks), "extra": extra}
         with ranks.together():
-            copied = _copied(content) if ranks.rank == 0 else {}
-        return tensors, Writer(ranks.first(lambda: _new_folder(root)), copied, keep)
+            content_copy = _copy_content(content) if ranks.rank == 0 else {}
+        return tensors, Writer(ranks.from_rank_0(lambda: _new_folder(root)), content_copy, keep)
 
 
 def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
@@ -212,25 +215,24 @@ def load_checkpoint(
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), PlainModel(model).module
     failing = f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
-    with _as_checkpoint_errors(*failing, ranks), contextlib.ExitStack() as beginning:
-        folder = ranks.first(lambda: _latest(root))
+    with _as_checkpoint_errors(*failing, ranks), contextlib.ExitStack() as without_first_step:
+        folder = ranks.from_rank_0(lambda: _latest(root))
         with ranks.together():
             content = _read_content(folder)
             reader = MetadataReader(folder, content[METADATA_CRC32])
-        present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
+        model_state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
             splits = _splits_to_fill(model, content)
-            places = _model_to_fill(model, present, content, splits)
-        filled: Any = None
-        moments_in_codes: list[MomentInCodes] = []
+            places = _model_to_fill(model, model_state, content, splits)
+        to_fill: OptimizerPlaces | None = None
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
             if not content["states"]:
-                beginning.enter_context(_begun(optimizer))
-            begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
+                without_first_step.enter_context(_without_first_step(optimizer))
+            state_dict = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
-                filled, moments_in_codes, more_places = _optimizer_to_fill(optimizer, begun, content, reader, splits)
-                places |= more_places
+                to_fill = _optimizer_to_fill(optimizer, state_dict, content, reader, splits)
+                places |= to_fill.places
         tensors = {name: _to_read([state[key] for state, key in place], reader, name) for name, place in places.items()}
         group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
@@ -238,13 +240,13 @@ def load_checkpoint(
             for name, place in places.items():
                 if len(place) > 1:
                     _fill([state[key] for state, key in place], tensors[name])
-            set_model_state_dict(model, present)
-            if optimizer is not None and filled is None:  # the checkpoint has none: it begins anew
+            set_model_state_dict(model, model_state)
+            if optimizer is not None and to_fill is None:  # the checkpoint has none: it begins anew
                 optimizer.state.clear()
-            elif optimizer is not None:
-                for moment in moments_in_codes:
+            elif optimizer is not None and to_fill is not None:
+                for moment in to_fill.moments_in_codes:
                     moment.read()
-                set_optimizer_state_dict(model, optimizer, filled)
+                set_optimizer_state_dict(model, optimizer, to_fill.state_dict)
             PlainModel(model).load_delayed(content["delayed"], ranks)
     return content["extra"]
 
@@ -274,7 +276,7 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
     """Raise any failure as a CheckpointError; silence torch's warning that there is no process group."""
     try:
         # filters of warnings are those of all threads: they change where there is that warning, and not elsewhere
-        with ranks.answering(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
+        with ranks.as_rank_errors(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
             if ranks.group is None:
                 warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
             yield
@@ -295,22 +297,22 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
 def _new_folder(root: Path) -> str:
     """Remove the folders that interrupted saves have left, and make that of the next save."""
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(f"save-*.{PARTIAL}"):
-        shutil.rmtree(left)
-    number = 1 + max((int(digits) for _, digits in _numbered(root)), default=0)
+    for unfinished_folder in root.glob(f"save-*.{PARTIAL}"):
+        shutil.rmtree(unfinished_folder)
+    number = 1 + max((int(digits) for _, digits in _numbered_folders(root)), default=0)
     folder = root / f"save-{number:08}.{PARTIAL}"
     folder.mkdir()
     return str(folder)
 
 
-def _numbered(root: Path) -> list[tuple[Path, str]]:
+def _numbered_folders(root: Path) -> list[tuple[Path, str]]:
     folders = ((path, path.name.removeprefix("save-")) for path in root.glob("save-*"))
     return [(path, digits) for path, digits in folders if digits.isdecimal()]
 
 
 def checkpoints_in(root: Path) -> list[Path]:
     """Return the folders of the whole checkpoints in a folder, the last one first."""
-    whole = [(int(digits), path) for path, digits in _numbered(root) if (path / METADATA).is_file()]
+    whole = [(int(digits), path) for path, digits in _numbered_folders(root) if (path / METADATA).is_file()]
     return [path for _, path in sorted(whole, reverse=True)]
 
 
@@ -321,9 +323,9 @@ def _latest(root: Path) -> str:
 
 
 def _publish(folder: Path, keep: int) -> None:
-    """Make the folder the last checkpoint, and remove those that are not kept."""
+    """Make the folder the last checkpoint, and remove all but the last ``keep``."""
     folder.rename(folder.with_suffix(""))
-    for old in checkpoints_in(folder.parent)[max(keep, 1) :]:
+    for old in checkpoints_in(folder.parent)[keep:]:
         with contextlib.suppress(OSError):
             shutil.rmtree(old.rename(f"{old}.{PARTIAL}"))  # never whole by its name while it goes
 
@@ -331,7 +333,7 @@ def _publish(folder: Path, keep: int) -> None:
 # --- their content ----------------------------------------------------------------------------------------------------
 
 
-class _BegunState(defaultdict[Any, Any]):
+class _TruthyState(defaultdict[Any, Any]):
     """An empty state of an optimizer that counts as true: torch steps an optimizer whose state is false."""
 
     def __bool__(self) -> bool:
@@ -339,16 +341,16 @@ class _BegunState(defaultdict[Any, Any]):
 
 
 @contextlib.contextmanager
-def _begun(optimizer: Optimizer | None) -> Iterator[None]:
+def _without_first_step(optimizer: Optimizer | None) -> Iterator[None]:
     """Keep torch from stepping an optimizer that has no state."""
     if optimizer is None or optimizer.state:
         yield
         return
-    state, optimizer.state = optimizer.state, _BegunState(dict)
+    state, optimizer.state = optimizer.state, _TruthyState(dict)
     try:
         yield
     finally:
-        if isinstance(optimizer.state, _BegunState):  # no other was loaded
+        if isinstance(optimizer.state, _TruthyState):  # no other was loaded
             optimizer.state = state
 
 
@@ -421,57 +423,70 @@ def _without_others(places: Places, content: dict[str, Any]) -> Places:
     return places
 
 
+class OptimizerPlaces(NamedTuple):
+    """An optimizer's state dict that is to be filled from a checkpoint.
+
+    Attributes:
+        state_dict: the dict, for torch's ``set_optimizer_state_dict`` once it is filled.
+        moments_in_codes: moments in it that are loaded in other codes than they have here.
+        places: the places in it of each of the checkpoint's tensors.
+    """
+
+    state_dict: dict[str, Any]
+    moments_in_codes: list[MomentInCodes]
+    places: Places
+
+
 def _optimizer_to_fill(
-    optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
-) -> tuple[dict[str, Any], list[MomentInCodes], Places]:
-    """Return an optimizer's state dict to fill (``begun``: its state), moments that come in other codes, and places."""
-    moments_in_codes, places, filled = list[MomentInCodes](), Places(), dict[str, Any]()
-    names_of_moments, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
-    moments = {name: moment_from(description) for name, description in described["moments"].items()}
+    optimizer: Optimizer, state_dict: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
+) -> OptimizerPlaces:
+    """Return an optimizer's OptimizerPlaces; ``state_dict``: that of its present state."""
+    groups = [
+        group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
+        for group in content["groups"]
+    ]
+    to_fill = OptimizerPlaces({"state": {}, "param_groups": groups}, [], {})
+    description = content["groups"][0].get("octavo", {"moments": {}})
+    saved_moments = {name: moment_from(moment) for name, moment in description["moments"].items()}
     for name, keys in content["states"].items():
         sizes = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
         rows_by_part = splits.get(name, {name: 0})
         whole_rows = sum(rows_by_part.values())
         for part, rows in rows_by_part.items():
-            part_sizes = {
-                key: torch.Size((rows, *size[1:])) if rows and size[:1] == (whole_rows,) else size
-                for key, size in sizes.items()
-            }
-            state = begun["state"].get(part, {})
-            tensors_by_moment = {moment: _moment_to_fill(moment, state, part_sizes) for moment in names_of_moments}
-            state = functools.reduce(operator.or_, tensors_by_moment.values(), state)
+            part_sizes = {key: _size_of_part(size, rows, whole_rows) for key, size in sizes.items()}
+            state = state_dict["state"].get(part, {})
+            in_other_form = {m: _moment_to_fill(m, state, part_sizes) for m in getattr(optimizer, "names", ())}
+            state = functools.reduce(operator.or_, in_other_form.values(), state)
             if not set(keys) <= state.keys():
-                raise CheckpointError(
-                    f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
-                    "class and the same parameters"
-                )
-            filled[part] = {key: state[key] for key in keys}
-            coded = [moment for moment, tensors in tensors_by_moment.items() if f"{moment}_codes" in tensors]
-            moments_in_codes += [MomentInCodes(filled[part], moment, moments[moment]) for moment in coded]
+                remedy = "give an optimizer of the same class and the same parameters"
+                raise CheckpointError(f"its optimizer kept {keys} of {name}, which this one does not: {remedy}")
+            part_state = to_fill.state_dict["state"][part] = {key: state[key] for key in keys}
+            in_codes = [moment for moment, tensors in in_other_form.items() if f"{moment}_codes" in tensors]
+            to_fill.moments_in_codes.extend(MomentInCodes(part_state, m, saved_moments[m]) for m in in_codes)
             for key in keys:
-                places.setdefault(f"optimizer.{name}.{key}", []).append((filled[part], key))
-    groups = [
-        group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
-        for group in content["groups"]
-    ]
-    return {"state": filled, "param_groups": groups}, moments_in_codes, _without_others(places, content)
+                to_fill.places.setdefault(f"optimizer.{name}.{key}", []).append((part_state, key))
+    return to_fill._replace(places=_without_others(to_fill.places, content))
 
 
-def _packed(content: dict[str, Any]) -> bytes:
+def _size_of_part(size: torch.Size, rows: int, whole_rows: int) -> torch.Size:
+    """Return the size that a tensor of a weight's state has for a split of these rows; 0: the weight has no splits."""
+    return torch.Size((rows, *size[1:])) if rows and size[:1] == (whole_rows,) else size
+
+
+def _pack(content: dict[str, Any]) -> bytes:
     """Return the bytes of octavo.pt."""
-    torch.save(content, written := io.BytesIO())
-    return written.getvalue()
+    torch.save(content, buffer := io.BytesIO())
+    return buffer.getvalue()
 
 
-def _copied(content: dict[str, Any]) -> dict[str, Any]:
+def _copy_content(content: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the content of octavo.pt, as `weights_only` reads it."""
     try:
-        return dict(torch.load(io.BytesIO(_packed(content)), weights_only=True))
+        return dict(torch.load(io.BytesIO(_pack(content)), weights_only=True))
     except Exception as error:
-        raise CheckpointError(
-            f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
-            f"{first_line(error)}"
-        ) from error
+        allowed = "tensors, numbers, strings, lists and dicts"
+        message = f"extra, or a group of the optimizer, holds more than {allowed}: {first_line(error)}"
+        raise CheckpointError(message) from error
 
 
 def _read_content(folder: str) -> dict[str, Any]:
@@ -523,9 +538,10 @@ class MomentInCodes(NamedTuple):
     def read(self) -> None:
         """Replace the codes by float32 values, sharded as they are."""
         codes, scales = (self.state.pop(f"{self.name}_{key}") for key in ("codes", "scale_inv"))
-        shard, (row, column, _) = on_this_rank(codes), place_of(codes)
-        place = (row, column) if codes.ndim > 1 else (0, row)  # a vector's elements are one row
-        values = self.moment.read_codes(shard, scales.to(shard.device), *place)
+        shard, place = on_this_rank(codes), place_of(codes)
+        # a vector's elements are one row
+        row, column = (place.first_row, place.first_column) if codes.ndim > 1 else (0, place.first_row)
+        values = self.moment.read_codes(shard, scales.to(shard.device), row, column)
         self.state[self.name] = like_sharded(values, codes, codes.shape)
 
 
@@ -629,7 +645,7 @@ class Writer(dcp.FileSystemWriter):
         super().finish(*args, **kwargs)
         folder = Path(self.path)
         with replacing(folder / CONTENT) as file:
-            file.write(_packed({**self._content, METADATA_CRC32: zlib.crc32((folder / METADATA).read_bytes())}))
+            file.write(_pack({**self._content, METADATA_CRC32: zlib.crc32((folder / METADATA).read_bytes())}))
         _publish(folder, self._keep)
 
 

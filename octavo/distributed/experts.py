@@ -91,13 +91,15 @@ def _feed_forward_on_ranks(
     assert gate_up.exchange is not None
     check_layers_agree([gate_up, down], gate_up.own_parameters()[0].device_mesh)
     rows = rows.to(product_dtype(rows, gate_up.layer_tensors()[0]))
-    (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
-    cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    needs_dx = rows.requires_grad or weight or bias
-    grad_cast = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
-    received, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, weight)))
-    y = compute(received, journey.routing.offsets)
-    return combine(y, journey, RowsToSend(grad_cast, GRAD_OUTPUT, _reader(down, second)))
+    up_trains, up_bias_trains = gate_up.trains
+    down_trains, down_bias_trains = down.trains
+    exact = gate_up.exchange.exact
+    cast = cast_to_send(gate_up.recipe.input_casts, True, up_trains, exact)
+    needs_dx = rows.requires_grad or up_trains or up_bias_trains
+    dy_cast = None if down_bias_trains else cast_to_send(down.recipe.grad_output_casts, needs_dx, down_trains, exact)
+    x, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, up_trains)))
+    y = compute(x, journey.routing.offsets)
+    return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, down_trains)))
 
 
 def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:

@@ -24,14 +24,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.{PARTIAL}")  # other writers have their own
-    straight = _straight(path)
+    in_place = _open_in_place(path)
     try:
-        with straight or open(partial, "xb") as file:
+        with in_place or open(partial, "xb") as file:
             yield file
             file.flush()
-            if straight is None:
+            if in_place is None:
                 os.fsync(file.fileno())
-        if straight is None:
+        if in_place is None:
             os.replace(partial, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _straight(path: Path) -> BinaryIO | None:
+def _open_in_place(path: Path) -> BinaryIO | None:
     """Return the opened file if it can't be replaced; None for a regular file, or if there is none yet."""
     try:
         status = path.stat()

@@ -39,8 +39,8 @@ from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import all_gather, check_ranks_agree, pack_message, unpack_message
 
-SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
-_ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
+GRADIENTS, MEAN, SERVER_MEANS = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
+_SHARED_OPTIONS = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
 _TILE = (1, BLOCK)  # elements of a row that share a scale
 
 
@@ -160,13 +160,14 @@ class Fp8Reduction:
         """
         self.calls += 1
         x, columns = x_nS, x_nS.shape[1]
-        for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
+        for rounding, level in zip((GRADIENTS, SERVER_MEANS), self._levels(group), strict=False):
             members = sum(level)
             x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
-            sent = self._message_of(x, dist.get_rank(group), rounding)
-            received, splits = torch.empty_like(sent), None if all(level) else level
-            dist.all_to_all_single(received, sent, splits, splits, group)
-            x = self._read(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
+            message = self._message_of(x, dist.get_rank(group), rounding)
+            answer = torch.empty_like(message)
+            splits = None if all(level) else level
+            dist.all_to_all_single(answer, message, splits, splits, group)
+            x = self._read(answer, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
         return x
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -188,7 +189,7 @@ class Fp8Reduction:
 
     def _levels(self, group: Any) -> list[list[int]]:
         if group.group_name not in self._levels_by_group:
-            check_ranks_agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
+            check_ranks_agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _SHARED_OPTIONS}, [group])
             self._levels_by_group[group.group_name] = own_levels(group, self.ranks_per_server)
         return self._levels_by_group[group.group_name]
 
@@ -235,7 +236,8 @@ class Fp8Reduction:
     def _message_of(self, x: Tensor, rank: int, rounding: int) -> Tensor:
         """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.
 
-        The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
+        The bits of stochastic rounding depend on the ``rank`` that sends it, and on ``rounding``: GRADIENTS, MEAN
+        or SERVER_MEANS.
         """
         if not self.stochastic:
             codes, _, scale_inv, *_ = kernels.cast(x, None, 0, self.format.dtype, _TILE, True, 0)

@@ -37,7 +37,7 @@ class Ranks:
 
     Example:
         >>> alone = Ranks()
-        >>> alone.rank, alone.size, alone.any(False), alone.first(lambda: "found")
+        >>> alone.rank, alone.size, alone.any(False), alone.from_rank_0(lambda: "found")
         (0, 1, False, 'found')
     """
 
@@ -68,7 +68,7 @@ class Ranks:
         if self.any(failed is not None) and self.size > 1:
             errors: list[str | None] = [None] * self.size
             kind = "" if isinstance(failed, OctavoError | OSError) else f"{type(failed).__name__}: "
-            with self.answering():
+            with self.as_rank_errors():
                 dist.all_gather_object(errors, None if failed is None else kind + first_line(failed), group=self.group)
             if failed is None:
                 rank = next(rank for rank, text in enumerate(errors) if text is not None)
@@ -76,14 +76,14 @@ class Ranks:
         if failed is not None:
             raise failed
 
-    def first(self, find: Callable[[], T]) -> T:
+    def from_rank_0(self, find: Callable[[], T]) -> T:
         """Return on all ranks the result of ``find`` on rank 0; if it fails there, all ranks raise."""
         results: list[T | None] = [None]
         with self.together():
             if self.rank == 0:
                 results[0] = find()
         if self.size > 1:
-            with self.answering():
+            with self.as_rank_errors():
                 dist.broadcast_object_list(results, group=self.group, group_src=0)
         return cast(T, results[0])
 
@@ -92,7 +92,7 @@ class Ranks:
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32, device=sending_device(self.group))
-        with self.answering():
+        with self.as_rank_errors():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             return bool(flags)
 
@@ -106,7 +106,7 @@ class Ranks:
 
     def _reduce(self, value: Tensor, op: Any) -> Tensor:
         reduced = value.clone()
-        with self.answering():
+        with self.as_rank_errors():
             dist.all_reduce(reduced, op=op, group=self.group)
         return reduced
 
@@ -118,13 +118,13 @@ class Ranks:
         """Return the values of all ranks, stacked: [size, *value.shape]."""
         values = [value.clone() for _ in range(self.size)]
         if self.size > 1 and value.numel() > 0:
-            with self.answering():
+            with self.as_rank_errors():
                 dist.all_gather(values, value.contiguous(), group=self.group)
         return torch.stack(values)
 
     @staticmethod
     @contextlib.contextmanager
-    def answering() -> Iterator[None]:
+    def as_rank_errors() -> Iterator[None]:
         """Raise a RankError in place of the many errors that collectives raise when another rank is gone or late."""
         try:
             yield

@@ -14,7 +14,7 @@ docs/tensor-parallel.md; an input that can't be sent as pairs is gathered as tor
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from octavo.weights.stored import StoredWeight
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 
 
-def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor:
+def _sum_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor:
     """Return this rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
     process_group: Any = resolve_process_group(group)
     shard = terms.new_empty(terms.shape[0] // dist.get_world_size(process_group), *terms.shape[1:])
@@ -43,18 +43,18 @@ def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor
     return shard
 
 
-def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
+def _sending_by(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
     """Return a style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
     if reduction is None:
-        return Sending(exact, None, _scatter, output)
+        return Sending(exact, None, _scatter_outside_graphs, output)
     if reduction.stochastic and output is not None:
         raise ValueError("activation checkpointing computes outputs again: give a reduction that rounds to nearest")
     if not any(isinstance(layout, Shard) for layout in layouts or ()):
         raise ValueError(f"a reduction makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)")
-    return Sending(exact, functools.partial(_summed_in_fp8, reduction), _scatter, output)
+    return Sending(exact, functools.partial(_sum_in_fp8, reduction), _scatter_outside_graphs, output)
 
 
-def _in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
+def _gather_in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
     """Gather a DTensor for these layers in FP8; None if it is not sharded by tokens, or they can't take it so."""
     if not readers:
         return None
@@ -64,16 +64,16 @@ def _in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Sending) ->
     (placement,), last = x.placements, x.ndim - 1
     if not isinstance(placement, Shard) or placement.dim % x.ndim == last:
         return None
-    gather = _gathered if torch.compiler.is_compiling() and sending.reduce is not None else gathered_for
+    gather = _gather_outside_graphs if torch.compiler.is_compiling() and sending.reduce is not None else gathered_for
     return gather(readers, x, sending)
 
 
 # compiled graphs leave out sums in FP8, and facades for gradients
-_gathered = torch.compiler.disable(gathered_for)
-_scatter = torch.compiler.disable(scatter_output)
+_gather_outside_graphs = torch.compiler.disable(gathered_for)
+_scatter_outside_graphs = torch.compiler.disable(scatter_output)
 
 
-def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
+def _place_output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
     """Place a module's output, a DTensor, as torch's styles do."""
     if output.placements != layouts:
         # it waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to an input that is still on
@@ -87,15 +87,15 @@ class _NotedStyle:
 
     _sending: Sending | None = None
 
-    def _around(self: Any) -> tuple[Any, Any, Any]:
-        """Return (a plain input's placement, the output's, the function that makes the output of a DTensor)."""
+    def _style(self: Any, hooks: int) -> Style:
+        """Return the Style to note on a module on which this style has put so many hooks."""
         finish = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return self.input_layouts[0], self.output_layouts[0], finish
+        return Style(hooks, self.input_layouts[0], self.output_layouts[0], finish, self._sending)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         hooks_before = hooks_on(module)
         super()._apply(module, device_mesh)  # type: ignore[misc]
-        module.__dict__[STYLE] = Style(hooks_on(module) - hooks_before, *self._around(), sending=self._sending)
+        module.__dict__[STYLE] = self._style(hooks_on(module) - hooks_before)
         return module
 
 
@@ -104,7 +104,7 @@ class _ShardingStyle(_NotedStyle):
 
     _linear: tuple[Shard, Shard | Replicate]
     _embedding: Shard
-    _prepare_output_fn = staticmethod(_output)
+    _prepare_output_fn = staticmethod(_place_output)
 
     def _shard_parameters(self: Any, name: str, module: nn.Module, device_mesh: Any) -> None:
         """Shard a module's own parameters; one that is tied to another module's stays tied."""
@@ -114,16 +114,16 @@ class _ShardingStyle(_NotedStyle):
             if isinstance(param, StoredWeight):
                 if why := why_not_shardable(param.shape, param.granularity, device_mesh.size(), placement.dim):
                     raise ValueError(why)
-            placed, sharded = param.__dict__.get(_SHARDED, (None, None))
+            earlier_placement, sharded = param.__dict__.get(_SHARDED, (None, None))
             if sharded is None:
                 local = distribute_tensor(param, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 sharded = nn.Parameter(local, requires_grad=param.requires_grad)
                 param.__dict__[_SHARDED] = placement, sharded
-            elif placed != placement:
+            elif earlier_placement != placement:
                 raise ValueError(
-                    f"a parameter of {type(module).__name__} is tied to another module's, which is sharded {placed}, "
-                    f"and {type(self).__name__} would shard it {placement}: an embedding by RowwiseParallel and a "
-                    "Linear by ColwiseParallel are sharded alike, by rows"
+                    f"a parameter of {type(module).__name__} is tied to another module's, which is sharded "
+                    f"{earlier_placement}, and {type(self).__name__} would shard it {placement}: an embedding by "
+                    "RowwiseParallel and a Linear by ColwiseParallel are sharded alike, by rows"
                 )
             module.register_parameter(name, sharded)
 
@@ -145,13 +145,14 @@ class SequenceParallel(_NotedStyle, torch_parallel.SequenceParallel):
     """
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        trained = {key: param.requires_grad for key, param in module.named_parameters(recurse=False)}
+        trains_by_name = {key: param.requires_grad for key, param in module.named_parameters(recurse=False)}
         super()._replicate_module_fn(name, module, device_mesh)
-        for key, trains in trained.items():  # torch's style would train frozen parameters
+        for key, trains in trains_by_name.items():  # torch's style would train frozen parameters
             module.get_parameter(key).requires_grad_(trains)
 
-    def _around(self) -> tuple[Any, Any, Any]:
-        return self.sequence_sharding[0], None, functools.partial(self._prepare_output_fn, self.use_local_output)
+    def _style(self, hooks: int) -> Style:
+        finish = functools.partial(self._prepare_output_fn, self.use_local_output)
+        return Style(hooks, self.sequence_sharding[0], None, finish)
 
 
 class RowwiseParallel(_ShardingStyle, torch_parallel.RowwiseParallel):
@@ -182,7 +183,7 @@ class RowwiseParallel(_ShardingStyle, torch_parallel.RowwiseParallel):
 
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
-        self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", self.output_layouts[0])
+        self._sending = _sending_by(exact, reduction, self.output_layouts, "output_layouts", self.output_layouts[0])
 
 
 class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
@@ -215,7 +216,7 @@ class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
 
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
-        self._sending = _sending(exact, reduction, self.input_layouts, "input_layouts")
+        self._sending = _sending_by(exact, reduction, self.input_layouts, "input_layouts")
 
     @staticmethod
     def _prepare_input_fn(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
@@ -226,7 +227,7 @@ class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, input_layouts, run_check=False)
             sending, readers = sending_of(mod), [one for one in mod.modules() if isinstance(one, RecipeModule)]
-            if sending is not None and (gathered := _in_fp8(readers, input, mesh, sending)) is not None:
+            if sending is not None and (gathered := _gather_in_fp8(readers, input, mesh, sending)) is not None:
                 return gathered
         layouts = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), mesh)
@@ -243,9 +244,16 @@ class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
 
         for split in module.children():
             super()._apply(split, device_mesh)
-        module.__dict__[STYLE] = Style(1, *self._around(), sending=self._sending)
+        module.__dict__[STYLE] = self._style(hooks=1)
         module.register_forward_pre_hook(prepare)  # the input is gathered once, for all splits
         return module
+
+
+class _PreparedModule(NamedTuple):
+    """A module whose input is prepared, and its mesh; torch's functions pass it on in the place of a mesh."""
+
+    module: nn.Module
+    mesh: Any
 
 
 class PrepareModuleInput(torch_parallel.PrepareModuleInput):
@@ -272,10 +280,10 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         input_layouts = (*(self.input_layouts or ()), *self.input_kwarg_layouts.values())
-        self._sending = _sending(exact, reduction, input_layouts, "input_layouts")
+        self._sending = _sending_by(exact, reduction, input_layouts, "input_layouts")
 
-    def _prepare_input_arg(self, input: Any, called: Any, input_layout: Any, desired_layout: Any) -> Any:
-        mesh, module = called  # from the hook in _apply
+    def _prepare_input_arg(self, input: Any, prepared: Any, input_layout: Any, desired_layout: Any) -> Any:
+        module, mesh = prepared  # a _PreparedModule, from the hook in _apply
         if isinstance(input_layout, Shard) and desired_layout == Replicate():
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
@@ -285,13 +293,13 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 if isinstance(layer, RecipeModule) and (sending := sending_of(layer)) is not None
                 if sending.output is None and layer.in_features == input.shape[-1]
             ]
-            if (gathered := _in_fp8(readers, input, mesh, self._sending)) is not None:
+            if (gathered := _gather_in_fp8(readers, input, mesh, self._sending)) is not None:
                 return gathered
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._prepare_input_kwarg_fn(args, kwargs, (device_mesh, module))
+            return self._prepare_input_kwarg_fn(args, kwargs, _PreparedModule(module, device_mesh))
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)  # a copy's hook asks the copy's layers
         return module

@@ -273,8 +273,8 @@ class Recorder:
     def _steps_skipped(self) -> Scalar | None:
         """Return a number that is not 0 in a step that changed nothing; None where no optimizer or schedule counts."""
         optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
-        skipped: Scalar | None = getattr(optimizer, "left_out", None)
-        return getattr(self.schedule, "left_out", None) if skipped is None else skipped
+        skipped: Scalar | None = getattr(optimizer, "skip_flag", None)
+        return getattr(self.schedule, "skip_flag", None) if skipped is None else skipped
 
     def _tabulate(self) -> None:
         """Make a table of the model's present layers and recipes."""

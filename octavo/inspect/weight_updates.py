@@ -137,8 +137,9 @@ Weights = Sequence[RecipeModule | nn.Parameter]  # layers, and parameters of oth
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the torch.optim.Optimizer, of accelerate's the one that it wraps, whose step runs hooks; else None."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, torch.optim.Optimizer) else None
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def hook_before_update(optimizer: torch.optim.Optimizer, call: Callable[[bool], None]) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.distributed.checkpoint import PlainModel
 from octavo.distributed.ranks import Ranks
-from octavo.nn.convert import convert, storage_now
+from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -42,7 +42,8 @@ class TrainingState:
 
     With it a run continues bit for bit. Without it, delayed scaling takes one step with each tensor's own scale, and a
     schedule begins anew. The schedule's state is also in the optimizer's ``state_dict()``: it decides the form of the
-    optimizer's state, and is loaded before that.
+    optimizer's state, and is loaded before that. Hooks on model and optimizer see to this; they keep this object alive
+    until ``remove()``.
 
     Args:
         model: a converted model, before or after it is wrapped.
@@ -63,23 +64,30 @@ class TrainingState:
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
         self.model, self.schedule = PlainModel(model).module, schedule
         recipes_of(self.model)
-        self._waiting = ExitStack()  # holds a hook after sharded weights were loaded, until this state is loaded, too
+        self._warning = ExitStack()  # has the hook that warns after sharded weights were loaded, until this state is
+        self._hooks: list[RemovableHandle] = []
         if "lightning.fabric" in sys.modules:
-            self.model.register_load_state_dict_post_hook(self._await)
+            self._hooks.append(self.model.register_load_state_dict_post_hook(self._warn_at_next_forward))
         if schedule is not None:
-            schedule.optimizer.register_state_dict_post_hook(self._add_schedule)
-            schedule.optimizer.register_load_state_dict_pre_hook(self._load_schedule)
-            self.model.register_load_state_dict_pre_hook(self._follow_storage)
+            self._hooks.append(schedule.optimizer.register_state_dict_post_hook(self._add_schedule))
+            self._hooks.append(schedule.optimizer.register_load_state_dict_pre_hook(self._load_schedule))
+            self._hooks.append(self.model.register_load_state_dict_pre_hook(self._follow_storage))
 
-    def _await(self, model: nn.Module, keys: Any) -> None:
+    def remove(self) -> None:
+        """Remove the hooks on model and optimizer; needed where another TrainingState takes the place of this one."""
+        self._warning.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _warn_at_next_forward(self, model: nn.Module, keys: Any) -> None:
         """Prepare a warning after sharded weights were loaded: Fabric may load only weights and optimizers."""
         if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-            self._waiting.close()
-            self._waiting.callback(model.register_forward_pre_hook(self._look).remove)
+            self._warning.close()
+            self._warning.callback(model.register_forward_pre_hook(self._warn).remove)
 
-    def _look(self, model: nn.Module, arguments: Any) -> None:
+    def _warn(self, model: nn.Module, arguments: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._waiting.close()
+            self._warning.close()
             warnings.warn(
                 "weights were loaded but no TrainingState: delayed state and schedule begin anew. After fabric.load "
                 "under ModelParallelStrategy call load_state_dict(state['octavo']) of the TrainingState",
@@ -91,7 +99,7 @@ class TrainingState:
 
     def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if SCHEDULE in state_dict:
-            self._take(self.schedule, state_dict[SCHEDULE])  # type: ignore[arg-type]
+            self._load_schedule_checked(state_dict[SCHEDULE])
 
     def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Store weights in FP8 or plain, like those that the model is about to load; every later hook is too late.
@@ -102,25 +110,24 @@ class TrainingState:
             return
         layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
         are_stored = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
-        initial_state = schedule.state_dict()
-        for index in (initial_state["index"], *range(len(schedule.phases))):
-            schedule.load_state_dict({**initial_state, "index": index})
-            storage: dict[Any, Any] = {**storage_now(model)}
+        for index in (schedule.index, *range(len(schedule.phases))):
+            storage: dict[Any, Any] = {**schedule.targets[index].storage_of(model)}
             if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == are_stored:
-                break
-        else:
-            schedule.load_state_dict(initial_state)
+                schedule.load_state_dict({**schedule.state_dict(), "index": index})
+                return
 
-    def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
-        """Load a schedule's state; model and optimizer, if loaded already, must have the formats of its phase."""
-        settings, stored = _settings(schedule), storage_now(self.model)
-        schedule.load_state_dict(saved)
-        part = "weights" if storage_now(self.model) != stored else "optimizer"
-        if part == "weights" or (schedule.optimizer.state and _settings(schedule) != settings):
+    def _load_schedule_checked(self, saved: dict[str, Any]) -> None:
+        """Load the schedule's state; model and optimizer, if loaded already, must have the form of its phase."""
+        schedule: Any = self.schedule
+        target = schedule.target_of(saved)
+        part = "weights" if target.conversion(self.model).storage else "optimizer"
+        has_other_settings = target.settings != getattr(schedule.optimizer, "settings", None)
+        if part == "weights" or (schedule.optimizer.state and has_other_settings):
             raise ValueError(
-                f"the checkpoint is of {schedule.phase}, which keeps {part} otherwise than the model and its optimizer "
+                f"the checkpoint is of {target.phase}, which keeps {part} otherwise than the model and its optimizer "
                 "did when they were loaded: call schedule.load_state_dict before these, in a loop of your own"
             )
+        schedule.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers and strings, the same on all ranks; all ranks call it."""
@@ -136,29 +143,27 @@ class TrainingState:
 
         Raises:
             ValueError: if it is of other recipes or phases, or if model or optimizer, loaded before, have another form.
+                Nothing is changed then.
         """
         if (state_dict["schedule"] is None) != (self.schedule is None):
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
-        if self.schedule is not None:
-            self._take(self.schedule, state_dict["schedule"])
         recipes_here = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
+        if self.schedule is not None:  # it brings those of its phase
+            recipes = self.schedule.target_of(state_dict["schedule"]).recipes_of(self.schedule.model)
+            recipes_here = dict(zip(recipes_here, map(str, recipes), strict=True))
         saved_recipes = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
         for layer in sorted(recipes_here.keys() | saved_recipes.keys()):
-            (name_here, casts_here), (saved_name, saved_casts) = (
-                recipes.get(layer, "no recipe:").split(":", 1) for recipes in (recipes_here, saved_recipes)
-            )
+            name_here, casts_here = recipes_here.get(layer, "no recipe:").split(":", 1)
+            saved_name, saved_casts = saved_recipes.get(layer, "no recipe:").split(":", 1)
             if casts_here != saved_casts:
                 raise ValueError(
                     f"the checkpoint's layer {layer!r} computes in {saved_name}, this model's in {name_here}: resume "
                     "with the same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
+        if self.schedule is not None:
+            self._load_schedule_checked(state_dict["schedule"])
         PlainModel(self.model).load_delayed(state_dict["delayed"], Ranks.of_process())
-        self._waiting.close()
-
-
-def _settings(schedule: PrecisionSchedule) -> Any:
-    """Return the formats of masters and moments; None for another library's optimizer."""
-    return schedule.optimizer.settings if isinstance(schedule.optimizer, CompactOptimizer) else None
+        self._warning.close()
 
 
 def recipes_of(model: nn.Module) -> dict[str, Recipe]:
@@ -194,12 +199,12 @@ class Following:
     handle: RemovableHandle
 
     def __init__(self) -> None:
-        self.around = ExitStack()  # the contexts of the micro-batch that has begun
+        self.micro_batch = ExitStack()  # the contexts of the micro-batch that has begun
 
     def remove(self) -> None:
         """Remove the hook, even if a training was interrupted within a micro-batch."""
         self.handle.remove()
-        self.around.close()
+        self.micro_batch.close()
 
 
 def follow_accumulation(
@@ -224,7 +229,9 @@ def follow_accumulation(
     """
     from accelerate.state import GradientState
 
-    inner: Any = inner_optimizer(optimizer)
+    from octavo.inspect.weight_updates import torch_optimizer  # here, as the room takes a while to import
+
+    inner: Any = torch_optimizer(optimizer)
     following = Following()
 
     @torch.compiler.disable
@@ -232,19 +239,12 @@ def follow_accumulation(
         if not is_training():
             following.remove()
         elif module.training:  # an evaluation may be within a micro-batch
-            following.around.close()
+            following.micro_batch.close()
             if uses_gradients_early(inner) and not GradientState().sync_gradients:
-                following.around.enter_context(inner.accumulate())
+                following.micro_batch.enter_context(inner.accumulate())
 
     following.handle = PlainModel(model).module.register_forward_pre_hook(begin)
     return following
-
-
-def inner_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer that accelerate's optimizer wraps."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def uses_gradients_early(optimizer: Optimizer) -> bool:

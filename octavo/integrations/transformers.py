@@ -24,13 +24,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
+from octavo.inspect.weight_updates import torch_optimizer
 from octavo.integrations.accelerate import (
     Following,
     TrainingState,
     check_clip,
     convert_once,
     follow_accumulation,
-    inner_optimizer,
     uses_gradients_early,
 )
 from octavo.nn.candidates import Select
@@ -114,15 +114,17 @@ class OctavoCallback(TrainerCallback):
             )
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> TrainingState:
+        """Begin the schedule; return a new TrainingState, which takes the place of that of an earlier training."""
         self.schedule = PrecisionSchedule(model, optimizer, self.phases) if self.phases else None
-        if self._state is None or self._optimizer is not optimizer:
-            self._state, self._optimizer = TrainingState(model, self.schedule), optimizer
-        self._state.schedule = self.schedule
+        if self._state is not None:
+            self._state.remove()
+        self._state, self._optimizer = TrainingState(model, self.schedule), optimizer
         return self._state
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Load octavo's state from the checkpoint, if there is one, and begin."""
-        model, optimizer = kwargs["model"], inner_optimizer(kwargs["optimizer"])
+        model = kwargs["model"]
+        optimizer: Any = torch_optimizer(kwargs["optimizer"])
         if not any(isinstance(module, RecipeModule) for module in model.modules()):
             raise ValueError(
                 "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
@@ -137,9 +139,10 @@ class OctavoCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
             self._following = follow_accumulation(model, optimizer, _is_in_train)
         saved = state.stateful_callbacks.pop(KEY, None)
+        # on_init_end has begun unless Trainer made the optimizer since; a second train() without resuming begins anew
+        is_another_training = saved is None and self.schedule is not None and self.schedule.steps > 0
         training_state = self._state
-        has_steps = saved is None and self.schedule is not None and self.schedule.steps > 0
-        if training_state is None or self._optimizer is not optimizer or has_steps:
+        if training_state is None or self._optimizer is not optimizer or is_another_training:
             training_state = self._begin(model, optimizer)
         if saved is not None:
             training_state.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))

@@ -234,11 +234,12 @@ def storage_after(
 ) -> dict[nn.Parameter, Granularity | None]:
     """Return how weights are stored in a phase of this ``weight_storage``, "fp8", None or "same": as ``before``.
 
-    Raises ValueError if that can't be, or the recipe can't read them.
+    Raises ValueError if that can't be, the recipe can't read them, or the model has no octavo module.
     """
+    modules = _octavo_modules(model)
     after = dict(before) if weight_storage else dict.fromkeys(before)
     if weight_storage == "fp8":
-        targets = [Convertible(name, module, type(module)) for name, module in _modules(model)]
+        targets = [Convertible(name, module, type(module)) for name, module in modules]
         after |= _granularities_in_fp8(model, recipe, targets)
     for name, module, weight in _weights_of(model):
         if after[weight] != before[weight]:
@@ -255,6 +256,13 @@ def _weights_of(model: nn.Module) -> list[tuple[str, RecipeModule, nn.Parameter]
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+
+
+def _octavo_modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
+    """Return (name, module) for each octavo module; ValueError if the model has none."""
+    if not (modules := _modules(model)):
+        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    return modules
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
@@ -303,8 +311,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
     """
     recipe = _checked(model, recipe)
-    if not (modules := _modules(model)):
-        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    modules = _octavo_modules(model)
     for name, module, weight in _weights_of(model):
         check_readable(recipe.of(*module.names(name)), weight)
     for name, module in modules:

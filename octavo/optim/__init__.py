@@ -7,12 +7,4 @@ from octavo.optim.moment import Moment
 from octavo.optim.muon import Muon
 from octavo.optim.sgd import SGD
 
-__all__ = [
-    "E4M4",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Moment",
-    "Muon",
-    "update_in_backward",
-]
+__all__ = ["E4M4", "SGD", "Adam", "AdamW", "Moment", "Muon", "update_in_backward"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,12 +18,17 @@ from octavo.weights.stored import local_stored
 def check_adam_options(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:
     """Raise ValueError for options out of range."""
     check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
+    _check_range(betas)
+
+
+def _check_range(betas: Any) -> None:
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be at least 0 and below 1, two numbers")
 
 
 def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
-    """Raise ValueError for betas that give no largest update, from which an FP8 weight's scale comes."""
+    """Raise ValueError for betas out of range, or, of a weight in FP8, that give no largest update for its scale."""
+    _check_range(group["betas"])
     beta1, beta2 = group["betas"]
     if local_stored(weight) is not None and beta1 * beta1 > beta2:
         raise ValueError(
@@ -91,10 +96,10 @@ class Adam(CompactOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
+    def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and by ``check_betas``."""
         check_betas(weight, group)
-        super().check(weight, group, settings)
+        super().check_weight(weight, group, settings)
 
     def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
         """Whether updates will be clipped: ``clip_update``; None: if a weight is in FP8 or a moment not float32."""
@@ -168,4 +173,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
+        refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        options: dict[str, Any] = {"moments": moments, "master": master, "maximize": maximize, "seed": seed}
+        options |= {"clip_update": clip_update, "skip_nonfinite": skip_nonfinite, "gradient_storage": gradient_storage}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)

@@ -20,7 +20,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, fp8_shards, is_sharded, place_of, ranks_share_amax, settle_gradient
+from octavo.optim.layout import SharedAmaxes, fp8_shards, is_sharded_tensor, place_of, ranks_share_amax, settle_gradient
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -77,12 +77,16 @@ class PreparedUpdate(NamedTuple):
 
 
 def changes_since(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> tuple[bool, bool]:
-    """Return whether a weight has other memory now, and whether its master has to begin anew, as others wrote it."""
-    before, has_address_of_before = prepared.data, prepared.address == data.data_ptr()
+    """Return whether a weight has moved to other memory since the last step, and whether others have written it.
+
+    The master of a weight that was written has to begin anew. ``data``: the tensor that a step writes now.
+    """
+    before = prepared.data
+    has_moved = prepared.address != data.data_ptr()
     if not isinstance(weight, StoredWeight):  # the master is the weight and bits below it: a write goes into it
-        return not has_address_of_before, False
+        return has_moved, False
     if not weight.is_shard:
-        return not has_address_of_before, has_address_of_before and prepared.version != data._version
+        return has_moved, not has_moved and prepared.version != data._version
     # without rows a shard has no address; where FSDP2 loads it, it gets other memory, in which other bytes are a write
     has_same_bytes = before is data or torch.equal(before.view(torch.uint8), data.view(torch.uint8))
     return before is not data, not has_same_bytes or before._version != prepared.version
@@ -113,18 +117,21 @@ class CompactOptimizer(Optimizer):
     ) -> None:
         if gradient_storage not in (None, "fp8"):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
-        self.moments, self.master, self.seed = self.moments_of(moments), master, seed
+        if not isinstance(skip_nonfinite, bool):
+            raise TypeError(f"skip_nonfinite={skip_nonfinite!r}: use True or False")
+        self.moments = self.moments_of(moments)
+        self.master, self.seed = master, seed
         self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
-        self._begin()
+        self._reset()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
         # here, not at the class: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
         type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
-        # updates; one is made anew in _current once it is no longer right, all after a load and after new settings
+        # updates; _current_update makes one anew once it is no longer right, and all after a load or new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
         self._plans: dict[Any, Any] = {}
@@ -154,7 +161,7 @@ class CompactOptimizer(Optimizer):
             for group in self.split_group(param_group):
                 super().add_param_group(group)
                 for param in group["params"]:
-                    self.check(param, group, self.settings)
+                    self.check_weight(param, group, self.settings)
             self._attach()
         except BaseException:
             del self.param_groups[count:]
@@ -173,11 +180,11 @@ class CompactOptimizer(Optimizer):
     def _describe(self) -> None:
         """Note in each group how its state is to be read: torch.distributed.checkpoint saves what groups have."""
         for group in self.param_groups:
-            group["octavo"] = states.description(self.settings, self.seed)
+            group["octavo"] = states.describe(self.settings, self.seed)
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
+    def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError for a weight of a group that these settings don't fit."""
-        states.check(weight, settings.only(self.names_of(group)), self.bounds_update(settings, [weight]))
+        states.check_weight(weight, settings.only(self.names_of(group)), self.bounds_update(settings, [weight]))
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """Return the Moments that a ``moments`` argument means for this optimizer."""
@@ -225,7 +232,7 @@ class CompactOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin()
+        self._reset()
         self._attach()
 
     def all_params(self) -> list[nn.Parameter]:
@@ -252,8 +259,8 @@ class CompactOptimizer(Optimizer):
             >>> layer.weight.grad
             StoredGradient((128, 128), torch.float32)
         """
-        early = self.in_backward or self._gradients  # which would use or round gradients as they come
-        return nullcontext() if early is None else early.accumulate()
+        gradient_taker = self.in_backward or self._gradients  # it uses or rounds gradients as they come
+        return nullcontext() if gradient_taker is None else gradient_taker.accumulate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights that have gradients.
@@ -288,8 +295,8 @@ class CompactOptimizer(Optimizer):
         self._shared_amaxes.check_ranks_agree(self)
         self._shared_amaxes.finish()
         params = self._params_with_shared_amax()
-        anew = [self._current(param)[1] for param in params]
-        if any(anew) or (self._was_loaded and params):
+        new_masters = [begins_anew for _, begins_anew in map(self._current_update, params)]  # of all: each is prepared
+        if any(new_masters) or (self._was_loaded and params):
             self._shared_amaxes.start(params, self.state)
             self._shared_amaxes.finish()
         self._was_loaded = False
@@ -320,12 +327,12 @@ class CompactOptimizer(Optimizer):
         self._shared_amaxes.check_ranks_agree(self)
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
-        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # a GradScaler sets both
         if skip is None and self.skip_nonfinite and params:
-            skip = ~torch.isfinite(states.largest(gradients))
+            skip = ~torch.isfinite(states.largest_gradient(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
-        self.left_out: Tensor | None = skip  # not 0 where this step does nothing; for callers to read
+        self.skip_flag: Tensor | None = skip  # not 0 where this step does nothing; for callers to read
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:
@@ -340,8 +347,8 @@ class CompactOptimizer(Optimizer):
             update = self._update(param)
             updates.setdefault(update.gradient.device, []).append((param, update))
         for device, on_device in updates.items():
-            numbers = (None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale))
-            skip_there, scale_there = numbers
+            skip_there = None if skip is None else skip.to(device, torch.float32, non_blocking=True)
+            scale_there = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
             sums = None if self.resolution is None else self.resolution.on(device)
             self._launch(on_device, skip_there, scale_there, sums)
         self._note_writes(params)
@@ -350,7 +357,7 @@ class CompactOptimizer(Optimizer):
         """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
         codes: dict[nn.Parameter, Tensor] = {}
         for param in params:
-            prepared, weight = self._prepared[param], states.local(param)
+            prepared, weight = self._prepared[param], states.shard_of(param)
             if isinstance(weight, StoredWeight):
                 codes[param] = weight.qdata
             elif prepared.update.master.weight.data_ptr() != prepared.address:
@@ -386,10 +393,11 @@ class CompactOptimizer(Optimizer):
         return self._options(group)._replace(lr=float(group["lr"]))._asdict()
 
     def _update(self, param: nn.Parameter) -> WeightUpdate:
-        grad = states.local(param.grad)  # type: ignore[arg-type]
+        grad = states.shard_of(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
-        update = self._current(param)[0].update
+        prepared, _ = self._current_update(param)
+        update = prepared.update
         shape = update.master.weight.shape
         if grad.numel() == 0 and shape.numel() > 0:  # the weight is a row that stands in for a shard without rows
             return update._replace(gradient=torch.zeros(shape, device=grad.device, dtype=torch.float32))
@@ -397,13 +405,17 @@ class CompactOptimizer(Optimizer):
             return states.with_codes(update, grad)
         return update._replace(gradient=grad.resolve_neg().contiguous().view(shape))
 
-    def _current(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
+    def _current_update(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
         """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
-        weight, state, position = states.local(param), self.state[param], self._positions[param]
-        names, data, is_new = self.names_of(self.param_groups[position[0]]), states.data_of(weight), not state
+        weight, state = states.shard_of(param), self.state[param]
+        data = states.data_of(weight)
+        is_new = not state
+        group, number = self._positions[param]
+        names = self.names_of(self.param_groups[group])
         if is_new:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, options = self._prepared.get(param), (*position, self.seed, names)
+        options = group, number, self.seed, names
+        prepared = self._prepared.get(param)
         has_moved, was_written = (True, False) if prepared is None else changes_since(prepared, weight, data)
         if (
             prepared is None
@@ -415,26 +427,29 @@ class CompactOptimizer(Optimizer):
             prepared = self._prepare(param, weight, options)
         if was_written:  # by a load or by the user: the master begins anew, as these codes
             for name, value in MasterForm.of(param, self.master).new_state(weight).items():
-                states.local(state[name]).copy_(states.local(value))
+                states.shard_of(state[name]).copy_(states.shard_of(value))
             prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
-        if isinstance(weight, StoredWeight) and (is_new or was_written):
+        begins_anew = is_new or was_written
+        if isinstance(weight, StoredWeight) and begins_anew:
             weight.low_bits = None  # the master has them
-        return prepared, is_new or was_written
+        return prepared, begins_anew
 
     def _prepare(self, param: nn.Parameter, weight: Tensor, options: tuple[Any, ...]) -> PreparedUpdate:
         """Make a weight's update anew, which the next steps use too; launches of the update before it are dropped."""
-        group, index, seed, names = options
+        group, number, seed, names = options
         if param in self._prepared:
             self._forget_plans()
         if isinstance(weight, StoredWeight) and not self.clip_update:  # it may have been stored since
             self._forget_clip_update()
-        self.check(param, self.param_groups[group], self.settings)
-        state, data, settings = self.state[param], states.data_of(weight), self.settings.only(names)
+        self.check_weight(param, self.param_groups[group], self.settings)
+        state = self.state[param]
+        data = states.data_of(weight)
+        settings = self.settings.only(names)
         if settings.in_state(state) != settings:  # SGD's group was given a momentum, which begins as the gradient
             state.update(states.new_state(param, settings) | state)
             state["step"].zero_()
         master, moments = states.for_kernel(param, weight, state, settings)
-        bits = BitNumbers(key_of(seed, index), *place_of(param))
+        bits = BitNumbers(key_of(seed, number), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
         prepared = PreparedUpdate(update, data, data.data_ptr(), data._version, options, (*state.values(),))
@@ -462,26 +477,26 @@ class CompactOptimizer(Optimizer):
         """
         self._shared_amaxes.finish()
         self._describe()
-        begun: Any = self._begun_states()
-        self.state.update(begun)
+        first_states: Any = self._first_states()
+        self.state.update(first_states)
         try:
             return super().state_dict()
         finally:
-            for param in begun:
+            for param in first_states:
                 del self.state[param]
 
     @torch.no_grad()
-    def _begun_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def _first_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Return first states of the trained weights without a state; none if none of these weights lives in FP8."""
         groups = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
         missing = [param for param in groups if not self.state.get(param)]
         if not fp8_shards(missing):
             return {}
-        begun = {param: states.new_state(param, self.settings_of(groups[param])) for param in missing}
-        if not begun.keys().isdisjoint(params := self._params_with_shared_amax()):
-            self._shared_amaxes.start(params, self.state | begun)
+        first_states = {param: states.new_state(param, self.settings_of(groups[param])) for param in missing}
+        if not first_states.keys().isdisjoint(params := self._params_with_shared_amax()):
+            self._shared_amaxes.start(params, self.state | first_states)
             self._shared_amaxes.finish()
-        return begun
+        return first_states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.
@@ -499,31 +514,32 @@ class CompactOptimizer(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
-        described = states.fit_groups(groups, self)
+        description = states.fit_groups(groups, self)
         self._shared_amaxes.finish()
-        same = described is None or states.has_form_of(described, self.settings)
-        new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        conversions = set[str]()
+        same_form = description is None or states.has_form_of(description, self.settings)
+        loaded_states: dict[Tensor, states.LoadedState] = {}
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
             if saved := state_dict["state"].get(index):
                 settings = self._settings_in(saved, group)
-                new_states[param], changes = states.loaded(param, saved, described, same, settings)
-                conversions |= changes
-        if not conversions and self._would_begin_with(new_states, dict(in_groups)):
+                loaded_states[param] = states.load_state(param, saved, description, same_form, settings)
+        new_states = defaultdict(dict, {param: loaded.state for param, loaded in loaded_states.items()})
+        lost_masters = {loaded.lost_master for loaded in loaded_states.values()}
+        is_converted = any(lost_masters) or any(loaded.moments_converted for loaded in loaded_states.values())
+        if not is_converted and self._would_begin_with(new_states, dict(in_groups)):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_prepared()
         self._step_has_begun, self._was_loaded = False, True
-        self.seed = self.seed if described is None else described["seed"]
+        self.seed = self.seed if description is None else description["seed"]
         self._describe()
         self._attach()
         for shard in fp8_shards(new_states):
             shard.low_bits = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
-        if conversions:
-            warnings.warn(states.conversion_warning(described, self.settings, conversions), stacklevel=2)
+        if is_converted:
+            warnings.warn(states.conversion_warning(description, self.settings, lost_masters), stacklevel=2)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -533,11 +549,13 @@ class CompactOptimizer(Optimizer):
         Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
-        if not fp8_shards(loaded) or any(is_sharded(param) or state["step"].is_meta for param, state in loaded.items()):
+        if not fp8_shards(loaded) or any(
+            is_sharded_tensor(param) or state["step"].is_meta for param, state in loaded.items()
+        ):
             return False
         pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
         return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
-    def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
+    def _settings_in(self, saved_state: dict[str, Any], group: dict[str, Any]) -> Settings:
         """Return the settings for a loaded state of a weight of this group."""
         return self.settings_of(group)

@@ -22,32 +22,30 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
-from octavo.optim.state import Settings, for_kernel, new_master
+from octavo.optim.state import Settings, WeightState, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
 from octavo.weights.storable import why_cut_blocks
 from octavo.weights.stored import StoredWeight, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
+NewStorage = Mapping[nn.Parameter, WeightStorage]  # of the weights whose storage changes
 
 
 def convert(
-    optimizer: CompactOptimizer,
-    settings: Settings,
-    storage: Mapping[nn.Parameter, WeightStorage],
-    stored: Callable[[nn.Parameter], None] = lambda param: None,
+    optimizer: CompactOptimizer, settings: Settings, storage: NewStorage, on_stored: Callable[..., None] | None = None
 ) -> None:
     """Convert an optimizer to other moments, masters and storage, in place: each parameter stays the same object.
 
-    ``storage``: {weight whose storage changes: its new storage}; ``stored`` is called with each of them as soon as it
-    has that. ValueError if a weight can't be kept so; nothing is changed then.
+    ``on_stored`` is called with each weight of ``storage`` as soon as that is its storage. ValueError if a weight
+    can't be kept so; nothing is changed then.
     """
     Conversion(settings, storage).check(optimizer)
     optimizer.forget_prepared()
     for param in optimizer.all_params():
         _convert_param(optimizer, param, settings, storage)
-        if param in storage:
-            stored(param)
+        if param in storage and on_stored is not None:
+            on_stored(param)
     optimizer.adopt(settings)
 
 
@@ -82,7 +80,7 @@ class Conversion(NamedTuple):
     """
 
     settings: Settings | None
-    storage: Mapping[nn.Parameter, WeightStorage]
+    storage: NewStorage
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if ``apply`` would fail."""
@@ -96,7 +94,7 @@ class Conversion(NamedTuple):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 target = blank(param, self.storage[param], "meta") if param in self.storage else param
-                optimizer.check(target, group, self.settings)
+                optimizer.check_weight(target, group, self.settings)
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
@@ -118,9 +116,9 @@ class Conversion(NamedTuple):
 
         if self.storage or self.settings != optimizer.settings:
             convert(optimizer, self.settings, self.storage, give_to_fsdp2)
-        owned = set(optimizer.all_params())
+        params_of_optimizer = set(optimizer.all_params())
         for weight in self.storage:
-            if weight not in owned:  # such as a frozen weight, which no optimizer has
+            if weight not in params_of_optimizer:  # such as a frozen weight, which no optimizer has
                 store(weight, self.storage[weight])
                 give_to_fsdp2(weight)
 
@@ -134,20 +132,20 @@ class Conversion(NamedTuple):
 
         TypeError for an optimizer of others whose state is known after its first step only.
         """
-        trained = {param: group for group in optimizer.param_groups for param in group["params"]}
+        group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         weights = masters = moments = parameters = 0
         gradients = [0]
         for param in params:
-            local = states.local(param.detach())
+            shard = states.shard_of(param.detach())
             changes = param in self.storage
-            stored = blank(local, self.storage[param], "meta") if changes else torch.empty_like(local, device="meta")
+            stored = blank(shard, self.storage[param], "meta") if changes else torch.empty_like(shard, device="meta")
             pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
             weights += states.bytes_of(pair_or_tensor)
-            parameters += local.numel()
+            parameters += shard.numel()
             if not isinstance(optimizer, CompactOptimizer):
-                moments += _torch_moments(optimizer, param, trained[param]) if param in trained else 0
-            elif param in trained and self.settings is not None and param.requires_grad:
-                group_settings = self.settings.only(optimizer.names_of(trained[param]))
+                moments += _torch_moments(optimizer, param, group_of[param]) if param in group_of else 0
+            elif param in group_of and self.settings is not None and param.requires_grad:
+                group_settings = self.settings.only(optimizer.names_of(group_of[param]))
                 masters += states.bytes_of(MasterForm.of(stored, group_settings.master).new_state(stored).values())
                 moments += states.bytes_of(states.new_moments(group_settings.moments_of(param), stored).values())
             if param.requires_grad:
@@ -159,9 +157,9 @@ class Conversion(NamedTuple):
 
 
 def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:
-    local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
-    stored = StoredGradient.cast(local, param.dtype, is_fp8_experts(param)) if is_coded else None
-    return states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv])
+    gradient = torch.empty_like(states.shard_of(param.detach()), dtype=param.dtype, device="meta")
+    stored = StoredGradient.cast(gradient, param.dtype, is_fp8_experts(param)) if is_coded else None
+    return states.bytes_of([gradient] if stored is None else [stored.qdata, stored.scale_inv])
 
 
 def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> int:
@@ -173,18 +171,15 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, A
     elif isinstance(optimizer, torch.optim.SGD):
         count = int(group["momentum"] != 0)
     else:
-        raise TypeError(
-            f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
-            "or SGD, or octavo.optim"
-        )
-    return count * states.bytes_of([states.local(param.detach())])
+        remedy = "plan with torch's Adam, AdamW or SGD, or octavo.optim"
+        raise TypeError(f"what {type(optimizer).__name__} keeps is known after its first step only; {remedy}")
+    return count * states.bytes_of([states.shard_of(param.detach())])
 
 
-def _convert_param(
-    optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
-) -> None:
+def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: NewStorage) -> None:
     """Convert a weight and its state, as ``convert`` does for all."""
-    same_storage, state = param not in storage, optimizer.state.get(param)
+    same_storage = param not in storage
+    state = optimizer.state.get(param)
     if not state:
         if not same_storage:
             store(param, storage[param])
@@ -192,10 +187,10 @@ def _convert_param(
                 shard.facts.awaited = True
         return
     old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
-    old, _ = for_kernel(param, states.local(param.detach()), state, old_settings)
+    old, _ = for_kernel(param, states.shard_of(param.detach()), state, old_settings)
     new_param: Any = param if same_storage else like_sharded(blank(param, storage[param]), param, param.shape)
-    new_weight = states.local(new_param.detach())
-    new_state = {"step": state["step"]} | _converted_moments(param, new_param, state, old_settings, new_settings)
+    new_weight = states.shard_of(new_param.detach())
+    new_state = {"step": state["step"]} | _convert_moments(param, new_param, state, old_settings, new_settings)
     if same_storage and MasterForm.of(param, old_settings.master) is MasterForm.of(param, new_settings.master):
         new_state |= {name: value for name, value in state.items() if name.startswith("master_")}
     else:
@@ -207,20 +202,18 @@ def _convert_param(
     optimizer.state[param] = new_state
 
 
-def _converted_moments(
-    param: Tensor, new_param: Tensor, state: dict[str, Any], old_settings: Settings, new_settings: Settings
-) -> dict[str, Any]:
-    """Return the tensors of all moments; those whose storage does not change are not copied."""
-    tensors: dict[str, Any] = {}
-    old_moments = old_settings.moments_of(param)
-    for name, new in new_settings.moments_of(param).items():
-        empty_tensors = new.new_state(name, states.local(param).shape, "meta", is_fp8_experts(new_param))
-        if new == old_moments[name] and all(
-            key in state and states.local(state[key]).shape == value.shape for key, value in empty_tensors.items()
+def _convert_moments(param: Tensor, new_param: Tensor, state: WeightState, old: Settings, new: Settings) -> WeightState:
+    """Return the tensors of all moments after a change of settings; those whose form stays are not copied."""
+    tensors: WeightState = {}
+    old_moments = old.moments_of(param)
+    for name, moment in new.moments_of(param).items():
+        empty_tensors = moment.new_state(name, states.shard_of(param).shape, "meta", is_fp8_experts(new_param))
+        if moment == old_moments[name] and all(
+            key in state and states.shard_of(state[key]).shape == value.shape for key, value in empty_tensors.items()
         ):
             tensors |= {key: state[key] for key in empty_tensors}
         else:
-            tensors |= states.convert_moment(new_param, name, old_moments[name], new, state)
+            tensors |= states.convert_moment(new_param, name, old_moments[name], moment, state)
     return tensors
 
 

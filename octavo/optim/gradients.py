@@ -22,6 +22,11 @@ from octavo.optim.layout import is_fp8_experts, settle_gradient
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded
 
+NO_DDP = (
+    "DistributedDataParallel exchanges a gradient after {} would have {} it; use fully_shard (FSDP2), whose gradients "
+    "are exchanged before, or {}"
+)
+
 
 class GradientHooks:
     """Hooks that call a method after parameters' gradients; they hold the method's object weakly and go with it.
@@ -48,8 +53,8 @@ class GradientHooks:
         for param in params:
             if param.requires_grad and param not in self.handles:
                 self.handles[param] = param.register_post_accumulate_grad_hook(self._hook)
-        for gone in self.handles.keys() - set(params):
-            self.handles.pop(gone).remove()
+        for param in self.handles.keys() - set(params):
+            self.handles.pop(param).remove()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -65,27 +70,23 @@ class GradientStorage:
     """The storage of an optimizer's gradients in FP8, for as long as the optimizer lives."""
 
     def __init__(self) -> None:
-        self.hooks = GradientHooks(
-            self._take,
-            "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
-            "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
-        )
+        self.hooks = GradientHooks(self._store, NO_DDP.format("gradient_storage", "rounded", "gradient_storage=None"))
         self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # grad_dtype and dtype before sums were float32
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Sum gradients in float32 within this context: for all micro-batches of a step but the last."""
         for param in self.hooks.handles:
-            stored = None if param.grad is None else states.local(param.grad)
+            stored = None if param.grad is None else states.shard_of(param.grad)
             if isinstance(stored, StoredGradient) and stored.is_zero:  # by zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
         return self.hooks.accumulate()
 
     @torch.no_grad()
-    def _take(self, param: nn.Parameter) -> None:
+    def _store(self, param: nn.Parameter) -> None:
         """Round a parameter's complete gradient to FP8, or, within ``accumulate``, have its sum be float32."""
         whole = settle_gradient(param)
         assert whole is not None
-        gradient = states.local(whole)
+        gradient = states.shard_of(whole)
         if isinstance(gradient, StoredGradient) or gradient.is_sparse:
             return
         if not self.hooks.accumulating:
@@ -117,8 +118,8 @@ def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
         kind = nn.parallel.DistributedDataParallel  # issubclass, as isinstance would run proxies
         return [model for model in gc.get_objects() if issubclass(type(model), kind)]
 
-    owned = set(params)
+    param_set = set(params)
     if ddp_models():
         gc.collect()
-    if any(param in owned for model in ddp_models() for param in model.module.parameters()):
+    if any(param in param_set for model in ddp_models() for param in model.module.parameters()):
         raise RuntimeError(reason)

@@ -19,7 +19,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative
-from octavo.optim.gradients import GradientHooks, refuse_ddp
+from octavo.optim.gradients import NO_DDP, GradientHooks, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
 from octavo.private import execution_engine
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
@@ -33,10 +33,7 @@ _SCALER = (
     "a GradScaler decides by all gradients whether to skip a step, but update_in_backward uses them while they come; "
     "train in bf16 (a GradScaler(enabled=False) may stay), or remove() the handle"
 )
-_DDP = (
-    "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; use fully_shard "
-    "(FSDP2), whose gradients are exchanged before, or step() after backward"
-)
+_DDP = NO_DDP.format("update_in_backward", "used", "step() after backward")
 
 
 def update_in_backward(
@@ -124,7 +121,7 @@ class GradientNorms:
 
     def load(self, state: dict[str, Any], params: list[nn.Parameter]) -> None:
         """Load a state that ``state`` returned, and go on from it."""
-        device = states.local(params[0].detach()).device
+        device = states.shard_of(params[0].detach()).device
         self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
         self._last = state["squares"].to(device, copy=True)
         self._now = torch.full_like(self._last, _TO_COME)
@@ -160,7 +157,7 @@ class GradientNorms:
 
 def squared_norms(gradients: list[Tensor]) -> Tensor:
     """Return each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
-    norms = torch._foreach_norm([states.local(gradient) for gradient in gradients], 2.0, torch.float32)
+    norms = torch._foreach_norm([states.shard_of(gradient) for gradient in gradients], 2.0, torch.float32)
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
     alike: dict[Any, list[Tensor]] = {}
     for square, gradient in zip(squares.unbind(), gradients, strict=True):
@@ -177,6 +174,18 @@ def squared_norms(gradients: list[Tensor]) -> Tensor:
 class UpdatesInBackward:
     """The handle of ``update_in_backward``.
 
+    Within a step a weight goes through three states:
+
+        state                  in the set      its ``grad``
+        awaits its gradient    none            None
+        awaits its launch      ``_pending``    the gradient
+        is updated             ``_updated``    a UsedGradient
+
+    ``step()`` launches the second state's updates, which the third state then has too, and ends the step: all weights
+    await their gradients again, and ``_updated_last_step`` has those that were updated. Of these, weights that the next
+    step does not reach are updated by zeros if the optimizer's ``zero_grad(set_to_none=False)`` came in between, which
+    sets ``leaves_zeros``. After a backward pass that failed all weights await their gradients, too.
+
     Attributes:
         launches: how many launches there were, that of step() included.
         most_bytes: the most bytes of gradients that waited at a time.
@@ -189,7 +198,7 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._pending_bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._updated_last: set[nn.Parameter] = set()  # in the step before
+        self._updated_last_step: set[nn.Parameter] = set()
         self.leaves_zeros = False  # whether the optimizer's zero_grad has left zeros in place of their gradients
         self._running_pass: Any = None  # a weak reference to the callback at the end of the running backward pass
         self._streams: dict[torch.device, Any] = {}
@@ -245,7 +254,8 @@ class UpdatesInBackward:
         self._wait()
         if self._updated and self.clip is not None:
             self.last_norm = self._norms.end_step()
-        self._updated_last, self._updated, self.leaves_zeros = self._updated, set(), False
+        self._updated_last_step, self._updated = self._updated, set()
+        self.leaves_zeros = False
         self._running_pass = None
         self._hooks.attach(params)  # parameters may have been replaced since: by sharding, say
 
@@ -296,7 +306,7 @@ class UpdatesInBackward:
             return
         self.launches += 1
         self._updated.update(params)
-        norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
+        norms = torch._foreach_norm([states.shard_of(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream_of_updates(params):
             divisor = None  # of gradients, so that they are clipped
             if self.clip is not None:
@@ -306,14 +316,14 @@ class UpdatesInBackward:
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
-                param.grad = like_sharded(UsedGradient(states.local(gradient), norm), gradient, gradient.shape)
+                param.grad = like_sharded(UsedGradient(states.shard_of(gradient), norm), gradient, gradient.shape)
 
     def _forget_used(self) -> None:
         """Drop the UsedGradients; of weights without gradients put back the zeros that zero_grad has left."""
         for param in self._updated:
-            if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
+            if param.grad is not None and isinstance(states.shard_of(param.grad), UsedGradient):
                 param.grad = None
-        for param in self._updated_last - self._updated if self.leaves_zeros else ():
+        for param in self._updated_last_step - self._updated if self.leaves_zeros else ():
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
@@ -327,7 +337,7 @@ class UpdatesInBackward:
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         for param in params:
-            states.local(param.grad).record_stream(stream)  # type: ignore[arg-type]
+            states.shard_of(param.grad).record_stream(stream)  # type: ignore[arg-type]
         return torch.cuda.stream(stream)
 
     def _wait(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,14 @@ def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
             yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim, placement
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded_tensor(tensor: Tensor) -> bool:
     """Whether ranks have shards of a tensor, or terms of its sum."""
     return any(True for _ in sharded_dims(tensor))
 
 
 def is_sharded_vector(param: Tensor) -> bool:
     """Whether a parameter is a sharded vector: kernels take it as a column, so its indices are the whole vector's."""
-    return param.ndim < 2 and is_sharded(param)
+    return param.ndim < 2 and is_sharded_tensor(param)
 
 
 def ranks_share_blocks(param: Tensor) -> bool:
@@ -72,16 +72,26 @@ def fp8_shards(weights: Iterable[Tensor]) -> list[StoredWeight]:
     return [shard for weight in weights if (shard := local_stored(weight)) is not None]
 
 
-def place_of(param: Tensor) -> tuple[int, int, int]:
-    """Return (first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
+class Place(NamedTuple):
+    """The place where a shard begins in its weight's matrix, and the number of columns of that."""
 
-    The matrix is [E * N, K] of experts in FP8, [n, 1] of a sharded vector.
+    first_row: int
+    first_column: int
+    row_length: int
+
+
+def place_of(param: Tensor) -> Place:
+    """Return the place of this rank's shard in the weight's matrix: [E * N, K] of experts in FP8, [n, 1] of a vector.
+
+    A vector that is not sharded is one row.
     """
-    row, column, *_ = (*(each.start for each in own_slices(param.shape, param)), 0, 0)
+    starts = [dimension.start for dimension in own_slices(param.shape, param)]
+    first_row = starts[0] if starts else 0
     if is_fp8_experts(param):
-        return row * param.shape[1], 0, param.shape[2]
+        return Place(first_row * param.shape[1], 0, param.shape[2])
+    first_column = starts[1] * math.prod(param.shape[2:]) if len(starts) > 1 else 0
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
-    return row, column * math.prod(param.shape[2:]), columns
+    return Place(first_row, first_column, columns)
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
@@ -119,7 +129,7 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
 
 def ranks_share_amax(param: Tensor) -> bool:
     """Whether ranks must agree on a parameter's amax: their shards live in FP8 with one scale for all."""
-    if (shard := local_stored(param)) is None or not shard.has_one_scale or not is_sharded(param):
+    if (shard := local_stored(param)) is None or not shard.has_one_scale or not is_sharded_tensor(param):
         return False  # each expert lies whole on one rank
     return any(group.size() > 1 for group in groups_of(param))
 
@@ -146,13 +156,13 @@ class SharedAmaxes:
         import torch.distributed as dist
 
         self.finish()
-        together: dict[Any, list[nn.Parameter]] = {}
+        params_by_groups: dict[Any, list[nn.Parameter]] = {}
         for param in params:
-            together.setdefault(groups_of(param), []).append(param)
-        for (*outer, last), some in together.items():
-            device = some[0].device_mesh.device_type  # type: ignore[attr-defined]
+            params_by_groups.setdefault(groups_of(param), []).append(param)
+        for (*outer, last), params_here in params_by_groups.items():
+            device = params_here[0].device_mesh.device_type  # type: ignore[attr-defined]
             none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
-            amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
+            amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in params_here]
             largest = torch.cat([amax.to(device) for amax in amaxes])
             for group in outer:  # where the mesh has several dimensions
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -164,7 +174,7 @@ class SharedAmaxes:
         if self.options_compared:
             return
         self.options_compared = True
-        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
+        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded_tensor(param))
         if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
             return
         options = {f"{type(optimizer).__name__}'s {name}": value for name, value in optimizer.shared_options().items()}

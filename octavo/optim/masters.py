@@ -43,11 +43,11 @@ class MasterForm:
         ValueError for another name, or a weight of another dtype than the master is for.
         """
         if local_stored(param) is not None:
-            wanted = "split16" if master == "auto" else master
-            if wanted not in FP8_MASTERS:
+            name = "split16" if master == "auto" else master
+            if name not in FP8_MASTERS:
                 names = ", ".join(map(repr, FP8_MASTERS))
                 raise ValueError(f"master={master!r}: weights stored in FP8 take {names}")
-            return FP8_MASTERS[wanted]
+            return FP8_MASTERS[name]
         if master not in PLAIN_MASTERS and master not in _BF16_NAMES:
             names = ", ".join(map(repr, dict.fromkeys((*_BF16_NAMES, *PLAIN_MASTERS))))
             raise ValueError(f"master={master!r}: use {names}")
@@ -71,7 +71,8 @@ class MasterForm:
         if not isinstance(weight, StoredWeight):
             if self.low_bits_dtype is None:
                 return {}
-            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device))}
+            no_bits = torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device)
+            return {"master_rest": _as_bytes(no_bits)}
         if not has_powers_of_two(weight.scale_inv) or weight.granularity in FROZEN_ONLY:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
@@ -93,7 +94,7 @@ class MasterForm:
         if dtype.is_floating_point:
             return {**state, "master_rest": values.to(dtype)}
         shift = torch.iinfo(dtype).bits - torch.iinfo(low_bits.dtype).bits
-        return {**state, "master_rest": _as_kept(low_bits.to(dtype, copy=True).mul_(1 << shift))}
+        return {**state, "master_rest": _as_bytes(low_bits.to(dtype, copy=True).mul_(1 << shift))}
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
         """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
@@ -111,7 +112,7 @@ def _values_of(codes: Tensor, scale_inv: Tensor, low_bits: Tensor) -> Tensor:
     return values_with(codes, scale_inv, low_bits)
 
 
-def _as_kept(low_bits: Tensor) -> Tensor:
+def _as_bytes(low_bits: Tensor) -> Tensor:
     """Return 16 bits as two bytes, [...] -> [..., 2]; other dtypes as they are."""
     return low_bits.unsqueeze(-1).view(torch.uint8) if low_bits.dtype == torch.int16 else low_bits
 

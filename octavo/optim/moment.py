@@ -58,8 +58,8 @@ class Moment:
             raise ValueError(f"Moment: granularity={self.granularity}: use PerBlock(1, {BLOCK}) or PerTensor()")
         if self.scale not in ("block", "previous"):
             raise ValueError(f"Moment: scale={self.scale!r}: use 'block' or 'previous'")
-        if self.scale == "previous" and self.granularity != PerTensor():
-            raise ValueError("Moment: scale='previous' keeps one amax, so it needs granularity=PerTensor()")
+        if self.scale == "previous" and (self.granularity != PerTensor() or not isinstance(self.format, Format)):
+            raise ValueError("Moment: scale='previous' is the amax of codes, and needs granularity=PerTensor()")
         if self.root and not isinstance(self.format, Format):
             raise ValueError(f"Moment: root=True is for codes; {self.format} holds the octaves without it")
 
@@ -70,9 +70,7 @@ class Moment:
         words.append(self.rounding)
         return f"Moment({', '.join(words + (['previous amax'] if self.scale == 'previous' else []))})"
 
-    def new_state(
-        self, name: str, shape: torch.Size, device: torch.device | str, fp8_experts: bool = False
-    ) -> dict[str, Tensor]:
+    def new_state(self, name: str, shape: torch.Size, device: Any, fp8_experts: bool = False) -> dict[str, Tensor]:
         """Return the tensors of a moment of zeros in an optimizer's state, whose names begin with ``name``.
 
         ``fp8_experts``: the weight is experts in FP8 [E, N, K]; each has a scale, or those of blocks of its rows.
@@ -132,8 +130,8 @@ NAMED_MOMENTS: dict[str, tuple[Moment, Moment]] = {
 
 def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
     """Return the Moments that a ``moments`` argument means: a name of NAMED_MOMENTS, a pair of Moments or a Moment."""
-    wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
-    remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED_MOMENTS))} or {wanted}"
+    alternative = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
+    remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED_MOMENTS))} or {alternative}"
     if isinstance(moments, str):
         if moments not in NAMED_MOMENTS:
             raise ValueError(remedy)

@@ -26,7 +26,7 @@ from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_adam_options, check_betas
 from octavo.optim.base import CompactOptimizer, DeviceUpdates, check_not_negative
-from octavo.optim.layout import fp8_shards, is_fp8_experts, is_sharded, sharded_dims
+from octavo.optim.layout import fp8_shards, is_fp8_experts, is_sharded_tensor, sharded_dims
 from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
@@ -38,10 +38,10 @@ from octavo.weights.fsdp2 import groups_of, rows_of_rank
 # element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known
 # before the update whatever the coefficients.
 MAX_UPDATE = 1.25
-OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
+MATRICES_OF_RANK = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_NOT_OF_KERNELS = ("algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn")  # options of groups
-_IN_FP8 = Cast(E4M3, PerBlock(1, BLOCK), power_of_two=True)  # of directions
+_OUTSIDE_KERNELS = ("algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn")  # options of groups
+_DIRECTION_CAST = Cast(E4M3, PerBlock(1, BLOCK), power_of_two=True)  # of directions
 _NO_MATRIX = (
     'Muon is for matrices, and a parameter has the shape {}: stacked experts belong in a group with "algorithm": '
     '"muon", and vectors, convolutions, embeddings and heads in one with "algorithm": "adamw"'
@@ -128,7 +128,9 @@ class Muon(CompactOptimizer):
     ) -> None:
         if directions not in ("bf16", "fp8"):
             raise ValueError(f"directions={directions!r}: use 'bf16' or 'fp8'")
-        check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
+        check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum, eps=eps)
+        if momentum >= 1.0:
+            raise ValueError(f"momentum={momentum!r} must be below 1: it is an average of gradients")
         if not isinstance(adamw, dict | None):
             raise TypeError(f"adamw={adamw!r}: give a dict of AdamW's options, {{}} for torch's defaults")
         if adamw is not None and (unknown := adamw.keys() - _ADAMW.keys()):
@@ -139,10 +141,10 @@ class Muon(CompactOptimizer):
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._scratch: dict[torch.device, Tensor] = {}  # as large as the largest matrix; larger ones replace it
-        self._workspaces: dict[nn.Parameter, _Workspace] = {}  # of prepared updates, dropped with the launches
+        self._workspaces: dict[Tensor, _Workspace] = {}  # of prepared updates, dropped with the launches
         self._captured: list[_Workspace] = []  # dropped ones that CUDA graphs read
 
     def split_group(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -151,22 +153,22 @@ class Muon(CompactOptimizer):
         Options of a group that holds matrices are Muon's; of one that holds none they are AdamW's.
         """
         params = group["params"]
-        if "algorithm" in group or self.adamw is None or isinstance(params, set):
-            algorithm = group.get("algorithm", "muon")
-            yield (added := {**self._defaults_of(algorithm), "algorithm": algorithm, **group})
-            stacked = [param.shape for param in added["params"] if param.ndim > 2]
-            if stacked and "algorithm" not in group:  # of experts or of a convolution: shapes don't tell
-                raise ValueError(_NO_MATRIX.format(tuple(stacked[0])))
+        if "algorithm" in group or isinstance(params, set):  # torch refuses a set
+            yield self._defaults_of(group.get("algorithm", "muon")) | group
             return
-        split: dict[str, list[Any]] = {"muon": [], "adamw": []}
-        for param in [params] if isinstance(params, Tensor) else params:
-            tensor = param[1] if isinstance(param, tuple) else param
-            split["muon" if getattr(tensor, "ndim", 0) == 2 else "adamw"].append(param)
-        if split["muon"] or not split["adamw"]:  # as torch, keep an empty group
-            yield group | {"params": split["muon"], "algorithm": "muon"}
-        if split["adamw"]:
-            options = {name: value for name, value in group.items() if not split["muon"] or name not in self.defaults}
-            yield self._defaults_of("adamw") | options | {"params": split["adamw"], "algorithm": "adamw"}
+        params = [params] if isinstance(params, Tensor) else list(params)
+        matrices = [param for param in params if len(_shape_of(param)) == 2]
+        others = [param for param in params if len(_shape_of(param)) != 2]
+        if self.adamw is None:
+            if stacked := [shape for shape in map(_shape_of, others) if len(shape) > 2]:
+                raise ValueError(_NO_MATRIX.format(stacked[0]))  # experts or a convolution: shapes don't tell
+            yield group | {"params": params, "algorithm": "muon"}
+            return
+        if matrices or not others:  # as torch, keep an empty group
+            yield group | {"params": matrices, "algorithm": "muon"}
+        if others:
+            options = {name: value for name, value in group.items() if not matrices or name not in self.defaults}
+            yield self._defaults_of("adamw") | options | {"params": others, "algorithm": "adamw"}
 
     def _defaults_of(self, algorithm: str) -> dict[str, Any]:
         return {**_ADAMW, **(self.adamw or {})} if algorithm == "adamw" else {}
@@ -192,21 +194,21 @@ class Muon(CompactOptimizer):
         """Whether any weight lives in FP8."""
         return bool(fp8_shards(weights))
 
-    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
+    def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
             check_betas(weight, group)
-            return super().check(weight, group, settings)
-        shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
+            return super().check_weight(weight, group, settings)
+        dims = [dim for dim, *_ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
-            raise ValueError(_NO_MATRIX.format(shape))
+            raise ValueError(_NO_MATRIX.format(tuple(weight.shape)))
         if any(dims) or (weight.ndim == 2 and len(dims) > 1):
             raise ValueError(
-                f"a weight {shape} with placements {weight.placements}: Muon takes matrices that ranks share by rows, "  # type: ignore[attr-defined]
-                "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel), and stacked experts that they share by "
-                'experts; "algorithm": "adamw" is for others'
+                f"a weight {tuple(weight.shape)} with placements {weight.placements}: Muon takes matrices that ranks "  # type: ignore[attr-defined]
+                "share by rows, over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel), and stacked experts that "
+                'they share by experts; "algorithm": "adamw" is for others'
             )
         if is_fp8_experts(weight) and settings.moments[0].granularity == PerTensor():
             raise ValueError("experts that live in FP8 have a momentum in blocks: leave out granularity=PerTensor()")
@@ -215,7 +217,7 @@ class Muon(CompactOptimizer):
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
         if len(coefficients) != 3 or not 0 <= count < 100:
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
-        super().check(weight, group, settings)
+        super().check_weight(weight, group, settings)
 
     def _options(self, group: dict[str, Any]) -> Any:
         if group["algorithm"] == "adamw":
@@ -226,26 +228,26 @@ class Muon(CompactOptimizer):
         return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
 
     def _shared_options_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {name: group[name] for name in _NOT_OF_KERNELS if name in group} | super()._shared_options_of(group)
+        return {name: group[name] for name in _OUTSIDE_KERNELS if name in group} | super()._shared_options_of(group)
 
     def _launch(self, updates: DeviceUpdates, skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         adamws = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
-        if by_adamw := [
-            update._replace(group=adamws.index(update.group)) for _, update in updates if update.group in adamws
-        ]:
+        by_adamw = [each._replace(group=adamws.index(each.group)) for _, each in updates if each.group in adamws]
+        if by_adamw:
             options = [self._options(self.param_groups[number]) for number in adamws]
             optimizer_step(by_adamw, options, skip, scale, self._plans, sums)
         sharded: dict[Any, DeviceUpdates] = {}  # by the group of ranks that share rows
         for param, update in updates:
             if update.group in adamws:
                 continue
-            if is_sharded(param) and param.ndim == 2:
+            if is_sharded_tensor(param) and param.ndim == 2:
                 sharded.setdefault(groups_of(param)[0], []).append((param, update))
             else:
                 direction = self._direction(param, update, skip, scale)
                 self._move(param, update, self._orthogonal(param, update, direction), skip, sums)
         for ranks, members in sharded.items():
-            count, device = OWNED * ranks.size(), members[0][0].device_mesh.device_type  # type: ignore[attr-defined]
+            device = members[0][0].device_mesh.device_type  # type: ignore[attr-defined]
+            count = MATRICES_OF_RANK * ranks.size()
             for first in range(0, len(members), count):
                 batch = members[first : first + count]
                 parts = [self._direction(*member, skip, scale).to(device) for member in batch]
@@ -254,33 +256,32 @@ class Muon(CompactOptimizer):
                 for member, orthogonal in zip(batch, results, strict=True):
                     self._move(*member, orthogonal, skip, sums)
 
-    def _direction(
-        self, param: nn.Parameter, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None
-    ) -> Tensor:
+    def _direction(self, param: Tensor, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
         """Have the momentum follow the gradient; return this rank's rows [r, C] of the direction, or its experts'.
 
         They are as they travel: in bf16, which torch orthogonalises, or codes in bytes.
         """
-        work, rule = self._workspace(param, update), self._options(self.param_groups[update.group])
-        matrix = work.scratch.weight.zero_()
+        workspace = self._workspace(param, update)
+        rule = self._options(self.param_groups[update.group])
+        matrix = workspace.scratch.weight.zero_()
         if matrix.numel():
-            work.step.copy_(update.step)
-            update = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
-            optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
-        shape = states.local(param).shape  # the matrix may be a row that stands in for a shard without rows
+            workspace.step.copy_(update.step)
+            update = update._replace(master=workspace.scratch, step=workspace.step, group=0, measured=False)
+            optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, workspace.plans)
+        shape = states.shard_of(param).shape  # the matrix may be a row that stands in for a shard without rows
         direction = matrix.view(-1)[: shape.numel()].view(shape).flatten(0, -2)
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
-        qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
+        qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_DIRECTION_CAST.arguments)
         return pack_message(qdata, scale_inv, True)
 
     def _orthogonal(self, param: nn.Parameter, update: WeightUpdate, direction: Tensor) -> Tensor:
-        """Orthogonalise a matrix's direction, or each expert's, after it travelled: bf16 [R, C] or [E * N, K]."""
+        """Orthogonalise a matrix's direction, or each expert's, after a rank received it: bf16 [R, C] or [E * N, K]."""
         if not direction.numel():
             return direction
         if self.directions == "fp8":
-            pair = unpack_message(direction, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
-            direction = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
+            pair = unpack_message(direction, param.shape[-1], E4M3.dtype, True, _DIRECTION_CAST.tile)
+            direction = kernels.dequantize(*pair, _DIRECTION_CAST.tile, torch.bfloat16)
         options = [self.param_groups[update.group][name] for name in ("ns_coefficients", "ns_steps", "eps")]
         if param.ndim == 2:
             return orthogonalize(direction, *options)
@@ -290,36 +291,43 @@ class Muon(CompactOptimizer):
         self, param: nn.Parameter, update: WeightUpdate, orthogonal: Tensor, skip: Tensor | None, sums: Tensor | None
     ) -> None:
         """Move this rank's part of a weight along the orthogonal matrix's part."""
-        work, group = self._workspace(param, update), self.param_groups[update.group]
-        matrix, rule = work.scratch.weight, self._options(group)
+        workspace = self._workspace(param, update)
+        group = self.param_groups[update.group]
+        rule = self._options(group)
+        matrix = workspace.scratch.weight
         matrix.view(-1)[: orthogonal.numel()].view(orthogonal.shape).copy_(orthogonal)
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
         ratio = adjust_muon_lr(1.0, group["adjust_lr_fn"], param.shape[-2:]) if param.numel() else 1.0
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
-            rate: float | Tensor = work.rate.copy_(rule.lr.view(()) * ratio)
+            rate: float | Tensor = workspace.rate.copy_(rule.lr.view(()) * ratio)
         else:
             rate = float(rule.lr) * ratio
         rule = rule._replace(lr=rate, weight_decay=rule.weight_decay / ratio)  # torch decays by lr as it is
         update = update._replace(moments=(), gradient=matrix, gradient_scale_inv=None, group=0)
-        optimizer_step([update], [rule], skip, None, work.plans, sums)
+        optimizer_step([update], [rule], skip, None, workspace.plans, sums)
 
-    def _workspace(self, param: nn.Parameter, update: WeightUpdate) -> _Workspace:
-        if (work := self._workspaces.get(param)) is None:
+    def _workspace(self, param: Tensor, update: WeightUpdate) -> _Workspace:
+        if (workspace := self._workspaces.get(param)) is None:
             shape, device = update.master.weight.shape, update.gradient.device
             if (scratch := self._scratch.get(device)) is None or scratch.numel() < shape.numel():
                 groups = [group["params"] for group in self.param_groups if group["algorithm"] == "muon"]
-                largest = max(shape.numel(), *(states.local(param).numel() for params in groups for param in params))
+                largest = max(shape.numel(), *(states.shard_of(param).numel() for params in groups for param in params))
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device, dtype=torch.float32)
-            work = self._workspaces[param] = _Workspace(whole, rate.clone(), rate, {})
-        return work
+            workspace = self._workspaces[param] = _Workspace(whole, rate.clone(), rate, {})
+        return workspace
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
-        self._captured += [work for work in self._workspaces.values() if "captured" in work.plans]
+        self._captured += [workspace for workspace in self._workspaces.values() if "captured" in workspace.plans]
         self._workspaces = {}
+
+
+def _shape_of(param: Any) -> tuple[int, ...]:
+    """Return the shape of a group's parameter, or (name, parameter); () of what is no tensor, which torch refuses."""
+    return tuple(getattr(param[1] if isinstance(param, tuple) else param, "shape", ()))
 
 
 def orthogonalize_each(matrices: Tensor, coefficients: tuple[float, float, float], count: int, eps: float) -> Tensor:
@@ -355,33 +363,35 @@ def by_owners(
     """
     owners, ranks = owners_of(shapes, group.size()), range(group.size())
     order = sorted(range(len(shapes)), key=owners.__getitem__)  # the matrices' numbers, by their owners
-    owned = [number for number in order if owners[number] == group.rank()]
-    # (rank, matrix that is owned here, the rank's rows of it)
-    places = [(rank, number, rows_of_rank(shapes[number][0], len(ranks), rank)) for rank in ranks for number in owned]
+    numbers_here = [number for number in order if owners[number] == group.rank()]
+    # (rank, number of a matrix that this rank owns, the other rank's rows of it)
+    places = [(r, number, rows_of_rank(shapes[number][0], len(ranks), r)) for r in ranks for number in numbers_here]
     to_owners = [(owners[number], parts[number]) for number in order]
-    arriving = [(rank, (rows.stop - rows.start, parts[number].shape[1])) for rank, number, rows in places]
-    shards = _exchanged(to_owners, arriving, parts[0], group)
-    results = {number: functions[number](torch.cat(shards[index :: len(owned)])) for index, number in enumerate(owned)}
+    shapes_from_ranks = [(rank, (rows.stop - rows.start, parts[number].shape[1])) for rank, number, rows in places]
+    shards = _exchange(to_owners, shapes_from_ranks, parts[0], group)
+    results: dict[int, Tensor] = {}
+    for index, number in enumerate(numbers_here):
+        results[number] = functions[number](torch.cat(shards[index :: len(numbers_here)]))
     to_ranks = [(rank, results[number][rows]) for rank, number, rows in places]
-    returning = [(owners[number], (parts[number].shape[0], shapes[number][1])) for number in order]
-    returned = _exchanged(to_ranks, returning, parts[0].new_empty(0, dtype=torch.bfloat16), group)
-    rows_by_number = dict(zip(order, returned, strict=True))
+    shapes_from_owners = [(owners[number], (parts[number].shape[0], shapes[number][1])) for number in order]
+    result_rows = _exchange(to_ranks, shapes_from_owners, parts[0].new_empty(0, dtype=torch.bfloat16), group)
+    rows_by_number = dict(zip(order, result_rows, strict=True))
     return [rows_by_number[number] for number in range(len(parts))]
 
 
-def _exchanged(
-    tensors: list[tuple[int, Tensor]], arriving: list[tuple[int, tuple[int, int]]], like: Tensor, group: Any
+def _exchange(
+    tensors: list[tuple[int, Tensor]], shapes: list[tuple[int, tuple[int, int]]], like: Tensor, group: Any
 ) -> list[Tensor]:
-    """Send each tensor to its rank by one all-to-all; return those that arrive, whose ranks and shapes are known.
+    """Send each (rank, tensor) by one all-to-all; return the tensors that this rank receives, as (rank, shape) says.
 
     Both lists are in the order of the ranks. ``like``: a tensor of their dtype and device, if this rank sends nothing.
     """
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in tensors)])
-    sent, received = [0] * group.size(), [0] * group.size()
+    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
     for rank, tensor in tensors:
-        sent[rank] += tensor.numel()
-    for rank, shape in arriving:
-        received[rank] += math.prod(shape)
-    arrived = c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))
-    pieces = arrived.split([math.prod(shape) for _, shape in arriving])
-    return [piece.view(shape) for piece, (_, shape) in zip(pieces, arriving, strict=True)]
+        send_sizes[rank] += tensor.numel()
+    for rank, shape in shapes:
+        receive_sizes[rank] += math.prod(shape)
+    message = c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, receive_sizes, send_sizes, group.group_name))
+    pieces = message.split([math.prod(shape) for _, shape in shapes])
+    return [piece.view(shape) for piece, (_, shape) in zip(pieces, shapes, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.in_flight import InFlight
 from octavo.optim import state as states
-from octavo.optim.layout import is_sharded
+from octavo.optim.layout import is_sharded_tensor
 from octavo.weights.fsdp2 import groups_of
 
 
@@ -23,20 +23,20 @@ class Resolution:
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = dict.fromkeys(params)  # in one order on all ranks
         self._loaded: Tensor | None = None
-        self._reading: SumsInFlight | None = None
+        self._in_flight: SumsInFlight | None = None
         self._sums: dict[torch.device, Tensor] = {}
 
     @functools.cached_property
     def _process_groups(self) -> dict[str, Any]:
         """Return the process groups of the ranks that have shards of any of the weights, by name."""
-        groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded, self.params)))
+        groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded_tensor, self.params)))
         return {group.group_name: group for group in groups}
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's shard of a weight counts; of ranks that have the same shard, one rank's does."""
         if param not in self.params:
             return False
-        sharded_over = {group.group_name for group in groups_of(param)} if is_sharded(param) else set()
+        sharded_over = {group.group_name for group in groups_of(param)} if is_sharded_tensor(param) else set()
         return all(name in sharded_over or group.rank() == 0 for name, group in self._process_groups.items())
 
     def on(self, device: torch.device) -> Tensor:
@@ -59,18 +59,18 @@ class Resolution:
 
     def next_ratio(self) -> float | None:
         """End an interval of steps; return the ratio of the interval before, whose sums have reached the host."""
-        last, self._reading = self._reading, self.take()
+        last, self._in_flight = self._in_flight, self.take()
         return None if last is None else last.ratio()
 
     def state(self) -> dict[str, Tensor | None]:
         """Return this rank's sums, and those on their way to the host, on the CPU."""
         sums = [torch.zeros(2, dtype=torch.float64, device="cpu"), *(each.cpu() for each in self._sums.values())]
-        reading = None if self._reading is None else self._reading.sums().cpu()
+        reading = None if self._in_flight is None else self._in_flight.sums().cpu()
         return {"sums": torch.stack(sums).sum(0), "reading": reading}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state that ``state`` returned, and go on from it."""
-        self._reading = None if state["reading"] is None else SumsInFlight(state["reading"])
+        self._in_flight = None if state["reading"] is None else SumsInFlight(state["reading"])
         self.restart(state["sums"])
         self._loaded = state["sums"]
 
@@ -79,7 +79,7 @@ class Resolution:
         sums, self._loaded = self._loaded if sums is None else sums, None
         if sums is not None and self.params:
             self._sums = {}
-            self.on(states.local(next(iter(self.params)).detach()).device).copy_(sums)
+            self.on(states.shard_of(next(iter(self.params)).detach()).device).copy_(sums)
 
 
 class SumsInFlight(InFlight):

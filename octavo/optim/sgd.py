@@ -67,8 +67,8 @@ class SGD(CompactOptimizer):
         """Return the name of the momentum; no name where the group has no momentum."""
         return self.names if group["momentum"] else ()
 
-    def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
-        return self.settings.in_state(loaded_state)
+    def _settings_in(self, saved_state: dict[str, Any], group: dict[str, Any]) -> Settings:
+        return self.settings.in_state(saved_state)
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         momentum, dampening, decay = (float(group[name]) for name in ("momentum", "dampening", "weight_decay"))

@@ -1,4 +1,4 @@
-"""An optimizer's state of a weight: how it begins, is sharded, described, loaded, converted and passed to kernels.
+"""An optimizer's state of a weight: how it begins, is sharded, description, loaded, converted and passed to kernels.
 
 step                                 how many steps the weight has had, float32
 exp_avg, exp_avg_sq;                 a moment in float32 or bf16, of the weight's shape; one in FP8 has in its place
@@ -25,7 +25,7 @@ from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
     is_fp8_experts,
-    is_sharded,
+    is_sharded_tensor,
     is_sharded_vector,
     like_param,
     ranks_share_blocks,
@@ -37,10 +37,11 @@ from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, local_stored
 
+WeightState = dict[str, Any]  # of one weight
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 
-def local(tensor: Tensor) -> Tensor:
+def shard_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, by ``on_this_rank``; sooner where its type says that it is plain."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
@@ -77,12 +78,12 @@ class Settings(NamedTuple):
         moments = {name: moment for name, moment in zip(self.names, self.moments, strict=True) if name in names}
         return Settings(tuple(moments.values()), tuple(moments), self.master)
 
-    def in_state(self, state: dict[str, Any]) -> Settings:
+    def in_state(self, state: WeightState) -> Settings:
         """Return these settings without the moments that a state lacks, as SGD's before its group has a momentum."""
         return self.only({str(key).removesuffix("_codes") for key, value in state.items() if value is not None})
 
 
-def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
+def check_weight(param: Tensor, settings: Settings, bounds_update: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds_update``: whether steps bound its updates."""
     if local_stored(param) is not None and not bounds_update:
         raise ValueError(
@@ -93,15 +94,15 @@ def check(param: Tensor, settings: Settings, bounds_update: bool) -> None:
         raise ValueError("octavo's optimizers are for dense real weights")
     MasterForm.of(param, settings.master)
     check_layout(param)
-    for moment in settings.moments if param.ndim > 1 and is_sharded(param) else ():
+    for moment in settings.moments if param.ndim > 1 and is_sharded_tensor(param) else ():
         if isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
 
-def largest(gradients: list[Tensor]) -> Tensor:
+def largest_gradient(gradients: list[Tensor]) -> Tensor:
     """Return all gradients' largest absolute value on all ranks, inf if any is not finite; the host does not wait."""
-    amax = torch.zeros((), device=local(gradients[0]).device, dtype=torch.float32)
-    if shards := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
+    amax = torch.zeros((), device=shard_of(gradients[0]).device, dtype=torch.float32)
+    if shards := [shard for gradient in gradients if (shard := shard_of(gradient.detach())).numel()]:
         amax = torch.nn.utils.get_total_norm(shards, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):
         amax = maximum_over_ranks(amax.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
@@ -113,8 +114,7 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
     codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
     if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
         raise RuntimeError(
-            "experts were stored in FP8, or back in high precision, after their gradients were rounded: do it before "
-            "backward"
+            "experts were stored in FP8, or back as plain tensors, after gradients were rounded: do it before backward"
         )
     return update._replace(gradient=codes.view(shape), gradient_scale_inv=gradient.scale_inv)
 
@@ -127,55 +127,55 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
     """Divide gradients by a GradScaler's scale, as torch's fused optimizers do, unless ``skip`` is not 0."""
     divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
-    shards = [local(gradient) for gradient in gradients]
+    shards = [shard_of(gradient) for gradient in gradients]
     shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
     for device in {shard.device for shard in shards}:
         torch._foreach_div_([shard for shard in shards if shard.device == device], divisor.to(device).view(()))
 
 
-def description(settings: Settings, seed: int) -> dict[str, Any]:
+def describe(settings: Settings, seed: int) -> dict[str, Any]:
     """Describe how a state is to be read, in numbers and strings; moments are by their names."""
-    described = {
+    moments = {
         name: vars(moment) | {"format": str(moment.format), "granularity": str(moment.granularity)}
         for name, moment in zip(settings.names, settings.moments, strict=True)
     }
-    return {"moments": described, "master": str(settings.master), "seed": seed}
+    return {"moments": moments, "master": str(settings.master), "seed": seed}
 
 
-def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
-    """Whether a described state has the tensors that these settings keep; moments may differ in rounding."""
-    wanted = description(settings, 0)
-    forms = [{name: m | {"rounding": ""} for name, m in each["moments"].items()} for each in (described, wanted)]
-    return forms[0] == forms[1] and described["master"] == wanted["master"]
+def has_form_of(description: dict[str, Any], settings: Settings) -> bool:
+    """Whether a state of this description has the tensors that these settings keep; moments may differ in rounding."""
+    wanted = describe(settings, 0)
+    forms = [{name: m | {"rounding": ""} for name, m in each["moments"].items()} for each in (description, wanted)]
+    return forms[0] == forms[1] and description["master"] == wanted["master"]
 
 
-def moment_from(described: dict[str, Any]) -> Moment:
-    """Return the Moment that ``description`` described; ValueError if its granularity is none of a moment."""
-    fmt: Any = _FORMATS.get(described["format"], described["format"])
+def moment_from(description: dict[str, Any]) -> Moment:
+    """Return the Moment that ``description`` description; ValueError if its granularity is none of a moment."""
+    fmt: Any = _FORMATS.get(description["format"], description["format"])
     granularities = {str(granularity): granularity for granularity in MOMENT_GRANULARITIES}
-    if (granularity := granularities.get(described["granularity"])) is None:
+    if (granularity := granularities.get(description["granularity"])) is None:
         choices = ", ".join(granularities)
-        raise ValueError(f"the state's moments are in {described['granularity']!r}, which none here is: {choices}")
-    return Moment(**described | {"format": fmt, "granularity": granularity})
+        raise ValueError(f"the state's moments are in {description['granularity']!r}, which none here is: {choices}")
+    return Moment(**description | {"format": fmt, "granularity": granularity})
 
 
-def as_fp32(name: str, moment: Moment, loaded_state: dict[str, Any]) -> Tensor:
-    """Return a moment's values in float32, read from a loaded state; ValueError if that lacks it."""
-    tensors = {key: local(value) for key, value in loaded_state.items() if isinstance(value, Tensor)}
+def as_fp32(name: str, moment: Moment, saved_state: WeightState) -> Tensor:
+    """Return a moment's values in float32, read from a saved state; ValueError if that lacks it."""
+    tensors = {key: shard_of(value) for key, value in saved_state.items() if isinstance(value, Tensor)}
     if name in tensors:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
-        remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in loaded_state else ""
-        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(loaded_state)}{remedy}")
+        remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in saved_state else ""
+        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(saved_state)}{remedy}")
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
-def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: dict[str, Any]) -> dict[str, Tensor]:
+def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: WeightState) -> dict[str, Tensor]:
     """Convert a parameter's moment in a state from ``old`` to ``new``, rounded to nearest; return its tensors."""
-    values = as_fp32(name, old, state).to(local(param).device)
-    if is_sharded(param) and values.shape == param.shape:  # from a full state dict
+    values = as_fp32(name, old, state).to(shard_of(param).device)
+    if is_sharded_tensor(param) and values.shape == param.shape:  # from a full state dict
         values = values[own_slices(param.shape, param)]
-    if values.shape != local(param).shape:
+    if values.shape != shard_of(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)
     tensors = new.new_state(name, values.shape, values.device, fp8_experts)
@@ -194,9 +194,9 @@ def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: di
     return sharded_like(tensors, param)
 
 
-def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
+def new_state(param: nn.Parameter, settings: Settings) -> WeightState:
     """Return a parameter's state before its first step; the state of a sharded weight is sharded alike."""
-    weight = local(param.detach())
+    weight = shard_of(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
     moments = new_moments(settings.moments_of(param), weight)
     return {"step": step} | sharded_like(moments, param) | new_master(param, settings.master)
@@ -213,7 +213,7 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
     chosen = MasterForm.of(param, master)
-    state = sharded_like(chosen.new_state(local(param.detach())), param)
+    state = sharded_like(chosen.new_state(shard_of(param.detach())), param)
     if state:
         state["master_kind"] = torch.tensor([*MASTER_KINDS].index(chosen.kind), dtype=torch.uint8, device="cpu")
     return state
@@ -221,34 +221,31 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
 
 def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """Shard this rank's tensors of a state as the weight is sharded, so that checkpoints can reshard them."""
-    shard, sharded = local_stored(param), dict[str, Tensor]()
-    for name, value in tensors.items():
-        if name != "master_amax" or shard is None:
-            sharded[name] = like_param(value, param)
-        elif shard.has_one_scale:
-            sharded[name] = value
-        else:  # one for each scale
-            sharded[name] = like_sharded(value, param, shard.scales_shape(param.shape))
+    shard, amax = local_stored(param), tensors.get("master_amax")
+    sharded = {name: value if value is amax else like_param(value, param) for name, value in tensors.items()}
+    if amax is not None and shard is not None and not shard.has_one_scale:  # there is an amax for each scale
+        sharded["master_amax"] = like_sharded(amax, param, shard.scales_shape(param.shape))
     return sharded
 
 
 def for_kernel(
-    param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
+    param: nn.Parameter, weight: Tensor, state: WeightState, settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
     """Return master and moments of ``weight``, this rank's shard of ``param``, as kernels take them, over its state.
 
     RuntimeError if the state was made while the weight was stored otherwise.
     """
-    tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: shard_of(value) for name, value in state.items() if isinstance(value, Tensor)}
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
-    scales, amaxes = (None if x is None else x.shape for x in (scale_inv, tensors.get("master_amax")))
-    if scales != amaxes:  # weights in FP8 have an amax for each scale
+    # weights in FP8 have an amax for each scale
+    if getattr(scale_inv, "shape", None) != getattr(tensors.get("master_amax"), "shape", None):
         raise RuntimeError(
             f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
             "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
             "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
         )
-    master, moments = MasterForm.of(param, settings.master), settings.moments_of(param)
+    master = MasterForm.of(param, settings.master)
+    moments = settings.moments_of(param)
     fp8_experts = is_fp8_experts(weight)
     if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not fp8_experts:
         # a row of zeros stands in for a shard without rows: its update keeps the scale the same as on other ranks
@@ -263,7 +260,21 @@ def for_kernel(
     return master.for_kernel(matrix, tensors, scale_inv), stored
 
 
-# --- a loaded state: whether it fits, its tensors that are copied or converted, and the warning about conversions -----
+# --- a saved state that is loaded: does it fit, what is copied, what is converted, and the warning about that --------
+
+
+class LoadedState(NamedTuple):
+    """A parameter's state as it was loaded, and what of it is not as it was saved.
+
+    Attributes:
+        state: the parameter's state.
+        moments_converted: whether its moments were saved in another form.
+        lost_master: a sentence on its master, which begins anew as the weight; None: it was loaded.
+    """
+
+    state: WeightState
+    moments_converted: bool
+    lost_master: str | None
 
 
 def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
@@ -275,75 +286,75 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
     old_counts, counts = ([len(group["params"]) for group in some] for some in (groups, present))
     if old_counts != counts:
         raise ValueError(f"the state is of groups of {old_counts} parameters, and the optimizer has groups of {counts}")
-    described = None
+    description = None
     for group, own_group in zip(groups, present, strict=True):
-        described = group.pop("octavo", None)
+        description = group.pop("octavo", None)
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
         group |= {**own_group, **group, "params": own_group["params"]}
         for param in group["params"]:
-            optimizer.check(param, group, optimizer.settings)
-    return described
+            optimizer.check_weight(param, group, optimizer.settings)
+    return description
 
 
-def loaded(
-    param: nn.Parameter, loaded_state: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
-) -> tuple[dict[str, Any], set[str]]:
-    """Return a parameter's state as loaded, and what was converted: "", its moments; a sentence, its master is lost.
+def load_state(
+    param: nn.Parameter, saved: WeightState, description: dict[str, Any] | None, same_form: bool, settings: Settings
+) -> LoadedState:
+    """Load a parameter's saved state into a new one of these settings.
 
-    ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
+    ``description``: how the saved state is to be read; None: it is torch's. ``same_form``: whether it keeps moments as
     ``settings`` do.
     """
-    if described is None and any(str(name).endswith("_codes") for name in loaded_state):
+    if description is None and any(str(name).endswith("_codes") for name in saved):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
     state = new_state(param, settings)
-    loaded_state = _as_loaded(loaded_state, settings.names, state)
-    state["step"].copy_(torch.as_tensor(loaded_state.get("step", 1.0), dtype=torch.float32))  # torch's SGD keeps none
-    old_kind, new_kind = (int(each.get("master_kind", -1)) for each in (loaded_state, state))
-    conversions = set[str]()
-    if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
+    saved_state = _without_stale_moments(saved, settings.names, state)
+    state["step"].copy_(torch.as_tensor(saved_state.get("step", 1.0), dtype=torch.float32))  # torch's SGD keeps none
+    old_kind, new_kind = (int(each.get("master_kind", -1)) for each in (saved_state, state))
+    lost_master = None
+    if old_kind != new_kind or not _copy(state, saved_state, [name for name in state if name.startswith("master_")]):
         kinds = [*MASTER_KINDS, "none"]
-        conversions.add(f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}")
+        lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
-    if same and _copy(state, loaded_state, names):
-        return state, conversions
+    if same_form and _copy(state, saved_state, names):
+        return LoadedState(state, False, lost_master)
     old_moments = dict(zip(settings.names, settings.moments, strict=True))
-    if described is not None:
-        old_moments = {name: moment_from(moment) for name, moment in described["moments"].items()}
+    if description is not None:
+        old_moments = {name: moment_from(moment) for name, moment in description["moments"].items()}
     if missing := [name for name in settings.names if name not in old_moments]:
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
-        state |= convert_moment(param, name, old_moments[name], new, loaded_state)
-    return state, conversions | {""}
+        state |= convert_moment(param, name, old_moments[name], new, saved_state)
+    return LoadedState(state, True, lost_master)
 
 
-def conversion_warning(described: dict[str, Any] | None, settings: Settings, conversions: set[str]) -> str:
-    """Return the warning about a converted state; ``conversions``: all that ``loaded`` returned."""
+def conversion_warning(description: dict[str, Any] | None, settings: Settings, lost_masters: set[str | None]) -> str:
+    """Return the warning about a converted state; ``lost_masters``: those of all LoadedStates."""
     old = "torch's"
-    if described is not None:
-        old = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
-    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(conversions - {""})])
+    if description is not None:
+        old = f"{tuple(map(moment_from, description['moments'].values()))}, master {description['master']}"
+    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted(filter(None, lost_masters))])
     if old == new:
         old, new = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {old} to {new}"
 
 
-def _as_loaded(loaded_state: dict[str, Any], names: Iterable[str], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded state without the optimizer's moments, which torch leaves beside those of a full state dict.
+def _without_stale_moments(saved_state: WeightState, names: Iterable[str], state: WeightState) -> WeightState:
+    """Return a saved state without this optimizer's moments, which torch leaves beside those of a full state dict.
 
-    Where a moment is there twice, in codes and not, the form that this optimizer does not keep was loaded.
+    Where a moment is there twice, in codes and not, the form that this optimizer does not keep was saved.
     """
-    twice = {name for name in names if name in loaded_state and f"{name}_codes" in loaded_state}
-    not_loaded = {name if name in state else f"{name}_codes" for name in twice}
-    return {key: value for key, value in loaded_state.items() if key not in not_loaded}
+    twice = {name for name in names if name in saved_state and f"{name}_codes" in saved_state}
+    stale = {name if name in state else f"{name}_codes" for name in twice}
+    return {key: value for key, value in saved_state.items() if key not in stale}
 
 
-def _copy(state: dict[str, Any], loaded_state: dict[str, Any], names: list[str]) -> bool:
-    """Copy named tensors, plain or sharded, from a loaded state if dtypes and shapes match; return whether they do."""
-    pairs = [(local(state[name]), loaded_state.get(name)) for name in names]
+def _copy(state: WeightState, saved_state: WeightState, names: list[str]) -> bool:
+    """Copy named tensors, plain or sharded, from a saved state if dtypes and shapes match; return whether they do."""
+    pairs = [(shard_of(state[name]), saved_state.get(name)) for name in names]
     for into, other in pairs:
-        if not isinstance(other, Tensor) or other.dtype != into.dtype or local(other).shape != into.shape:
+        if not isinstance(other, Tensor) or other.dtype != into.dtype or shard_of(other).shape != into.shape:
             return False
     for into, other in pairs:
-        into.copy_(local(other))  # type: ignore[arg-type]
+        into.copy_(shard_of(other))  # type: ignore[arg-type]
     return True

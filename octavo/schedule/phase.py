@@ -104,6 +104,15 @@ class Target:
     settings: Settings | None
     storage: tuple[Granularity | None, ...]
 
+    def storage_of(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
+        """Return how the phase stores the weights of a model's octavo modules, as ``storage_now`` returns it."""
+        return dict(zip(storage_now(model), self.storage, strict=True))
+
+    def recipes_of(self, model: nn.Module) -> list[Recipe]:
+        """Return the phase's recipe of each of a model's octavo modules, in their order."""
+        named = model.named_modules()
+        return [self.phase.recipe.of(*module.names(name)) for name, module in named if isinstance(module, RecipeModule)]
+
     def conversion(self, model: nn.Module) -> Conversion:
         """Return the conversion that puts a model's weights, and its optimizer, into the phase."""
         pairs = zip(storage_now(model).items(), self.storage, strict=True)
@@ -117,8 +126,6 @@ def phase_targets(
 
     ValueError or TypeError names the phase that is not possible, and says why.
     """
-    if not any(isinstance(module, RecipeModule) for module in model.modules()):
-        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     settings = optimizer.settings if isinstance(optimizer, CompactOptimizer) else None
     now = storage_now(model)
     if after is not None:

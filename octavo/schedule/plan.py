@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
-from octavo.nn.convert import set_recipe, storage_now
+from octavo.nn.convert import set_recipe
 from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Conversion
@@ -103,14 +103,11 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.2f} MiB"
 
 
-def plan_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    targets: Sequence[Target],
-    budget: int | None,
-    inputs: tuple[Any, ...] | None,
-) -> Plan:
-    """Return PrecisionSchedule.plan of these phases; BudgetError if one takes more than ``budget`` bytes."""
+def plan_of(model: nn.Module, optimizer: Optimizer, targets: Sequence[Target], budget: int | None, inputs: Any) -> Plan:
+    """Return PrecisionSchedule.plan of these phases; BudgetError if one takes more than ``budget`` bytes.
+
+    ``inputs``: a tuple of the model's arguments, or None.
+    """
     plans: list[PhasePlan] = []
     for index, target in enumerate(targets):
         saved = None if inputs is None else predicted_by_kind(model, inputs, change=partial(_put_into, target))
@@ -132,7 +129,7 @@ def _put_into(target: Target, twin: nn.Module) -> None:
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
-    of_all_weights = Conversion(target.settings, dict(zip(storage_now(model), target.storage, strict=True)))
+    of_all_weights = Conversion(target.settings, target.storage_of(model))
     return PhasePlan(target.phase.name, *of_all_weights.bytes_kept(model.parameters(), optimizer), saved)
 
 

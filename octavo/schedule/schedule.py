@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from octavo.distributed.ranks import Ranks
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Conversion
-from octavo.optim.state import largest
+from octavo.optim.state import largest_gradient
 from octavo.schedule.phase import Phase, Target, fp8_weights, phase_targets, switch
 from octavo.schedule.plan import Plan, plan_of
 
-FAULTS = {1: "a gradient or the loss is not finite", 2: "the loss is a spike"}
-FINITE, SPIKE = FAULTS
+NOT_FINITE, SPIKE = 1, 2
+FAULTS = {NOT_FINITE: "a gradient or the loss is not finite", SPIKE: "the loss is a spike"}
 DEVIATIONS = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 LEAST = 1e-3  # the least deviation, as a share of the median: a loss that hardly moves has no spikes
 
@@ -90,14 +90,15 @@ class LossWatch:
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
         """Return whether a step is faulty, 1.0 or 0.0, as a float32 on the device, without waiting for it.
 
-        ``loss``: the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN if one is NaN.
+        ``loss``: the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN if one is NaN;
+        ``spikes``: whether a loss that is a spike is a fault.
         """
         loss = loss.detach().float().reshape(())
         self.losses, self.seen, self.faults = (x.to(loss.device) for x in (self.losses, self.seen, self.faults))
-        loss_faults = torch.where(torch.isfinite(loss), 0, FINITE)
+        loss_faults = torch.where(torch.isfinite(loss), 0, NOT_FINITE)
         if spikes and self.policy.spike is not None:
             loss_faults = loss_faults | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
-        gradient_faults = torch.where(torch.isfinite(largest.to(loss)), 0, FINITE)
+        gradient_faults = torch.where(torch.isfinite(largest.to(loss)), 0, NOT_FINITE)
         self._step = loss, loss_faults.to(torch.int32), gradient_faults.to(torch.int32)
         return ((loss_faults | gradient_faults) != 0).float()
 
@@ -126,10 +127,13 @@ class LossWatch:
         """Return the losses and counts that a checkpoint saves."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load a dict that ``state`` returned."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a state of another window."""
         if state["losses"].shape != self.losses.shape:
             raise ValueError(f"the state is of window={len(state['losses'])}, not {len(self.losses)}")
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a dict that ``state`` returned and ``check`` accepts."""
         self.losses = state["losses"].clone()
         self.seen = torch.tensor(state["seen"], device="cpu")
         self.faults = torch.tensor(state["faults"], dtype=torch.int32, device="cpu")
@@ -143,8 +147,26 @@ class LossWatch:
 
 
 RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without waiting
-COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # in state_dict
 _logger = logging.getLogger("octavo")
+
+
+@dataclass
+class _ScheduleProgress:
+    """The part of a schedule's state that its users do not see.
+
+    Attributes:
+        recovering: steps left of a recovery; 0: there is none; -1: it has no end.
+        recoveries: how many recoveries there were.
+        rescued: the index of the phase that the last recovery interrupted.
+        highest_lr: the highest learning rate so far, while a later phase waits for it to fall.
+        highest_ratio: the highest ratio of updates to the weights' resolution so far.
+    """
+
+    recovering: int = 0
+    recoveries: int = 0
+    rescued: int = 0
+    highest_lr: float = 0.0
+    highest_ratio: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -215,40 +237,41 @@ class PrecisionSchedule:
         _check_order(self.phases)
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
-        self._recovering = self._recoveries = 0  # steps left of a recovery (-1: no end), number of recoveries
-        self._rescued = 0  # the phase that the last recovery interrupted
-        self._highest_lr = self._highest_ratio = 0.0
+        self._progress = _ScheduleProgress()
         self._watch: LossWatch | None = None
-        self.left_out: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
-        # whether torch's optimizer must skip this step; whether a GradScaler has skipped it, or may
-        self._faulty = self._left_out = False
-        self._targets = phase_targets(model, optimizer, self.phases)
-        self._rescues: list[Target] = []  # the recovery's Target after each phase
+        self.skip_flag: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
+        self._must_skip = False  # whether an optimizer of torch's must skip this step
+        self._scaler_may_skip = False  # whether a GradScaler skips this step, or may
+        self.targets = phase_targets(model, optimizer, self.phases)  # of each phase
+        self._recovery_targets: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
             if getattr(optimizer, "in_backward", None) is not None:
                 raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
             self._watch = LossWatch(recovery)
             weak = weakref.WeakMethod(self._before_step)
-            optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
-            self._rescues = [phase_targets(model, optimizer, [recovery.phase], target)[0] for target in self._targets]
+            hook = optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
+            weakref.finalize(self, hook.remove).atexit = False
+            for target in self.targets:
+                self._recovery_targets += phase_targets(model, optimizer, [recovery.phase], target)
         self._refuse_ddp()
-        self._enter(self._targets[0], 0, "the first phase")
+        self._enter(self.targets[0], 0, "the first phase")
 
     def _refuse_ddp(self) -> None:
         """Raise RuntimeError if a later phase changes the storage of weights that DistributedDataParallel has."""
-        conversions = [target.conversion(self.model) for target in (*self._targets[self.index :], *self._rescues)]
+        later_targets = *self.targets[self.index :], *self._recovery_targets
+        conversions = [target.conversion(self.model) for target in later_targets]
         Conversion(None, dict(pair for each in conversions for pair in each.storage.items())).refuse_ddp()
 
     def _before_step(self) -> None:
         """Clear a faulty step's gradients; runs before each optimizer step that no GradScaler skips."""
-        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # the optimizer itself may skip it
-        if self._faulty:
+        self._scaler_may_skip = getattr(self.optimizer, "found_inf", None) is not None  # by the optimizer itself
+        if self._must_skip:
             self.optimizer.zero_grad()
 
     @property
     def phase(self) -> Phase:
         """The present phase; during a recovery the recovery's."""
-        return self.recovery.phase if self.recovery is not None and self._recovering else self.phases[self.index]
+        return self.recovery.phase if self.recovery and self._progress.recovering else self.phases[self.index]
 
     def observe(self, loss: Tensor) -> None:
         """Look for a fault before the optimizer's step, which changes nothing if there is one.
@@ -266,39 +289,49 @@ class PrecisionSchedule:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
         mean_loss = Ranks.of_process().mean(loss.detach().float())
         # in a recovery the loss may stay at the height of its spike
-        self.left_out = is_faulty = self._watch.look(mean_loss, largest(gradients), spikes=not self._recovering)
-        self._left_out = True
+        largest = largest_gradient(gradients)
+        self.skip_flag = is_faulty = self._watch.look(mean_loss, largest, spikes=not self._progress.recovering)
+        self._scaler_may_skip = True
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = is_faulty
         else:
-            self._faulty = bool(is_faulty)
+            self._must_skip = bool(is_faulty)
 
     def step(self, tokens: int = 0) -> None:
         """Count an optimizer step, and begin the next phase if it is time.
 
         Args:
             tokens: how many were trained on in this step, on all ranks.
+
+        Raises:
+            ValueError: for fewer than 0 tokens; nothing is counted then.
+            RuntimeError: if the next phase begins by tokens and there are none, or ``observe`` was not called.
         """
+        if not 0 <= tokens < math.inf:
+            raise ValueError(f"tokens={tokens!r} must be a number of at least 0")
+        next_phases = self.phases[self.index + 1 :]
+        if next_phases and next_phases[0].trigger == "from_tokens" and not self.tokens + tokens:
+            raise RuntimeError(f"{next_phases[0]} begins by tokens: schedule.step(tokens) counts those of each step")
         if self._watch is not None:
-            self._watch.count(is_scaled=self._left_out)
+            self._watch.count(is_scaled=self._scaler_may_skip)
         if not self.steps:
             self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since __init__
         self.steps += 1
         self.tokens += tokens
-        self._faulty = False
+        self._must_skip = False
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
         waits = self._awaits("when_lr_below")
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if waits else 0.0
-        self._highest_lr = max(self._highest_lr, rate)
+        self._progress.highest_lr = max(self._progress.highest_lr, rate)
         resolution = getattr(self.optimizer, "resolution", None)
         ratio = None if resolution is None or self.steps % RESOLUTION_EVERY else resolution.next_ratio()
-        self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
+        self._progress.highest_ratio = max(self._progress.highest_ratio, ratio or 0.0)
         while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
             self.index += 1
             ratio = None
-            if not self._recovering:
-                self._enter(self._targets[self.index], self.index, reason)
+            if not self._progress.recovering:
+                self._enter(self.targets[self.index], self.index, reason)
         self._recover()
 
     def _reason(self, phase: Phase, rate: float, ratio: float | None) -> str:
@@ -308,13 +341,11 @@ class PrecisionSchedule:
         match phase.trigger:
             case "from_step" if self.steps >= limit:
                 return f"step {limit}"
-            case "from_tokens" if not self.tokens:
-                raise RuntimeError(f"{phase} begins by tokens: schedule.step(tokens) counts those of each step")
             case "from_tokens" if self.tokens >= limit:
                 return f"{self.tokens} tokens"
-            case "when_lr_below" if rate < limit and rate < self._highest_lr:
+            case "when_lr_below" if rate < limit and rate < self._progress.highest_lr:
                 return f"the learning rate fell to {rate:.3g}"
-            case "when_update_below_resolution" if ratio is not None and ratio < limit <= self._highest_ratio:
+            case "when_update_below_resolution" if ratio is not None and ratio < limit <= self._progress.highest_ratio:
                 return f"updates fell to {ratio:.3g} of the weights' resolution"
         return ""
 
@@ -326,23 +357,23 @@ class PrecisionSchedule:
         """Begin or end a recovery."""
         if self._watch is None:
             return
-        policy = self._watch.policy
+        policy, progress = self._watch.policy, self._progress
         faults = self._watch.read() if self.steps % policy.check_every == 0 else 0
-        if faults and not self._recovering:
-            self._recoveries += 1
-            for_good = policy.attempts is not None and self._recoveries > policy.attempts
-            self._recovering = -1 if for_good else policy.steps
-            self._rescued = self.index
+        if faults and not progress.recovering:
+            progress.recoveries += 1
+            for_good = policy.attempts is not None and progress.recoveries > policy.attempts
+            progress.recovering = -1 if for_good else policy.steps
+            progress.rescued = self.index
             for module in self.model.modules():
                 if isinstance(module, RecipeModule):
                     module.reset_delayed_state()  # it may hold amaxes of a faulty step
             reason = " and ".join(text for bit, text in FAULTS.items() if faults & bit)
             again = f", after {policy.attempts} recoveries" if for_good else ""
-            self._enter(self._rescues[self.index], -1, reason + again)
-        elif self._recovering > 0:
-            self._recovering -= 1
-            if not self._recovering:
-                self._enter(self._targets[self.index], self.index, f"{policy.steps} steps of recovery are done")
+            self._enter(self._recovery_targets[self.index], -1, reason + again)
+        elif progress.recovering > 0:
+            progress.recovering -= 1
+            if not progress.recovering:
+                self._enter(self.targets[self.index], self.index, f"{policy.steps} steps of recovery are done")
 
     def _enter(self, target: Target, index: int, reason: str) -> None:
         switch(self.model, self.optimizer, target)
@@ -369,13 +400,14 @@ class PrecisionSchedule:
             BudgetError: if a phase takes more than the budget, with the cheapest way to fit.
         """
         inputs = None if example_inputs is None else tuple(example_inputs)
-        return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
+        return plan_of(self.model, self.optimizer, (*self.targets, *self._recovery_targets[:1]), budget_bytes, inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state as numbers, strings and small tensors, for a checkpoint."""
         resolution = getattr(self.optimizer, "resolution", None)
+        counts = {"steps": self.steps, "tokens": self.tokens, "index": self.index, **asdict(self._progress)}
         return {
-            **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
+            **counts,
             "phases": [repr(phase) for phase in self.phases],
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
@@ -386,23 +418,32 @@ class PrecisionSchedule:
         """Load a state, and put model and optimizer into its phase; load their states afterwards.
 
         Raises:
-            ValueError: if the state is of other phases.
+            ValueError: if the state is of other phases, or of a recovery with another window; nothing is changed then.
         """
-        phases = [repr(phase) for phase in self.phases]
-        if state_dict["phases"] != phases:
-            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {phases}")
-        if (state_dict["watch"] is None) != (self._watch is None):
-            raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
-        for name in COUNTERS:
-            setattr(self, name, state_dict[name.lstrip("_")])
-        self.switches = [Switch(**fields) for fields in state_dict["switches"]]
-        target = self._rescues[self._rescued] if self._recovering else self._targets[self.index]
+        target = self.target_of(state_dict)
+        progress = _ScheduleProgress(**{field.name: state_dict[field.name] for field in fields(_ScheduleProgress)})
+        switches = [Switch(**each) for each in state_dict["switches"]]
         switch(self.model, self.optimizer, target)
+        self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
+        self._progress, self.switches = progress, switches
         if self._watch is not None:
             self._watch.load(state_dict["watch"])
         self._measure()
         if (resolution := getattr(self.optimizer, "resolution", None)) is not None:
             resolution.load(state_dict["resolution"])
+
+    def target_of(self, state_dict: dict[str, Any]) -> Target:
+        """Return the Target that ``load_state_dict`` switches to; it raises what that raises, and changes nothing."""
+        phases = [repr(phase) for phase in self.phases]
+        if state_dict["phases"] != phases:
+            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {phases}")
+        if (state_dict["watch"] is None) != (self._watch is None):
+            raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
+        if self._watch is not None:
+            self._watch.check(state_dict["watch"])
+        if state_dict["recovering"]:
+            return self._recovery_targets[state_dict["rescued"]]
+        return self.targets[state_dict["index"]]
 
 
 def _check_order(phases: Sequence[Phase]) -> None:

@@ -155,7 +155,7 @@ class RunFolder:
                 self._require_same(saved_identity, identity)
             return content
 
-        content = self.ranks.first(read)
+        content = self.ranks.from_rank_0(read)
         self.saved_step = None if content is None else content["step"]
         return content
 

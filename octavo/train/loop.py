@@ -192,12 +192,12 @@ class _Shared:
             if self.device.type == "cuda" and config.ranks.shard != ALONE:
                 torch.cuda.set_device(self.device)
             require_memory(config, self.device, ranks.size)
-        dtype = ranks.first(lambda: settle_dtype(config, self.device, recipes).run.dtype)
+        dtype = ranks.from_rank_0(lambda: settle_dtype(config, self.device, recipes).run.dtype)
         self.config = replace(config, run=replace(config.run, dtype=dtype))
         with ranks.together():
             self.corpus = corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)
-        digest_of_rank_0 = ranks.first(lambda: corpus.digest)
+        digest_of_rank_0 = ranks.from_rank_0(lambda: corpus.digest)
         with ranks.together():
             if corpus.digest != digest_of_rank_0:
                 raise TrainError(
@@ -255,7 +255,7 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
             if self.saved.get("separate_splits"):
                 octavo.nn.separate_splits(model)
-        with Ranks.answering():
+        with Ranks.as_rank_errors():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
@@ -269,7 +269,7 @@ class _Run:
         self.inspection = _Inspection(self)
         self.progress.begin(self.result.name, self.result.steps)
         try:
-            with Ranks.answering():
+            with Ranks.as_rank_errors():
                 self._steps()
             if self.folder is not None:
                 self.folder.finish()

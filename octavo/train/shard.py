@@ -41,7 +41,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
         raise TrainError(f"shard {shard} trains on ranks that torchrun starts: {LAUNCH} --shard {shard} ...")
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
-        with Ranks.answering():
+        with Ranks.as_rank_errors():
             # gloo besides NCCL, as ranks compare their options by tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
             timeout = timedelta(seconds=config.ranks.timeout)
@@ -95,7 +95,7 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
         return None
     if ranks.group is None:
         return ranks
-    with Ranks.answering():
+    with Ranks.as_rank_errors():
         members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(seconds=config.ranks.timeout)
         return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
 

@@ -21,7 +21,7 @@ from octavo.autograd.gather_input import (
     scatter_output,
 )
 from octavo.distributed import Fp8Reduction
-from octavo.distributed.tensor_parallel import _summed_in_fp8
+from octavo.distributed.tensor_parallel import _sum_in_fp8
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast
 from octavo.tensor.pair import Operands
 from tests.support.helpers import padded_as_on_gpu
@@ -94,7 +94,7 @@ def summed(mesh, shape, dim):
     """Return whether sums by an FP8 reduction, forward and backward, are those of ranks' terms rounded once."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     every = [torch.randn(shape) for _ in range(ranks)]
-    how = functools.partial(_summed_in_fp8, Fp8Reduction())
+    how = functools.partial(_sum_in_fp8, Fp8Reduction())
     wire = Wire(mesh.get_group().group_name, ranks, math.prod(shape[:dim]), reduce=how)
     addends = []
     for x in every:  # a rank's parts one after the other, each in blocks of 128

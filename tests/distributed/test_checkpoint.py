@@ -202,7 +202,7 @@ def fail(mesh, folder, failing):
         data = bytearray(damaged.read_bytes())
         data[len(data) // 3 : 2 * len(data) // 3] = data[len(data) // 3 : 2 * len(data) // 3][::-1]
         damaged.write_bytes(data)
-    ranks.first(lambda: None)
+    ranks.from_rank_0(lambda: None)
     try:
         load_checkpoint(folder, model, optimizer, ranks=ranks)
     except CheckpointError as error:
@@ -231,7 +231,7 @@ def fail_later(mesh, folder, failing):
         if ranks.rank == failing:
             patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         error = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks).exception(60)
-    remaining_files = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
+    remaining_files = ranks.from_rank_0(lambda: [path.name for path in Path(folder).iterdir()])
     extra, before = {"list": [4]}, everything(model, optimizer)
     with stored.save_later(folder, model, optimizer, extra, ranks=ranks, keep=2):
         train(model, optimizer, 2, 3, Ranks(mesh.get_group()))
@@ -317,6 +317,9 @@ def test_the_newest_whole_ones_are_kept_and_found(model, tmp_path):
     shutil.copytree(tmp_path / "save-00000003", tmp_path / "save-00000009.partial")
     assert load_extra(tmp_path) == load_checkpoint(tmp_path, model) == 3
     save_checkpoint(tmp_path, model, extra=5, keep=2)
+    for keep in (0, -3):
+        with pytest.raises(ValueError, match=f"keep={keep} must be at least 1"):
+            save_checkpoint(tmp_path, model, keep=keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:08}" for n in (3, 4, 5)]  # 4 is not whole
     assert load_extra(tmp_path) == 5
 

@@ -14,7 +14,7 @@ def values(mesh):
     ranks = ranks_of(mesh)
     mine = torch.tensor([float(ranks.rank), 1.0])
     results = (ranks.sum(mine), ranks.mean(mine), ranks.gather(mine), ranks.any(ranks.rank == 1), ranks.any(False))
-    return *results, ranks.first(lambda: {"of": ranks.rank}), mine, ranks.size
+    return *results, ranks.from_rank_0(lambda: {"of": ranks.rank}), mine, ranks.size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -36,7 +36,7 @@ def faults(mesh, failing):
         except Exception as raised:
             messages.append((type(raised), str(raised)))
     try:
-        ranks.first(lambda: [][0])
+        ranks.from_rank_0(lambda: [][0])
     except Exception as raised:
         messages.append((type(raised), str(raised)))
     with ranks.together():  # and all goes on
@@ -86,7 +86,7 @@ def test_a_lone_process_communicates_nothing():
     assert (alone.group, alone.rank, alone.size) == (None, 0, 1)
     value = torch.ones(3)
     assert alone.sum(value) is value and alone.mean(value) is value and alone.gather(value).shape == (1, 3)
-    assert alone.any(True) and alone.first(lambda: 3) == 3
+    assert alone.any(True) and alone.from_rank_0(lambda: 3) == 3
     with pytest.raises(KeyError), alone.together():
         raise KeyError("own")
 
@@ -101,6 +101,6 @@ def test_a_lone_process_communicates_nothing():
     ],
 )
 def test_what_collectives_raise_is_named(error, says):
-    with pytest.raises((RuntimeError, RankError), match=says) as fault, Ranks.answering():
+    with pytest.raises((RuntimeError, RankError), match=says) as fault, Ranks.as_rank_errors():
         raise error
     assert isinstance(fault.value, RankError) == (says != "a bug")

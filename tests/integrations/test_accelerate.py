@@ -211,6 +211,31 @@ def test_of_another_recipe_model_or_schedule() -> None:
         TrainingState(net())
 
 
+def test_a_state_of_another_recipe_leaves_the_schedule_as_it_was() -> None:
+    def begun(select: Any) -> TrainingState:
+        model = octavo.convert(net(), recipes.delayed(), select=select)
+        return TrainingState(model, PrecisionSchedule(model, torch.optim.SGD(model.parameters(), 0.1), SWITCHING))
+
+    saved, other = begun(every_layer), begun(lambda module, name: name != "1.linear")
+    for _ in range(SWITCHING[1].from_step or 0):
+        saved.schedule.step()  # type: ignore[union-attr]
+    assert other.schedule is not None
+    before = other.schedule.state_dict()
+    with pytest.raises(ValueError, match=r"layer '1.linear' computes in"):
+        other.load_state_dict(saved.state_dict())
+    assert other.schedule.state_dict() == before and other.model[0].linear.recipe == recipes.delayed()  # type: ignore[union-attr]
+
+
+def test_a_state_that_is_removed_leaves_no_hooks() -> None:
+    model = delayed_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = PrecisionSchedule(model, optimizer, SWITCHING)
+    for _ in range(3):
+        TrainingState(model, schedule).remove()
+    assert not model._load_state_dict_pre_hooks and not optimizer._optimizer_state_dict_post_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
 def test_a_phase_of_another_form_comes_before_the_optimizer() -> None:
     def begun(phases: list[Phase], **options: Any) -> TrainingState:
         model = octavo.convert(net().bfloat16(), recipes.delayed(), select=every_layer)

@@ -219,6 +219,7 @@ def test_each_fit_begins_the_schedule_anew_and_testing_keeps_the_phase(tmp_path:
         fit(tmp_path, used, module)
         assert recipes_of(module) == {"blockwise"} and used.schedule is not None
         assert [switch.step for switch in used.schedule.switches] == [0, 1]
+        assert len(module._load_state_dict_pre_hooks) == (1 if used is first else 2)  # one of each plugin
     loader = torch.utils.data.DataLoader(torch.randn(BATCH, WIDTH), batch_size=BATCH)  # type: ignore[arg-type]
     module.trainer.test(module, loader, verbose=False)
     assert recipes_of(module) == {"blockwise"}

@@ -153,11 +153,17 @@ def test_what_is_refused():
         ({"weight_decay": -1.0}, "weight_decay=-1.0 must"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be at least 0 and below 1"),
         ({"betas": (-0.1, 0.9)}, "betas="),
+        ({"betas": (0.9, 0.99, 0.999)}, "betas=.*, two numbers"),
+        ({"betas": 0.9}, "betas=0.9 .*, two numbers"),
         ({"moments": "fp4"}, "moments='fp4': use 'fp32', 'bf16', 'fp8' or a pair"),
         ({"master": "fp64"}, "master='fp64': use 'auto', 'split16', 'fp16_scaled', 'fp32'"),
     ):
         with pytest.raises(ValueError, match=message):
             AdamW([p], **options)
+    with pytest.raises(TypeError, match="skip_nonfinite='no': use True or False"):
+        AdamW([p], skip_nonfinite="no")
+    with pytest.raises(ValueError, match=r"betas=.*, two numbers"):
+        AdamW([{"params": [p], "betas": (0.9, 0.99, 0.999)}])
     with pytest.raises(ValueError, match="dense real weights"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="dense real weights"):

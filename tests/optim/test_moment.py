@@ -46,6 +46,7 @@ def test_a_first_moment_has_a_sign(first):
         ({"format": E4M3, "granularity": PerBlock(1, 64)}, ValueError, "granularity=PerBlock"),
         ({"format": E4M3, "scale": "next"}, ValueError, "scale='next': use 'block' or 'previous'"),
         ({"format": E4M3, "scale": "previous"}, ValueError, r"needs granularity=PerTensor\(\)"),
+        ({"format": "bf16", "granularity": PerTensor(), "scale": "previous"}, ValueError, "is the amax of codes"),
         ({"format": "bf16", "root": True}, ValueError, "root=True is for codes"),
     ],
     ids=str,

@@ -136,6 +136,8 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
         ((4, 2, 2), {}, r"shape \(4, 2, 2\): stacked experts belong in a group with \"algorithm\": \"muon\""),
         ((4, 4), {"lr": -1.0}, r"lr=-1\.0"),
         ((4, 4), {"weight_decay": float("nan")}, "weight_decay=nan"),
+        ((4, 4), {"eps": -1.0}, r"eps=-1\.0 must be at least 0"),
+        ((4, 4), {"momentum": 3.0}, r"momentum=3\.0 must be below 1"),
         ((4, 4), {"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine': use None, 'original'"),
         ((4, 4), {"ns_steps": 100}, "ns_steps=100: give three"),
         ((4, 4), {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)"),

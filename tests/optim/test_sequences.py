@@ -137,7 +137,7 @@ class Subject:
         for at, param in enumerate(self.params):
             wide = self.coded and self.hooked[at]
             handle = self.optimizer.in_backward
-            is_zeroed = handle is not None and handle.leaves_zeros and param in handle._updated_last
+            is_zeroed = handle is not None and handle.leaves_zeros and param in handle._updated_last_step
             total = None if param.grad is None and not is_zeroed else torch.zeros(param.shape, dtype=param.dtype)
             for grads_of_batch in grads:
                 if at in grads_of_batch:

@@ -67,7 +67,7 @@ def test_every_phase_takes_what_was_planned():
     plan = schedule.plan(example_inputs=(tokens,))
     model(tokens).float().square().mean().backward()
     optimizer.step()
-    for phase, target in zip(plan.phases, schedule._targets, strict=True):
+    for phase, target in zip(plan.phases, schedule.targets, strict=True):
         optimizer.zero_grad()
         switch(model, optimizer, target)
         activations = saved(model, tokens)

@@ -1,4 +1,5 @@
 import copy
+import gc
 import itertools
 import logging
 import math
@@ -9,7 +10,7 @@ import torch
 import octavo
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
-from octavo.schedule.schedule import FINITE, SPIKE, LossWatch
+from octavo.schedule.schedule import NOT_FINITE, SPIKE, LossWatch
 from octavo.weights.stored import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
@@ -250,6 +251,39 @@ def test_tokens_have_to_be_counted():
         schedule.step()
 
 
+@pytest.mark.parametrize("tokens", [-5, math.nan, math.inf])
+def test_tokens_that_are_no_number_are_not_counted(tokens):
+    _, _, schedule = started(Phase(LOW), Phase(HIGH, from_tokens=64))
+    with pytest.raises(ValueError, match=r"tokens=.* must be a number of at least 0"):
+        schedule.step(tokens)
+    assert (schedule.steps, schedule.tokens) == (0, 0)
+
+
+def test_a_state_of_another_window_changes_nothing():
+    phases = [LOWEST, UP]
+    model, optimizer, schedule = started(*phases, recovery=Recovery(Phase(HIGH), window=8))
+    train(model, optimizer, schedule, range(5))
+    _, _, other = started(*phases, recovery=Recovery(Phase(HIGH), window=16))
+    before = copy.deepcopy((other.state_dict(), tensors(other.model, other.optimizer)))
+    with pytest.raises(ValueError, match="window=8, not 16"):
+        other.load_state_dict(schedule.state_dict())
+    after = other.state_dict(), tensors(other.model, other.optimizer)
+    assert other.switches[0].name == "dynamic" and other.index == 0 and other.phase is LOWEST
+    assert after[0]["switches"] == before[0]["switches"] and same(after[1], before[1])
+
+
+def test_hooks_go_with_the_schedule():
+    model = net()
+    optimizer = optimizer_of(model)
+    for _ in range(3):
+        schedule = PrecisionSchedule(model, optimizer, [Phase(LOW)], Recovery(Phase(HIGH)))
+    gc.collect()
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    del schedule
+    gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_what_is_out_of_order():
     model, optimizer, schedule = started(Phase(LOW), recovery=Recovery(Phase(HIGH)))
     with pytest.raises(RuntimeError, match="there are no gradients"):
@@ -319,7 +353,7 @@ def test_spikes_are_judged_from_half_a_window_on_and_faults_stay_out_of_it():
 @pytest.mark.parametrize(("loss", "largest"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_what_is_not_finite_is_a_fault_at_once(loss, largest):
     watched = watch(spike=None)
-    assert look(watched, loss, largest) and watched.read() == FINITE
+    assert look(watched, loss, largest) and watched.read() == NOT_FINITE
     assert not look(watched, 1.0)
 
 
@@ -334,7 +368,7 @@ def test_its_state_is_all_that_it_knows():
         assert look(a, loss) == look(b, loss)
     assert a.read() == b.read()
     with pytest.raises(ValueError, match="window=8, not 16"):
-        watch(window=16).load(a.state())
+        watch(window=16).check(a.state())
 
 
 @pytest.mark.parametrize(

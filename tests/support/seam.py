@@ -49,7 +49,7 @@ SEAM = {
     "optim.base": "CompactOptimizer",
     "optim.conversion": "Conversion",
     "optim.masters": "MasterForm",
-    "optim.state": "Settings largest",
+    "optim.state": "Settings largest_gradient",
     "private": "hooks_after_gradients keep_gpu_busy pytree running_backward",
     "reading": "file_inside read_json",
     "recipes": "NAMED",

@@ -281,8 +281,8 @@ def _moved(run: TrainingRun, saving: Any, loading: Any) -> None:
         with tempfile.TemporaryDirectory() as folder_of_rank:
             pair = Ranks(saving.get_group())
             extra = run.extra.state_dict() if isinstance(run.extra, PrecisionSchedule) else None
-            save_checkpoint(pair.first(lambda: folder_of_rank), run.model, run.optimizers[0], extra, ranks=pair)
-            folder = everyone.first(lambda: folder_of_rank)
+            save_checkpoint(pair.from_rank_0(lambda: folder_of_rank), run.model, run.optimizers[0], extra, ranks=pair)
+            folder = everyone.from_rank_0(lambda: folder_of_rank)
             run.take(another(run))
             if loading is not None:
                 shard(run, loading)
