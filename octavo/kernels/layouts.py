@@ -66,23 +66,23 @@ def is_small_block(tile: Sequence[int]) -> bool:
     return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
-def padded(size: int, multiple: int) -> int:
-    """Return ``size`` rounded up to a multiple.
+def padded_size(size: int, pad: int) -> int:
+    """Return ``size`` rounded up to a multiple of ``pad``.
 
     Raises:
-        ValueError: unless the multiple divides PADDING, which a kernel's tile holds.
+        ValueError: unless ``pad`` divides PADDING, which a kernel's tile holds.
     """
-    if multiple < 1 or PADDING % multiple:
+    if pad < 1 or PADDING % pad:
         divisors = ", ".join(str(size) for size in range(1, PADDING + 1) if PADDING % size == 0)
-        raise ValueError(f"pad={multiple}: codes are padded to a multiple of one of {divisors}")
-    return -(-size // multiple) * multiple
+        raise ValueError(f"pad={pad}: codes are padded to a multiple of one of {divisors}")
+    return -(-size // pad) * pad
 
 
 def with_padding(codes: Tensor, pad: int) -> Tensor:
     """Return ``codes`` with zero codes after each row, up to a multiple of ``pad``."""
     if pad == 1:
         return codes
-    missing = padded(codes.shape[-1], pad) - codes.shape[-1]
+    missing = padded_size(codes.shape[-1], pad) - codes.shape[-1]
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
@@ -105,6 +105,12 @@ def swizzled(scale_inv: Tensor) -> Tensor:
         *_, rows, cols = codes.shape
     parts = codes.view(*lead, rows // 128, 4, 32, cols // 4, 4).transpose(-4, -2)
     return parts.reshape(*lead, rows * cols).view(E8M0)
+
+
+def swizzled_size(grid: Sequence[int], tile: Sequence[int]) -> int:
+    """Return how many elements ``swizzled`` makes of a grid of scales of 1x32 blocks, or of 32x1, transposed."""
+    rows, cols = grid if tile[0] == 1 else grid[::-1]
+    return -(-rows // 128) * 128 * -(-cols // 4) * 4
 
 
 def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:

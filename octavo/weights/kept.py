@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import Operands
 from octavo.weights.operands import WeightOwner, forget_if_written, weight_of
@@ -128,8 +128,8 @@ def _buffers_for(layer: Any) -> KeptOperands | None:
         return None
     (rows, cols), pad = weight.shape, contraction_multiple(weight.device, recipe.pads)
     new, shape, dtype = weight.detach().new_zeros, scale_shape(weight.shape, cast.tile), cast.format.dtype
-    qdata, scale_inv = new(rows, padded(cols, pad), dtype=dtype), new(shape, dtype=cast.scale_inv_dtype)
+    qdata, scale_inv = new(rows, padded_size(cols, pad), dtype=dtype), new(shape, dtype=cast.scale_inv_dtype)
     lies_twice = needs_transposed_codes(weight.device)
-    transposed = new(cols, padded(rows, pad), dtype=dtype) if lies_twice else qdata.t()
+    transposed = new(cols, padded_size(rows, pad), dtype=dtype) if lies_twice else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
     return KeptOperands(recipe, cast, operands, new(shape, dtype=torch.float32))

@@ -41,8 +41,8 @@ ENDS = torch.tensor([1, 2], dtype=torch.int32)
         ((False, 1, False, "swish"), {}, "activation='swish': use one of relu, "),
         ((False, 1, False, "", None, torch.ones(1, 1)), {}, "h_scale_inv is given without the name"),
         ((), NORM | {"kind": "batch_norm"}, "kind='batch_norm': use 'layer_norm' or 'rms_norm'"),
-        ((), NORM | {"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\]: rows of x have 2 elements"),
-        ((), NORM | {"beta": torch.ones(1)}, r"beta of shape \[1\]: rows of x have 2 elements"),
+        ((), NORM | {"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\] needs \[C\]"),
+        ((), NORM | {"beta": torch.ones(1)}, r"beta of shape \[1\] needs \[C\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

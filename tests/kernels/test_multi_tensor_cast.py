@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import scale_shape
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import padded_size
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import scale_inv_dtype
 from tests.kernels.conftest import Ops
@@ -34,8 +34,8 @@ def outputs(tile: tuple[int, int], fmt: torch.dtype, pad: int = 1, transpose: bo
     """Memory for the results, filled with NaN."""
     with poisoned_memory():
         return Outputs(
-            [torch.empty(r, padded(c, pad), dtype=fmt) for r, c in SHAPES],
-            [torch.empty(c, padded(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
+            [torch.empty(r, padded_size(c, pad), dtype=fmt) for r, c in SHAPES],
+            [torch.empty(c, padded_size(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
             [torch.empty(scale_shape(shape, tile), dtype=scale_inv_dtype(tile, True)) for shape in SHAPES],
             [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
         )

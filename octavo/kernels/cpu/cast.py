@@ -96,23 +96,26 @@ class _ByCpp(NamedTuple):
         amax: what cast.cpp's octavo_amax takes, if the target ``spans``.
         cast: writes all else, given a matrix as ``_matrix`` returns it and whether octavo_amax told of faults in its
             rows; -1: it asks itself.
-        spans: whether a scale needs the amax of all rows.
+        spans: whether a tile spans all rows, so that its amax is raised by each chunk of them.
+        needs_amax_first: whether the first code needs that amax, as no scale is known.
         unit: rows that begin whole tiles.
     """
 
     amax: bytes
     cast: Callable[..., None]
     spans: bool
+    needs_amax_first: bool
     unit: int
 
 
 def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
-    scaling = target.scaling
+    scaling, has_scale = target.scaling, bool(target.scaling.known_scale)
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
-        return _ByCpp(target_bytes, partial(functions.octavo_cast, target_bytes), height == ALL, max(height, 1))
+        spans, cast_rows = height == ALL, partial(functions.octavo_cast, target_bytes)
+        return _ByCpp(target_bytes, cast_rows, spans, spans and not has_scale, max(height, 1))
     packed_functions = compiled_packed(target.amax)
     assert packed_functions is not None
     packed_bytes = described_packed(target, shape, by_columns)
@@ -124,7 +127,7 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
             functions.octavo_amax(amax_bytes, *matrix)
         packed_functions.octavo_cast_packed(packed_bytes, *matrix)
 
-    return _ByCpp(amax_bytes, cast, True, NV[1])
+    return _ByCpp(amax_bytes, cast, True, not has_scale, NV[1])
 
 
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
@@ -160,16 +163,16 @@ def write_chunks(
     threads, written = min(torch.get_num_threads(), _THREADS), [_by_cpp(functions, target, shape) for target in targets]
     whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(by_cpp.unit for by_cpp in written))
     slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
-    spanning = [at for at, by_cpp in enumerate(written) if by_cpp.spans]
-    needing_amax = [at for at in spanning if not targets[at].scaling.known_scale]
+    reads_twice = len(slices) > 1 and any(by_cpp.needs_amax_first for by_cpp in written)
     faulty, chunks_by_start, elements_left = [0] * len(written), dict[int, Tensor](), KEPT
-    for rows in slices if needing_amax and len(slices) > 1 else []:
+    for rows in slices if reads_twice else []:
         y = make(rows)
         elements_left -= y.numel()
         if elements_left >= 0:
             chunks_by_start[rows.start] = y
-        for at in needing_amax:
-            faulty[at] |= functions.octavo_amax(written[at].amax, *_matrix(y, rows))
+        for at, by_cpp in enumerate(written):
+            if by_cpp.needs_amax_first:
+                faulty[at] |= functions.octavo_amax(by_cpp.amax, *_matrix(y, rows))
     column_sums = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
         y = chunks_by_start.pop(rows.start) if rows.start in chunks_by_start else make(rows)
@@ -177,7 +180,7 @@ def write_chunks(
         if sums is not None:
             column_sums.add_(y.sum(0))
         for at, by_cpp in enumerate(written):
-            if at in spanning and (at not in needing_amax or len(slices) == 1):
+            if by_cpp.spans and not (reads_twice and by_cpp.needs_amax_first):
                 faulty[at] = functions.octavo_amax(by_cpp.amax, *matrix)
             by_cpp.cast(*matrix, faulty[at])
         del y  # before the next chunk is computed

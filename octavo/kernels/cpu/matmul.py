@@ -6,7 +6,7 @@ along K must multiply the operand first.
 
 The result is rounded once, at the end. torch has no bfloat16 product with a float32 output on a CPU, so bfloat16 is
 used only where just one number has to multiply the result: where each operand has one scale, or scales that are powers
-of two, which multiply its codes exactly. All other products are in float32.
+of two and multiply its codes exactly, to numbers that are not subnormal. All other products are in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E2M1
+from octavo.formats import E2M1, Format, format_of
 from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
@@ -62,9 +62,20 @@ def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
             continue  # its values are exact in bfloat16
         if _is_single(pair):
             number *= float(pair.scale_inv)
-        elif (pair.scale_inv.to(torch.float32).view(torch.int32) & _MANTISSA).any():
+        elif pair.scale_inv.numel() and not _multiplies_exactly(pair.scale_inv, format_of(pair.codes.dtype)):
             return False
     return MIN_SCALE <= number <= MAX_SCALE
+
+
+def _multiplies_exactly(scale_inv: Tensor, fmt: Format) -> bool:
+    """Whether codes times their scales are bfloat16 numbers: of powers of two, if none is subnormal or infinite.
+
+    The instructions that multiply bfloat16 take subnormal numbers for 0.
+    """
+    wide = scale_inv.to(torch.float32)
+    smallest, largest = map(float, torch.aminmax(wide))
+    is_in_range = smallest * fmt.smallest_subnormal >= MIN_SCALE and largest * fmt.max <= 2 * MAX_SCALE
+    return is_in_range and not bool((wide.view(torch.int32) & _MANTISSA).any())
 
 
 def _is_single(pair: OperandPair) -> bool:

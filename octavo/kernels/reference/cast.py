@@ -177,25 +177,52 @@ def cast_and_commit(
     return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
 
 
-def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int], power_of_two: bool) -> None:
-    """Raise ValueError for tensors that one launch can't cast; ``lists``: the op's arguments, in their order."""
+def sizes_of_casts(
+    lists: Sequence[Sequence[Tensor]], role: int, tile: Sequence[int], power_of_two: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return (R, C, row strides of x, of its codes, of the transposed ones or 0) of each tensor, after checking all.
+
+    ``lists``: the op's lists of tensors, in their order.
+
+    Raises:
+        ValueError: for tensors that one launch can't cast, and outputs that are not dense or too small.
+    """
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
     lengths = [len(entries) for entries in (qdata, scale_inv, amax)]
     lengths += [len(entries) for entries in (transposed, delayed_scales) if entries]
     if any(length != len(xs) for length in lengths):
         raise ValueError(f"the lists are {[len(entries) for entries in lists]} long; give each tensor its outputs")
-    if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
+    is_whole = tuple(tile) == (ALL, ALL)
+    if not is_whole and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
-        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-        if len(dtypes) > 1:
-            raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"{name} have the dtypes {sorted(map(str, dtypes))}; make a call for each")
     expected_dtype = scale_inv_dtype(tile, power_of_two)
     if wrong := {str(one.dtype) for one in scale_inv if one.dtype != expected_dtype}:
         raise ValueError(f"scale_inv of {sorted(wrong)}: tiles of {tuple(tile)} have {expected_dtype}")
-    for index, x in enumerate(xs):
-        if x.ndim != 2 or x.stride(1) != 1:
-            raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
+    if any(scale.numel() <= role or not scale.is_contiguous() for scale in delayed_scales):
+        raise ValueError(f"delayed_scales of {[list(scale.shape) for scale in delayed_scales]}: none has role {role}")
+    sizes: list[tuple[int, ...]] = []
+    for x, codes, laid, scales, amaxes in zip(xs, qdata, transposed or qdata, scale_inv, amax, strict=True):
+        shape, strides, (height, width), grid = x.shape, x.stride(), codes.shape, scales.shape
+        if len(shape) != 2 or strides[1] != 1:
+            raise ValueError(f"xs[{len(sizes)}] of shape {tuple(shape)}, strides {strides}: needs contiguous rows")
+        rows, cols = shape
+        laid_height, laid_width = laid.shape if transposed else (cols, rows)
+        least_grid = (
+            (1, 1) if is_whole else (-(-rows // tile[0]), -(-cols // tile[1]))
+        )  # a shard's memory has more rows
+        has_room = height == rows and width >= cols and laid_height == cols and laid_width >= rows
+        if not has_room or grid != amaxes.shape or grid[0] < least_grid[0] or grid[1] != least_grid[1]:
+            outputs = [list(one.shape) for one in (codes, laid, scales, amaxes)]
+            raise ValueError(
+                f"outputs {outputs} of {list(shape)}: codes have as many rows, and scales are {least_grid}"
+            )
+        sizes.append((rows, cols, strides[0], width, laid_width if transposed else 0))
+    if not all(map(Tensor.is_contiguous, (*qdata, *transposed, *scale_inv, *amax))):
+        raise ValueError("codes, scale_inv and amax are written as they lie in memory: make them contiguous")
+    return tuple(sizes)
 
 
 def multi_tensor_cast(
@@ -213,7 +240,7 @@ def multi_tensor_cast(
     write: Write = write,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile, power_of_two)
+    sizes_of_casts((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), role, tile, power_of_two)
     if skip is not None and bool(skip):
         return
     for index, x in enumerate(xs):

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.granularity import BLOCK
+from octavo.kernels.checks import check_shape
+from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import (
     Fp8Weight,
@@ -238,6 +240,21 @@ class WeightUpdate(NamedTuple):
         return -g if maximize else g
 
 
+def check_update(update: WeightUpdate) -> None:
+    """Check the tensors of an update of one matrix, as ``WeightUpdate.matrices`` returns it.
+
+    Raises:
+        ValueError: for one that is shaped neither as the gradient nor, of scales and amaxes, as a grid of its blocks.
+    """
+    master, (rows, cols) = update.master, update.gradient.shape
+    grids = (1, 1), (rows, blocks_in_row(cols)), (blocks_in_row(rows), blocks_in_row(cols))
+    for tensor in (master.weight, master.low_bits, *(moment.data for moment in update.moments)):
+        check_shape("a weight, moment or remainder", tensor, (rows, cols))
+    for scales in (master.scale_inv, *(moment.scale_inv for moment in update.moments)):
+        if scales is not None and tuple(scales.shape) not in grids:
+            raise ValueError(f"scale_inv of shape {list(scales.shape)} is of no blocks of a weight [{rows}, {cols}]")
+
+
 # (an update, its rule, the gradient's divisor) -> whether it has done the pass over the weight
 StepInPlace = Callable[[WeightUpdate, AdamStep | SgdStep, float], bool]
 
@@ -267,6 +284,7 @@ def optimizer_step(
         group, number = groups[update.group], int(update.step) + 1
         step = AdamStep(group, number) if isinstance(group, AdamGroup) else SgdStep(group, number)
         for matrix_update in update.matrices() if update.master.weight.numel() else ():
+            check_update(matrix_update)
             _update_weight(matrix_update, step, divisor, resolution if update.measured else None, step_in_place)
         update.step.fill_(number)
 

@@ -13,7 +13,7 @@ from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, PADDING, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
-from octavo.kernels.layouts import is_small_block, padded
+from octavo.kernels.layouts import is_small_block, padded_size
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
@@ -122,7 +122,7 @@ class CastInput(NamedTuple):
 
     def clear_padding(self, codes: Tensor) -> None:
         """Set codes [R, C'] to 0 where kernels would not reach all of their padding."""
-        if self.halves == 2 and codes.shape[1] - self.cols > padded(self.cols, PADDING):
+        if self.halves == 2 and codes.shape[1] - self.cols > padded_size(self.cols, PADDING):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:

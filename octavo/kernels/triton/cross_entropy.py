@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import PADDING
 from octavo.kernels.arguments import LossRows, new_losses
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import padded_size
 from octavo.kernels.triton.cast_input import codes_to
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.prologue import exp2, reciprocal
@@ -180,6 +180,8 @@ def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
     """``octavo::cross_entropy``."""
     logits, target, *_, softcap = rows
     losses, lse = new_losses(rows)
+    if not logits.shape[1]:  # no column is right, and the sum of no exponentials is 0
+        return losses.copy_(torch.where(target == rows.ignore_index, 0.0, torch.nan)), lse.fill_(-torch.inf)
     if logits.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
         arguments = x, x.stride(0), target.contiguous(), losses, lse, x.shape[1], _options(rows)
@@ -203,7 +205,7 @@ def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: 
     logits, target, *_, softcap = rows
     if logits.numel():
         count, columns = logits.shape
-        wide, high = codes.shape[1] if codes.numel() else columns, padded(count, PADDING)
+        wide, high = codes.shape[1] if codes.numel() else columns, padded_size(count, PADDING)
         end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
         source = Source(logits, count, columns, *logits.stride())
         out = codes_to(codes, transposed)

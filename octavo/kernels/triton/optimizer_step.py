@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, check_update
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
@@ -154,6 +154,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
     numbers: dict[TensorClass, int] = {}
     matrices = [matrix for update in updates for matrix in update.matrices()]
     for update in matrices:
+        check_update(update)
         length = update.bits.row_length or update.gradient.shape[1]
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         height, cols = _shape(update, gap)
