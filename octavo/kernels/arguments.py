@@ -148,7 +148,7 @@ class Output(NamedTuple):
     """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.
 
     ``keep``: of what is no norm its one scale. ``as_is``: whether codes of rows in groups are written as they lie.
-    ``value``: the scaling by which an activation's gradient casts the activation itself too, into one layout.
+    ``activation``: the scaling by which a cast of an activation's gradient casts the activation too, into one layout.
     """
 
     transpose: bool = False
@@ -156,8 +156,8 @@ class Output(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     as_is: bool = True
-    value: Scaling | None = None
-    value_transposed: bool = False
+    activation: Scaling | None = None
+    activation_transposed: bool = False
 
 
 class CastTarget(NamedTuple):
@@ -314,7 +314,7 @@ def _unpack_cast(
     first, second = _scalings(first, named)
     norm = {name: named.pop(name) for name in _NORM_DEFAULTS.keys() & named}
     output = output._replace(keep=named.pop("keep", False), as_is=named.pop("as_is", True))
-    output, heads = _with_value(output, tensor_source, named)
+    output, heads = _with_activation(output, tensor_source, named)
     activation, column_sum, gamma = tensor_source.activation, output.column_sum, norm.get("gamma")
     if heads:
         _refuse("gradients of heads are cast", activation=activation, gamma=gamma, offsets=offsets)
@@ -326,7 +326,7 @@ def _unpack_cast(
     else:
         _refuse("no gamma is given", kind=norm.get("kind"))
     if first.tile != (ALL, ALL) or offsets is not None or second is not None:
-        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.value)
+        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.activation)
     if second is not None:
         _refuse("there are two scalings", delayed_scale=delayed_scale, offsets=offsets)
     if offsets is not None:
@@ -369,7 +369,7 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
             )
 
 
-def _with_value(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
+def _with_activation(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
     """Return (the output with an activation's own codes, where they are asked for, the tensors of heads by name)."""
     if not named:
         return output, {}
@@ -380,8 +380,8 @@ def _with_value(output: Output, source: CastSource, named: dict[str, Any]) -> tu
     if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
         raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
     check_shape("value_scale", scale, (1,))
-    value = Scaling(dtype, (ALL, ALL), False, 0, scale)
-    return output._replace(value=value, value_transposed=bool(transposed)), heads
+    scaling = Scaling(dtype, (ALL, ALL), False, 0, scale)
+    return output._replace(activation=scaling, activation_transposed=bool(transposed)), heads
 
 
 def _refuse(where: str, **arguments: Any) -> None:
@@ -407,7 +407,7 @@ def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, .
     delayed_scale, *_ = state_and_amaxes
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     tensor_source, output, named = _source_of(x, *others, **named)
-    output, heads = _with_value(output, tensor_source, named)
+    output, heads = _with_activation(output, tensor_source, named)
     if heads:
         _refuse("gradients of heads are cast", activation=tensor_source.activation)
     source: Castable = _heads_to_cast(x, heads) if heads else tensor_source
@@ -649,12 +649,12 @@ def new_cast(
     scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
     shape = source.shape if isinstance(source, RotaryHeads) else x.shape
     groups = None if offsets is None else len(offsets)
-    value, output = output.value, output._replace(value=None) if output.value is not None else output
-    results = results_of(shape, x.dtype, read, *scalings, output, groups)
-    if value is not None:  # of x's shape, as x is the gradient of it
+    others = output if output.activation is None else output._replace(activation=None)
+    results = results_of(shape, x.dtype, read, *scalings, others, groups)
+    if output.activation is not None:  # of x's shape, as x is the gradient of it
         (rows, cols), pad = x.shape, output.pad
-        laid = (cols, padded_size(rows, pad)) if output.value_transposed else (rows, padded_size(cols, pad))
-        results = *results, NewTensor(laid, value.dtype)
+        laid = (cols, padded_size(rows, pad)) if output.activation_transposed else (rows, padded_size(cols, pad))
+        results = *results, NewTensor(laid, output.activation.dtype)
     return allocated(x, results)
 
 

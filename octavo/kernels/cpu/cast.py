@@ -55,27 +55,31 @@ _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which to
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+    source: Castable,
+    targets: Sequence[CastTarget],
+    besides: Sequence[Tensor] = (),
+    activation: CastTarget | None = None,
 ) -> None:
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
         source = CastSource(rotary(source).view(source.shape))
     x = source.x
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
-    functions, packs = compiled(x), False
+    functions = compiled(x)
+    packs = False
     for target in targets:  # a property, or a generator, takes longer
         packs |= target.scaling.dtype is E2M1.dtype
     if functions is None or (packs and compiled_packed(x) is None):
-        return reference_write(source, targets, besides, value)
+        return reference_write(source, targets, besides, activation)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):
         return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
         make = partial(_produced, source)
-        if value is not None:
-            _clear_padding([value], x.shape)
-            make = partial(_produced_with_value, source, functions, described(value, x.shape), set())
+        if activation is not None:
+            _clear_padding([activation], x.shape)
+            make = partial(_produced_with_activation, source, functions, described(activation, x.shape), set())
         return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
@@ -160,11 +164,14 @@ def write_chunks(
     ``cols``: the columns by which the chunks are sized, all unless given: an activation's also where its gradient is
     cast, so that both have the same chunks, and torch's functions the same bits.
     """
-    threads, written = min(torch.get_num_threads(), _THREADS), [_by_cpp(functions, target, shape) for target in targets]
+    written = [_by_cpp(functions, target, shape) for target in targets]
+    threads = min(torch.get_num_threads(), _THREADS)
     whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(by_cpp.unit for by_cpp in written))
     slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
     reads_twice = len(slices) > 1 and any(by_cpp.needs_amax_first for by_cpp in written)
-    faulty, chunks_by_start, elements_left = [0] * len(written), dict[int, Tensor](), KEPT
+    faulty = [0] * len(written)  # whether octavo_amax saw an inf or NaN, by target
+    chunks_by_start: dict[int, Tensor] = {}
+    elements_left = KEPT
     for rows in slices if reads_twice else []:
         y = make(rows)
         elements_left -= y.numel()
@@ -206,24 +213,26 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
     return reference_produced(*source.part(rows, scale_rows), decode, _gated)
 
 
-def _produced_with_value(
-    source: CastSource, functions: ctypes.CDLL, value: bytes, starts: set[int], rows: slice
+def _produced_with_activation(
+    source: CastSource, functions: ctypes.CDLL, activation: bytes, starts: set[int], rows: slice
 ) -> Tensor:
     """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts.
 
-    ``value``: where these go, as cast.cpp reads it.
+    ``activation``: the target of these codes, as cast.cpp reads it.
     """
     if rows.start in starts:
         return _produced(source, rows)
     starts.add(rows.start)
     assert source.preactivation is not None
-    h, dy, (function, is_gated) = source.preactivation[rows], source.x[rows], activation_of(source.activation)
+    h, dy = source.preactivation[rows], source.x[rows]
+    function, is_gated = activation_of(source.activation)
     if is_gated:
         y = torch.empty(dy.shape, dtype=torch.float32, device=dy.device)
         gradient = _gated(h, dy, function, y)
     else:
-        y, gradient = _produced(CastSource(h, source.activation), slice(None)), _produced(source, rows)
-    functions.octavo_cast(value, *_matrix(y, rows), -1)
+        y = _produced(CastSource(h, source.activation), slice(None))
+        gradient = _produced(source, rows)
+    functions.octavo_cast(activation, *_matrix(y, rows), -1)
     return gradient
 
 
@@ -236,23 +245,26 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         if y is not None:
             y.copy_(gated(h, None, function))
         return gated(h, dy, function)
-    h, slopes_address = _with_dense_rows(h), 0
+    h = _with_dense_rows(h)
     gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
+    slopes = None
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()
     elif dy is None:
         values = value(gate, function)
     else:
         values, slopes = value_and_slope(gate, function)
-        slopes_address = slopes.data_ptr()
-    out, dy_fields = values, (0, 0, 0)
+    out = values
+    dy_fields = 0, 0, 0
     if dy is not None:
         dy = _with_dense_rows(dy)
-        out, dy_fields = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
+        out = values.new_empty(h.shape)
+        dy_fields = dy.data_ptr(), dy.stride(0), KINDS[dy.dtype]
     h_fields = h.data_ptr(), h.stride(0), KINDS[h.dtype]
-    addresses = out.data_ptr(), values.data_ptr(), slopes_address, function == "silu"
-    y_address = 0 if y is None else y.data_ptr()
-    functions.octavo_gated(*addresses, *h_fields, *dy_fields, y_address, *values.shape, threads_for(h.numel()))
+    addresses = (None if one is None else one.data_ptr() for one in (out, values, slopes))
+    sizes = *values.shape, threads_for(h.numel())
+    y_address = None if y is None else y.data_ptr()
+    functions.octavo_gated(*addresses, function == "silu", *h_fields, *dy_fields, y_address, *sizes)
     return out
 
 
@@ -277,8 +289,10 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
-    amaxes, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
-    scaling, grid = Scaling(none.dtype, (tile[0], tile[1]), False, 0), amaxes if x.ndim == 2 else amaxes.view(1, 1)
-    x_RC = x.reshape(as_matrix_shape(x.shape))
-    write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(grid), grid)])
+    rows_and_cols = tile[0], tile[1]
+    amaxes = new_scales(x, x.shape, rows_and_cols)
+    grid = amaxes if x.ndim == 2 else amaxes.view(1, 1)
+    none = no_codes(x, torch.float8_e4m3fn)
+    target = CastTarget(Scaling(none.dtype, rows_and_cols, False, 0), none, none, torch.empty_like(grid), grid)
+    write(CastSource(x.reshape(as_matrix_shape(x.shape))), [target])
     return amaxes

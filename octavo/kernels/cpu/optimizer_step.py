@@ -34,7 +34,7 @@ _MomentFields = _structure(
 )
 _MasterFields = _structure(
     "Master",
-    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "found"), c_void_p),
+    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "block_amax"), c_void_p),
     **dict.fromkeys(("kind", "has_blocks", "is_random"), c_int32),
 )
 _StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), maximize=c_int32)

@@ -55,15 +55,18 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+    source: Castable,
+    targets: Sequence[CastTarget],
+    besides: Sequence[Tensor] = (),
+    activation: CastTarget | None = None,
 ) -> None:
     """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y.
 
-    ``value``: of an activation's gradient, where the codes of the activation itself go.
+    ``activation``: the target of the activation whose gradient the source is, if that is cast too.
     """
-    if value is not None:
+    if activation is not None:
         assert isinstance(source, CastSource) and source.preactivation is not None
-        write(CastSource(source.preactivation, source.activation), [value])
+        write(CastSource(source.preactivation, source.activation), [activation])
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
@@ -114,8 +117,8 @@ def cast(
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        value = None if output.value is None else _value_target(output, more[-1])
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, value)
+        activation = None if output.activation is None else _activation_target(output, more[-1])
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, activation)
         if output.keep and not isinstance(source, NormSource):
             more[0].copy_(_scale(first, amax_or_scale).view(1))
     else:
@@ -131,12 +134,13 @@ def cast(
     return results
 
 
-def _value_target(output: Output, codes: Tensor) -> CastTarget:
-    """Return where an activation's codes go that are written beside those of its gradient, by a scale that is known."""
-    assert output.value is not None
-    none, scale_and_amax = no_codes(codes, codes.dtype), codes.new_empty((2, 1, 1), dtype=torch.float32)
-    both = (none, codes) if output.value_transposed else (codes, none)
-    return CastTarget(output.value, *both, *scale_and_amax)
+def _activation_target(output: Output, codes: Tensor) -> CastTarget:
+    """Return the target of an activation that is cast beside its gradient; nobody reads its scale_inv and amax."""
+    assert output.activation is not None
+    none = no_codes(codes, codes.dtype)
+    layouts = (none, codes) if output.activation_transposed else (codes, none)
+    scale_inv_and_amax = codes.new_empty((2, 1, 1), dtype=torch.float32)
+    return CastTarget(output.activation, *layouts, *scale_inv_and_amax)
 
 
 def _with_swizzled_scales(
@@ -172,9 +176,9 @@ def cast_and_commit(
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
-    q, t, scale_inv, amax, sums, *value = cast(source, in_pass, None, output, write=write)
+    q, t, scale_inv, amax, sums, *activation_codes = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
-    return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
+    return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
 
 
 def sizes_of_casts(
