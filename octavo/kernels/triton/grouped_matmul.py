@@ -119,7 +119,7 @@ def part_of(operand, first, rows, first_scale):
 @triton.jit
 def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
     """Return how many columns of scales the groups before this one have."""
-    ALL: tl.constexpr = 1 << 30
+    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
     if TILE == ALL:
         columns = group
     else:
