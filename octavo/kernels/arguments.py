@@ -433,17 +433,20 @@ def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor
 
 
 def _unpack_delayed_update(*flat: Any) -> tuple[Any, ...]:
+    """Return the flat arguments of the op, as its kernels take them, after checking the state."""
     _check_state(*flat[:6])
     return flat
 
 
 def _heads_to_cast(q: Tensor, heads: dict[str, Tensor]) -> RotaryHeads:
+    """Return gradients of heads as the source of a cast, of q and the tensors that go by these names."""
     if heads.keys() != {"k", "v", "cos", "sin"}:
         raise ValueError(f"k is cast with x, v, cos and sin: give all of them, not {', '.join(heads)}")
     return _unpack_rotary(q, *(heads[name] for name in ("k", "v", "cos", "sin")), True)[0]
 
 
 def _unpack_rotary(*flat: Any) -> tuple[RotaryHeads]:
+    """Return the heads of the op's flat arguments. Raise ValueError for sizes or dtypes that don't fit q's."""
     heads = RotaryHeads(*flat)
     q, k, v, cos, sin, _ = heads
     batch, positions, _, width = q.shape
@@ -482,12 +485,14 @@ def _unpack_cross_entropy(*flat: Any) -> tuple[Any, ...]:
 
 
 def _unpack_norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
+    """Return (source, residual or None) of the flat arguments of the op ``norm``."""
     source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
     check_norm(source.x, source.kind, source.gamma, beta=(source.beta, "C"), residual=(residual, "RC"))
     return source, residual
 
 
 def _unpack_norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
+    """Return (gradient,) of the flat arguments of the op ``norm_backward``."""
     gradient = NormGradient(*flat, **named)
     dy, x, gamma, mean, rstd, kind, *_, residual = gradient
     statistics = {"mean": (mean if kind == "layer_norm" else None, "R"), "rstd": (rstd, "R")}
@@ -496,6 +501,7 @@ def _unpack_norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
 
 
 def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``matmul``."""
     operands = a, b, bias = _operands(*flat[:7])
     _check_scales("a's scale_inv", *a)
     _check_scales("b's scale_inv", *b)
@@ -506,6 +512,7 @@ def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
 
 
 def _unpack_grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``."""
     offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
     a, b, _ = _operands(*flat[:6], bias)
     operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
@@ -547,6 +554,7 @@ def _check_terms(a: OperandPair, b: OperandPair) -> None:
 
 
 def _operands(*flat: Any) -> ProductArguments:
+    """Return the operands of a product's first flat arguments."""
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias = flat
     return ProductArguments(
         OperandPair(a, a_scale_inv, (a_tile[0], a_tile[1])), OperandPair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias
@@ -554,6 +562,7 @@ def _operands(*flat: Any) -> ProductArguments:
 
 
 def _unpack_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the op's flat arguments with scales that are not swizzled."""
     _check_scales("scale_inv", qdata, scale_inv, tile)
     return qdata, plain_scales(scale_inv, qdata.shape, tile), tile, dtype
 
@@ -561,6 +570,7 @@ def _unpack_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dt
 def _unpack_cast_statistics(
     x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], *flat: Any, offsets: Tensor | None = None
 ) -> tuple[Any, ...]:
+    """Return the op's flat arguments with scales that are not swizzled; offsets come last, or None."""
     sums, extremes, offsets = flat if len(flat) > 2 else (*flat, offsets)
     groups = () if offsets is None else tuple(offsets.shape)
     _check_scales("scale_inv", qdata, scale_inv, tile, *groups)
@@ -572,6 +582,7 @@ def _unpack_cast_statistics(
 
 
 def _unpack_note_faults(y: Tensor, operand: Tensor, *flat: Any) -> tuple[Any, ...]:
+    """Return the op's flat arguments, after checking that y and the operand have the same rows."""
     check_shape("y", y, (operand.shape[0], *y.shape[1:]))
     return y, operand, *flat
 
@@ -717,6 +728,7 @@ def _written_scales(shape: tuple[int, int], scaling: _Written, transpose: bool =
 
 
 def _scales(grid: Sequence[int], tile: Tile, dtype: torch.dtype = torch.float32) -> NewTensor:
+    """Return the scales of a grid of tiles, by columns where products read them so."""
     return NewTensor(grid, dtype, by_columns=lie_by_columns(tile))
 
 

@@ -187,15 +187,18 @@ SCHEMAS = {
 
 
 def _fake_cast_and_commit(source: Castable, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
+    """Return the op's results, unwritten."""
     q, t, scale_inv, _, sums, *activation_codes = new_cast(source, scaling, None, output)
     return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
 
 
 def _fake_matmul(operands: ProductArguments | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Return the product, unwritten."""
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
 def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dx, dgamma, dbeta), unwritten."""
     x, gamma = gradient.x, gradient.gamma
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
 
@@ -225,6 +228,7 @@ DIRECT = {f"torch.ops.octavo.{name}.default": f"torch.ops.octavo.direct.{name}" 
 
 
 def _fake(name: str) -> Callable[..., Any]:
+    """Return an op's fake, which also tells Inductor's Python to call the kernels in place of ops."""
     fake_kernel = FAKES[name]
 
     @functools.wraps(fake_kernel)

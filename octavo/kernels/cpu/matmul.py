@@ -158,6 +158,7 @@ def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
 
 
 def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:
+    """Return an operand in the dtype of the product, and its scales unless they multiply its codes."""
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None)

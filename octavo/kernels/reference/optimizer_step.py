@@ -292,6 +292,7 @@ def optimizer_step(
 def _update_weight(
     update: WeightUpdate, step: AdamStep | SgdStep, divisor: float, sums: Tensor | None, step_in_place: StepInPlace
 ) -> None:
+    """Do a step of one matrix: read, update and write its master and moments piece by piece."""
     master, moments = update.master, update.moments
 
     def read(piece: Piece, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:

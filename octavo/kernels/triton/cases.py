@@ -67,6 +67,7 @@ def normal(shape: Shape, seed: int = 0) -> Tensor:
 
 
 def _x_alone(shape: Shape) -> tuple[Tensor, ...]:
+    """Return the input of an op that reads one tensor."""
     return (normal(shape),)
 
 
@@ -135,14 +136,17 @@ def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> CastOp:
+    """Return a cast by one delayed scale."""
     return CastOp("cast", lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0))
 
 
 def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> CastOp:
+    """Return a cast whose scales come from the amaxes of the tensor itself."""
     return CastOp("cast", lambda: (None, 0, dtype, tile, power_of_two, 0))
 
 
 def _state_and_update() -> tuple[Any, ...]:
+    """Return the arguments of ``cast_and_commit`` from the state on."""
     amax = torch.full((1, 1), 5.0, device=DEVICE, dtype=torch.float32)
     return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
 
@@ -253,6 +257,8 @@ def _norm_gradient(norm: str) -> Case:
 
 
 def _dequantized(tile: Sequence[int]) -> Case:
+    """Return the reading of codes in tiles of this size."""
+
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         return REFERENCE["cast"](normal(shape), None, 0, E4M3, tile, False, 0)[:3:2]
 
@@ -377,6 +383,8 @@ def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
 
 
 def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
+    """Return a step of the weight that ``make`` makes."""
+
     def inputs(shape: Shape) -> tuple[Any, ...]:
         x = normal(shape)
         with torch.device(x.device):
@@ -427,6 +435,8 @@ def _torch_has(tiles: str) -> bool:
 
 
 def _product(maker: str, a_tile: Tile, b_tile: Tile, fast_accum: bool) -> Case:
+    """Return a product of two pairs by octavo's kernel ("Triton") or by "torch"."""
+
     def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 

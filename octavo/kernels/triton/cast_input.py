@@ -28,6 +28,7 @@ def rounding_of(scaling: Scaling) -> Rounding:
 
 @functools.cache
 def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int, swizzles: bool) -> Rounding:
+    """Return ``rounding_of`` of a scaling's fields, one object for equal ones."""
     fmt = format_of(dtype)
     return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile, swizzles)
 
@@ -54,6 +55,7 @@ _Shares = tuple[int, int, Tiling]
 def _shares(
     shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: bool, fold: int
 ) -> _Shares:
+    """Return ``CastInput.tiling``; ``enough``: programs, below which each does fewer tiles."""
     rows, cols = shape
     strips = -(-cols // block_c) or 1
     while tiles > 1 and strips * -(-rows // (block_r * tiles)) < enough:
@@ -174,6 +176,7 @@ def cast_input(source: CastSource | RotaryHeads) -> CastInput:
 
 
 def _heads_input(heads: RotaryHeads) -> CastInput:
+    """Return what a cast of gradients of heads reads, as q's matrix and the places of k's and v's."""
     (q, k, v), (rows, cols) = map(_rows_of_heads, heads[:3]), heads.shape
     cos, sin, positions, half = heads.cos.contiguous(), heads.sin.contiguous(), heads.q.shape[1], heads.q.shape[3] // 2
     first_columns = q.shape[1], q.shape[1] + k.shape[1]

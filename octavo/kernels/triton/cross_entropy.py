@@ -175,6 +175,7 @@ def cross_entropy_codes_kernel(
 
 
 def _options(rows: LossRows) -> LossOptions:
+    """Return the kernels' options of a cross entropy."""
     smoothing, softcap = float(rows.label_smoothing), float(rows.softcap)
     steepness = 2.0 * math.log2(math.e) / softcap if softcap else 0.0
     return LossOptions(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)

@@ -147,6 +147,7 @@ def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fas
 
 
 def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    """Write the product of rows in groups by each group's matrix."""
     a, b, offsets, bias, _ = operands
     codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
     count, N, K = codes.shape
@@ -163,6 +164,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
 
 
 def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    """Write each group's product of terms in groups."""
     a, b, offsets, _, pad = operands
     count, N, K = out.shape
     chosen = grouped_config(a, b, (N, K))

@@ -134,6 +134,7 @@ def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generat
 
 
 def _on(device: torch.device, pair: OperandPair) -> OperandPair:
+    """Return a pair on another device."""
     return OperandPair(pair.codes.to(device), pair.scale_inv.to(device), pair.tile)
 
 

@@ -443,6 +443,7 @@ def _architecture() -> int:
 
 @functools.cache
 def _architecture_of(device: int) -> int:
+    """Return the architecture of a device, which is the current one."""
     return int(driver.active.get_current_target().arch)
 
 

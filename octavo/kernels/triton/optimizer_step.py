@@ -85,6 +85,7 @@ def optimizer_step(
 
 @on_its_device
 def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> None:
+    """Launch the step's kernels on the table's device."""
     tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", LARGE).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
@@ -107,6 +108,7 @@ def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Te
 
 
 def _check_capture(change: str) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: ``change`` needs something sent to the device."""
     if is_capturing():
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {change}")
 
@@ -127,6 +129,7 @@ def _address(lr: float | Tensor) -> int:
 
 
 def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> StepRule:
+    """Return the rule that groups of one kind share."""
     ascends = any(group.maximize for group in groups)
     if not isinstance(first := groups[0], AdamGroup):
         return StepRule(False, first.averages, ascends)
@@ -145,6 +148,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
 
 
 def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: StepRule) -> _Launch:
+    """Return the launch of updates: their table, programs, and the classes to compile for."""
     chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones

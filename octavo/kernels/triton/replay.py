@@ -44,6 +44,8 @@ NOT_CALLED, CALLED_ONCE = "not called", "called once"
 
 
 class _Local(threading.local):
+    """This thread's recorder, while it records a call."""
+
     recorder: CallRecorder | None = None
 
 
@@ -109,18 +111,22 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
 
 
 def _any_is_negated(arguments: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Whether any tensor among a call's arguments is a lazy negation."""
     return any(value.is_neg() for value in _tensors(*arguments, *named.values()))
 
 
 def _may_be_negated(x: Tensor) -> bool:
+    """Whether a tensor like this one, of its dtype and strides, could be a lazy negation."""
     return x.dtype in (torch.float32, torch.float16) and 1 not in x.stride()
 
 
 def _resolved(value: Any) -> Any:
+    """Return a value, computed if it is a tensor's lazy negation."""
     return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _key_of(kernel: Any, scale_is_known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all that a call depends on but its tensors' values: the key of its replay in REPLAYS."""
     key, addresses = [kernel, scale_is_known, arguments[0].get_device(), *named], []
     for argument in (*arguments, *named.values()) if named else arguments:
         if isinstance(argument, Tensor):
@@ -217,10 +223,11 @@ class CallRecorder(TorchDispatchMode):
 
 
 class _UnknownTensor(Exception):
-    pass
+    """A step reads a tensor that is neither an argument nor a result of an earlier step."""
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in their tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -234,6 +241,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies and how: equal for tensors that an operator can't tell apart."""
     return *_place(x), x.shape, x.stride(), x.dtype
 
 
@@ -294,10 +302,12 @@ class _ReplayText:
                 self.name(value, name)
 
     def name(self, x: Tensor, name: str) -> str:
+        """Let a variable of the text stand for a tensor; return the variable's name."""
         self.names[_place(x)] = self.names[_identity(x)] = name
         return name
 
     def constant(self, value: Any) -> str:
+        """Give the text a global of this value; return the global's name."""
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
