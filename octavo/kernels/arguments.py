@@ -587,22 +587,11 @@ def _unpack_note_faults(y: Tensor, operand: Tensor, *flat: Any) -> tuple[Any, ..
     return y, operand, *flat
 
 
-UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "cross_entropy": _unpack_cross_entropy,
-    "cross_entropy_backward": _unpack_cross_entropy,
-    "cross_entropy_codes": _unpack_cross_entropy,
-    "dequantize": _unpack_dequantize,
-    "delayed_update": _unpack_delayed_update,
-    "cast_statistics": _unpack_cast_statistics,
-    "note_faults": _unpack_note_faults,
-    "cast": _unpack_cast,
-    "cast_and_commit": _unpack_cast_and_commit,
-    "norm": _unpack_norm,
-    "rotary": _unpack_rotary,
-    "norm_backward": _unpack_norm_backward,
-    "matmul": _unpack_matmul,
-    "grouped_matmul": _unpack_grouped_matmul,
-}
+_UNPACK: list[Callable[..., tuple[Any, ...]]] = [_unpack_cast, _unpack_cast_and_commit, _unpack_cast_statistics]
+_UNPACK += [_unpack_cross_entropy, _unpack_delayed_update, _unpack_dequantize, _unpack_grouped_matmul, _unpack_matmul]
+_UNPACK += [_unpack_norm, _unpack_norm_backward, _unpack_note_faults, _unpack_rotary]
+UNPACK = {unpack.__name__.removeprefix("_unpack_"): unpack for unpack in _UNPACK}
+UNPACK |= dict.fromkeys(("cross_entropy_backward", "cross_entropy_codes"), _unpack_cross_entropy)
 
 
 def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -58,10 +58,8 @@ def check_sizes(**tensors: tuple[Tensor | None, str]) -> None:
     for name, (tensor, letters) in tensors.items():
         if tensor is None or type(tensor) not in WITH_MEMORY:
             continue
-        sizes = [
-            int(x) if x.isdigit() else size_of.setdefault(x, size)
-            for x, size in zip(letters, tensor.shape, strict=False)
-        ]
+        pairs = zip(letters, tensor.shape, strict=False)
+        sizes = [int(letter) if letter.isdigit() else size_of.setdefault(letter, size) for letter, size in pairs]
         if len(letters) != tensor.ndim or tuple(tensor.shape) != tuple(sizes):
             raise ValueError(f"{name} of shape {list(tensor.shape)} needs [{', '.join(letters)}], where {size_of}")
 

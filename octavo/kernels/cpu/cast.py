@@ -55,10 +55,7 @@ _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which to
 
 
 def write(
-    source: Castable,
-    targets: Sequence[CastTarget],
-    besides: Sequence[Tensor] = (),
-    activation: CastTarget | None = None,
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
 ) -> None:
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
@@ -70,16 +67,16 @@ def write(
     for target in targets:  # a property, or a generator, takes longer
         packs |= target.scaling.dtype is E2M1.dtype
     if functions is None or (packs and compiled_packed(x) is None):
-        return reference_write(source, targets, besides, activation)
+        return reference_write(source, targets, besides, y_target)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):
         return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
         make = partial(_produced, source)
-        if activation is not None:
-            _clear_padding([activation], x.shape)
-            make = partial(_produced_with_activation, source, functions, described(activation, x.shape), set())
+        if y_target is not None:
+            _clear_padding([y_target], x.shape)
+            make = partial(_produced_with_activation, source, functions, described(y_target, x.shape), set())
         return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
@@ -114,12 +111,13 @@ class _ByCpp(NamedTuple):
 
 def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
-    scaling, has_scale = target.scaling, bool(target.scaling.known_scale)
+    scaling = target.scaling
+    has_scale = bool(scaling.known_scale)
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
-        spans, cast_rows = height == ALL, partial(functions.octavo_cast, target_bytes)
-        return _ByCpp(target_bytes, cast_rows, spans, spans and not has_scale, max(height, 1))
+        cast_rows = partial(functions.octavo_cast, target_bytes)
+        return _ByCpp(target_bytes, cast_rows, height == ALL, height == ALL and not has_scale, max(height, 1))
     packed_functions = compiled_packed(target.amax)
     assert packed_functions is not None
     packed_bytes = described_packed(target, shape, by_columns)
@@ -214,11 +212,11 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
 
 
 def _produced_with_activation(
-    source: CastSource, functions: ctypes.CDLL, activation: bytes, starts: set[int], rows: slice
+    source: CastSource, functions: ctypes.CDLL, y_target: bytes, starts: set[int], rows: slice
 ) -> Tensor:
     """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts.
 
-    ``activation``: the target of these codes, as cast.cpp reads it.
+    ``y_target``: of these codes, as cast.cpp reads it.
     """
     if rows.start in starts:
         return _produced(source, rows)
@@ -232,7 +230,7 @@ def _produced_with_activation(
     else:
         y = _produced(CastSource(h, source.activation), slice(None))
         gradient = _produced(source, rows)
-    functions.octavo_cast(activation, *_matrix(y, rows), -1)
+    functions.octavo_cast(y_target, *_matrix(y, rows), -1)
     return gradient
 
 
@@ -262,9 +260,8 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         dy_fields = dy.data_ptr(), dy.stride(0), KINDS[dy.dtype]
     h_fields = h.data_ptr(), h.stride(0), KINDS[h.dtype]
     addresses = (None if one is None else one.data_ptr() for one in (out, values, slopes))
-    sizes = *values.shape, threads_for(h.numel())
-    y_address = None if y is None else y.data_ptr()
-    functions.octavo_gated(*addresses, function == "silu", *h_fields, *dy_fields, y_address, *sizes)
+    y_and_sizes = None if y is None else y.data_ptr(), *values.shape, threads_for(h.numel())
+    functions.octavo_gated(*addresses, function == "silu", *h_fields, *dy_fields, *y_and_sizes)
     return out
 
 
@@ -289,10 +286,10 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
-    rows_and_cols = tile[0], tile[1]
-    amaxes = new_scales(x, x.shape, rows_and_cols)
-    grid = amaxes if x.ndim == 2 else amaxes.view(1, 1)
     none = no_codes(x, torch.float8_e4m3fn)
-    target = CastTarget(Scaling(none.dtype, rows_and_cols, False, 0), none, none, torch.empty_like(grid), grid)
+    scaling = Scaling(none.dtype, (tile[0], tile[1]), False, 0)
+    amaxes = new_scales(x, x.shape, scaling.tile)
+    grid = amaxes if x.ndim == 2 else amaxes.view(1, 1)
+    target = CastTarget(scaling, none, none, torch.empty_like(grid), grid)
     write(CastSource(x.reshape(as_matrix_shape(x.shape))), [target])
     return amaxes

@@ -55,18 +55,15 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def write(
-    source: Castable,
-    targets: Sequence[CastTarget],
-    besides: Sequence[Tensor] = (),
-    activation: CastTarget | None = None,
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
 ) -> None:
     """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y.
 
-    ``activation``: the target of the activation whose gradient the source is, if that is cast too.
+    ``y_target``: of the activation whose gradient the source is, if that is cast too.
     """
-    if activation is not None:
+    if y_target is not None:
         assert isinstance(source, CastSource) and source.preactivation is not None
-        write(CastSource(source.preactivation, source.activation), [activation])
+        write(CastSource(source.preactivation, source.activation), [y_target])
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
@@ -117,8 +114,8 @@ def cast(
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        activation = None if output.activation is None else _activation_target(output, more[-1])
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, activation)
+        y_target = None if output.activation is None else _activation_target(output, more[-1])
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, y_target)
         if output.keep and not isinstance(source, NormSource):
             more[0].copy_(_scale(first, amax_or_scale).view(1))
     else:
@@ -192,10 +189,11 @@ def sizes_of_casts(
         ValueError: for tensors that one launch can't cast, and outputs that are not dense or too small.
     """
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
-    lengths = [len(entries) for entries in (qdata, scale_inv, amax)]
-    lengths += [len(entries) for entries in (transposed, delayed_scales) if entries]
-    if any(length != len(xs) for length in lengths):
-        raise ValueError(f"the lists are {[len(entries) for entries in lists]} long; give each tensor its outputs")
+    lengths = [len(entries) for entries in lists]
+    if any(
+        length != len(xs) and (length or at not in (2, 5)) for at, length in enumerate(lengths)
+    ):  # these may be empty
+        raise ValueError(f"the lists are {lengths} long; give each tensor its outputs")
     is_whole = tuple(tile) == (ALL, ALL)
     if not is_whole and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
@@ -214,15 +212,12 @@ def sizes_of_casts(
             raise ValueError(f"xs[{len(sizes)}] of shape {tuple(shape)}, strides {strides}: needs contiguous rows")
         rows, cols = shape
         laid_height, laid_width = laid.shape if transposed else (cols, rows)
-        least_grid = (
-            (1, 1) if is_whole else (-(-rows // tile[0]), -(-cols // tile[1]))
-        )  # a shard's memory has more rows
+        tiles = (1, 1) if is_whole else (-(-rows // tile[0]), -(-cols // tile[1]))
         has_room = height == rows and width >= cols and laid_height == cols and laid_width >= rows
-        if not has_room or grid != amaxes.shape or grid[0] < least_grid[0] or grid[1] != least_grid[1]:
+        # memory of a shard's scales may have more rows
+        if not has_room or grid != amaxes.shape or grid[0] < tiles[0] or grid[1] != tiles[1]:
             outputs = [list(one.shape) for one in (codes, laid, scales, amaxes)]
-            raise ValueError(
-                f"outputs {outputs} of {list(shape)}: codes have as many rows, and scales are {least_grid}"
-            )
+            raise ValueError(f"outputs {outputs} of {list(shape)}: codes have as many rows, scales are {tiles}")
         sizes.append((rows, cols, strides[0], width, laid_width if transposed else 0))
     if not all(map(Tensor.is_contiguous, (*qdata, *transposed, *scale_inv, *amax))):
         raise ValueError("codes, scale_inv and amax are written as they lie in memory: make them contiguous")

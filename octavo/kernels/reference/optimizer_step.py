@@ -247,12 +247,14 @@ def check_update(update: WeightUpdate) -> None:
         ValueError: for one that is shaped neither as the gradient nor, of scales and amaxes, as a grid of its blocks.
     """
     master, (rows, cols) = update.master, update.gradient.shape
-    grids = (1, 1), (rows, blocks_in_row(cols)), (blocks_in_row(rows), blocks_in_row(cols))
     for tensor in (master.weight, master.low_bits, *(moment.data for moment in update.moments)):
         check_shape("a weight, moment or remainder", tensor, (rows, cols))
-    for scales in (master.scale_inv, *(moment.scale_inv for moment in update.moments)):
-        if scales is not None and tuple(scales.shape) not in grids:
-            raise ValueError(f"scale_inv of shape {list(scales.shape)} is of no blocks of a weight [{rows}, {cols}]")
+    grids = (1, 1), (rows, blocks_in_row(cols)), (blocks_in_row(rows), blocks_in_row(cols))
+    for scaled in (master, *update.moments):
+        if scaled.scale_inv is not None and tuple(scaled.scale_inv.shape) not in grids:
+            raise ValueError(
+                f"scale_inv of shape {list(scaled.scale_inv.shape)}: blocks of [{rows}, {cols}] are {grids}"
+            )
 
 
 # (an update, its rule, the gradient's divisor) -> whether it has done the pass over the weight

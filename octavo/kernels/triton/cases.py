@@ -159,7 +159,7 @@ def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
     return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
-def _cast(
+def _cast_case(
     op: CastOp,
     reads: int = 1,
     inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone,
@@ -183,7 +183,7 @@ def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: b
         return normal(shape), ends
 
     op = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
-    return _cast(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
+    return _cast_case(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
 
 
 def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
@@ -193,7 +193,7 @@ def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Cas
         x = normal(shape)
         return (torch.cat((x, normal(shape, 1)), 1),) if activation in GATED else (x,)
 
-    return _cast(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
+    return _cast_case(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
 
 
 def _gradient(
@@ -222,7 +222,7 @@ def _gradient(
     if and_value:
         named |= {"value_dtype": E4M3, "value_transposed": True}
     names = "preactivation", "value_scale" if and_value else "h_scale_inv"
-    return _cast(op, reads, inputs, names, False, **named)
+    return _cast_case(op, reads, inputs, names, False, **named)
 
 
 def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
@@ -238,7 +238,7 @@ def _normed(norm: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
         return normal(shape), *_parameters(norm, shape[1])
 
     named = {"transpose": True, "kind": NORMS[norm], "eps": EPS, **named}
-    return _cast(op, reads, inputs, ("gamma", "beta"), False, **named)
+    return _cast_case(op, reads, inputs, ("gamma", "beta"), False, **named)
 
 
 def _norm_gradient(norm: str) -> Case:
@@ -288,19 +288,19 @@ def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
 
 PLAIN = {
     "amax": Case("amax", lambda x: (x, TENSOR)),
-    "cast delayed": _cast(_delayed(SCALE)),
-    "cast dynamic": _cast(_dynamic(), 2),
-    "cast+transpose delayed": _cast(_delayed(SCALE), transpose=True),
-    "cast+transpose dynamic": _cast(_dynamic(), 2, transpose=True),
-    "cast+transpose+sum+commit": _cast(_COMMIT, transpose=True, pad=1, column_sum=True),
+    "cast delayed": _cast_case(_delayed(SCALE)),
+    "cast dynamic": _cast_case(_dynamic(), 2),
+    "cast+transpose delayed": _cast_case(_delayed(SCALE), transpose=True),
+    "cast+transpose dynamic": _cast_case(_dynamic(), 2, transpose=True),
+    "cast+transpose+sum+commit": _cast_case(_COMMIT, transpose=True, pad=1, column_sum=True),
     "five weights at once": Case("many", _weights, reads=2),
-    "cast rows": _cast(_dynamic(ROWS)),
+    "cast rows": _cast_case(_dynamic(ROWS)),
     "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS).scaling()), reads=2),
-    "cast rows + columns": _cast(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
-    "cast 1x128": _cast(_dynamic(VECTOR, True)),
-    "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
-    "cast 1x32 + 32x1": _cast(_dynamic(MX, True), transpose=True, **second(MX_TALL)),
-    "cast+transpose 128x128": _cast(_dynamic(SQUARE, True), transpose=True),
+    "cast rows + columns": _cast_case(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
+    "cast 1x128": _cast_case(_dynamic(VECTOR, True)),
+    "cast 1x128 + 128x1": _cast_case(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
+    "cast 1x32 + 32x1": _cast_case(_dynamic(MX, True), transpose=True, **second(MX_TALL)),
+    "cast+transpose 128x128": _cast_case(_dynamic(SQUARE, True), transpose=True),
     "grouped cast+transpose delayed": _grouped(TENSOR, delayed=True),
     "grouped cast columns, transposed": _grouped(COLUMNS, 2, as_is=False),
     "grouped cast 1x128": _grouped(VECTOR),

@@ -279,16 +279,24 @@ def cast_rows_kernel(
             store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
 
 
+def row_tile(inputs: CastInput) -> tuple[Config, int]:
+    """Return (a configuration whose tile is no wider than a row, the width that holds a row and its padding).
+
+    Of narrow rows a program has as many as fill half a tile.
+    """
+    chosen = inputs.config("cast_rows")
+    widest = max(PADDING, triton.next_power_of_2(inputs.cols))
+    block_c = min(chosen.block_c, widest)
+    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
+    return chosen._replace(block_r=block_r, block_c=block_c), widest
+
+
 def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
     """Cast with a scale for each row, one launch."""
     if inputs.rows == 0:
         return
-    chosen = inputs.config("cast_rows")
-    widest = max(PADDING, triton.next_power_of_2(inputs.cols))  # a tile holds a row's padding
-    block_c = min(chosen.block_c, widest)
-    # narrow rows: as many as fill half a tile
-    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    _, programs, tiling = inputs.tiling(block_r, block_c, one_tile=widest <= block_c)
+    chosen, widest = row_tile(inputs)
+    _, programs, tiling = inputs.tiling(chosen.block_r, chosen.block_c, one_tile=widest <= chosen.block_c)
     inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 
