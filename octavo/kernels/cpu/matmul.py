@@ -112,12 +112,13 @@ def _by_chunks_of_rows(
     widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
     chunks = _CHUNKS if transposed or compute == out_dtype else 1
     slices = row_slices((rows, widest), max(tile[0], 1), q.device, chunks)
-    memory, wide, per_byte = None, None, 2 if q.dtype is E2M1.dtype else 1
-    for chunk in slices if transposed or q.is_contiguous() else [slice(0, rows)]:
+    if not transposed and not q.is_contiguous():
+        slices = [slice(0, rows)]
+    per_byte = 2 if q.dtype is E2M1.dtype else 1
+    memory = q.new_empty(slices[0].stop * q.shape[1] * per_byte, dtype=compute)  # no chunk is larger than the first
+    wide = None if compute == out_dtype else q.new_empty((slices[0].stop, cols), dtype=compute)
+    for chunk in slices:
         a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
-        if memory is None:
-            memory = q.new_empty(a_chunk.numel() * per_byte, dtype=compute)
-            wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
         pair = OperandPair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
         operand = _operand(pair, compute, memory[: a_chunk.numel() * per_byte])
         if wide is None:
@@ -136,17 +137,14 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
     rows, cols, terms = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
     unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
     out_MN = a.codes.new_zeros((rows, cols), dtype=torch.float32)
-    memories: list[Tensor] | None = None
-    left = right = None
-    for chunk in row_slices((terms, rows + cols), unit, a.codes.device, _CHUNKS):
-        if memories is None:
-            memories = [pair.codes.new_empty((chunk.stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
+    slices = row_slices((terms, rows + cols), unit, a.codes.device, _CHUNKS)
+    memories = [pair.codes.new_empty((slices[0].stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
+    for chunk in slices:
         left, right = (
             _operand(_terms(pair, chunk), torch.float32, memory[: chunk.stop - chunk.start])
             for pair, memory in zip((a, b), memories, strict=True)
         )
         torch.addmm(out_MN, left.values, right.values.t(), out=out_MN)
-    assert left is not None and right is not None
     _finish(out_MN, left, right, bias)
     return out_MN
 
