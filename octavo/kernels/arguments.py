@@ -309,7 +309,7 @@ def _unpack_cast(
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
     tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
     source: Castable = tensor_source
-    if not named and offsets is None:
+    if not named and offsets is None and dtype is not E2M1.dtype:  # then all of it is taken
         return source, first, None, output, None
     first, second = _scalings(first, named)
     norm = {name: named.pop(name) for name in _NORM_DEFAULTS.keys() & named}

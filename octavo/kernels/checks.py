@@ -19,7 +19,7 @@ from octavo.kernels.layouts import swizzled_size, unpacked_shape
 from octavo.numerics import E8M0
 
 WITH_MEMORY = Tensor, Parameter  # else it is traced
-Kind = tuple[Sequence[int], torch.dtype]  # a tensor's shape and dtype
+ShapeAndDtype = tuple[Sequence[int], torch.dtype]  # of a tensor
 
 
 def check_shape(name: str, tensor: Tensor | None, shape: Sequence[int], is_dense: bool = False) -> None:
@@ -32,7 +32,7 @@ def check_shape(name: str, tensor: Tensor | None, shape: Sequence[int], is_dense
 
 
 @functools.lru_cache(maxsize=4096)  # training asks for the same shapes again and again, without a call of Python
-def check_grid(name: str, codes: Kind, scales: Kind, tile: Tile, groups: int | None) -> None:
+def check_grid(name: str, codes: ShapeAndDtype, scales: ShapeAndDtype, tile: Tile, groups: int | None) -> None:
     """Check the scales, plain or swizzled, by which codes are read, whose rows are in so many groups or in none.
 
     Raises:
