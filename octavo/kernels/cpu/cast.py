@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E2M1
-from octavo.granularity import ALL, NV
+from octavo.granularity import ALL, NV, tiles_along
 from octavo.kernels import reference
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import (
@@ -207,7 +207,7 @@ def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> T
 def _produced(source: CastSource, rows: slice) -> Tensor:
     """Return some rows of the matrix that is cast; of a preactivation in codes they are whole tiles of its scales."""
     unit = source.h_tile[0]
-    scale_rows = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
+    scale_rows = slice(None) if unit == ALL else slice(rows.start // unit, tiles_along(rows.stop, unit))
     return reference_produced(*source.part(rows, scale_rows), decode, _gated)
 
 

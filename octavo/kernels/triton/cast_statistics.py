@@ -178,10 +178,12 @@ def cast_statistics(
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
     arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
     counting = Counting(*LARGEST[qdata.dtype], False)
-    height, strips = counting.block_r * counting.tiles, -(-cols // counting.block_c)
+    height = counting.block_r * counting.tiles
+    strips = triton.cdiv(cols, counting.block_c)
     if offsets is None:
         counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
-        launch(cast_statistics_kernel, -(-rows // height) * strips, (*arguments, sums, extremes, counting), num_warps=4)
+        programs = triton.cdiv(rows, height) * strips
+        launch(cast_statistics_kernel, programs, (*arguments, sums, extremes, counting), num_warps=4)
         return
     # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
     counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)

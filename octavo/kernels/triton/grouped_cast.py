@@ -331,7 +331,7 @@ class _GroupedSource(NamedTuple):
     def programs(self, height: int) -> int:
         """Return a number of programs, of so many rows each, that is enough for any groups."""
         rows = self.inputs.rows
-        return rows // height + self.groups.count + 1 if self.grouping.ragged else -(-rows // height) or 1
+        return rows // height + self.groups.count + 1 if self.grouping.ragged else triton.cdiv(rows, height) or 1
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False) -> tuple[int, int, Tiling]:
         """Return how programs share the cast: (strips of columns, programs of a strip, tiling)."""

@@ -227,8 +227,8 @@ def _work_of(
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
     rows, programs = [], 0
     for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
-        strips = -(-width // chosen.block_c) or (not blocks)
-        groups = -(-height // (chosen.block_r * chosen.depth)) or (not blocks)
+        strips = triton.cdiv(width, chosen.block_c) or (not blocks)
+        groups = triton.cdiv(height, chosen.block_r * chosen.depth) or (not blocks)
         pointers = [group[index] if group else 0 for group in addresses]
         rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
         programs += strips * groups

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import BLOCK
+from octavo.granularity import BLOCK, tiles_along
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, check_update
 from octavo.kernels.step_numbers import key_of, ratio_of
@@ -163,7 +163,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         height, cols = _shape(update, gap)
         tensor_class = _class_of(update, height, cols, start, gap)
-        tiles = -(-height * blocks_in_row(cols) // chosen.block_r)
+        tiles = tiles_along(height * blocks_in_row(cols), chosen.block_r)
         if tensor_class.square:
             tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.depth
         kind = numbers.setdefault(tensor_class, len(numbers))
@@ -171,7 +171,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         options = {"lr": rates[update.group], "group": update.group, "key": key_of(update.bits.key)}
         row = TableRow(**_addresses(update), **options, **place, tensor_class=kind, measured=update.measured)
         rows.append([*row, *[0] * (WIDTH.value - len(row))])
-        programs += -(-tiles // chosen.depth)
+        programs += tiles_along(tiles, chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, find) for find in finds)
