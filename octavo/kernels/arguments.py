@@ -405,7 +405,7 @@ def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, .
     state_and_amaxes, (dtype, power_of_two, margin), update, others = flat[:5], flat[5:8], flat[8:12], flat[12:]
     _check_state(*state_and_amaxes)
     delayed_scale, *_ = state_and_amaxes
-    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
+    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
     tensor_source, output, named = _source_of(x, *others, **named)
     output, heads = _with_activation(output, tensor_source, named)
     if heads:

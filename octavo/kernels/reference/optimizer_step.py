@@ -20,7 +20,6 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.granularity import BLOCK
 from octavo.kernels.checks import check_shape
-from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import (
     Fp8Weight,
@@ -241,20 +240,13 @@ class WeightUpdate(NamedTuple):
 
 
 def check_update(update: WeightUpdate) -> None:
-    """Check the tensors of an update of one matrix, as ``WeightUpdate.matrices`` returns it.
+    """Raise ValueError for a weight, remainder or moment that is not shaped as the gradient.
 
-    Raises:
-        ValueError: for one that is shaped neither as the gradient nor, of scales and amaxes, as a grid of its blocks.
+    Scales are checked where a state is made or loaded, in octavo/optim/state.py.
     """
-    master, (rows, cols) = update.master, update.gradient.shape
-    for tensor in (master.weight, master.low_bits, *(moment.data for moment in update.moments)):
-        check_shape("a weight, moment or remainder", tensor, (rows, cols))
-    grids = (1, 1), (rows, blocks_in_row(cols)), (blocks_in_row(rows), blocks_in_row(cols))
-    for scaled in (master, *update.moments):
-        if scaled.scale_inv is not None and tuple(scaled.scale_inv.shape) not in grids:
-            raise ValueError(
-                f"scale_inv of shape {list(scaled.scale_inv.shape)}: blocks of [{rows}, {cols}] are {grids}"
-            )
+    tensors = update.master.weight, update.master.low_bits, *(moment.data for moment in update.moments)
+    for tensor in tensors:
+        check_shape("a weight, remainder or moment", tensor, update.gradient.shape)
 
 
 # (an update, its rule, the gradient's divisor) -> whether it has done the pass over the weight

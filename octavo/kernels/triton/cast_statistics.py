@@ -118,8 +118,8 @@ def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl
     tl.atomic_add(sums_ptr + 4, nonfinite.to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 5, power, sem="relaxed")
     tl.atomic_add(sums_ptr + 6, error, sem="relaxed")
-    place = tl.arange(0, 2 * BINS)
-    tl.atomic_add(sums_ptr + COUNTED + place, counts.to(tl.float64), mask=place < BINS, sem="relaxed")
+    bin = tl.arange(0, 2 * BINS)
+    tl.atomic_add(sums_ptr + COUNTED + bin, counts.to(tl.float64), mask=bin < BINS, sem="relaxed")
 
 
 @triton.jit

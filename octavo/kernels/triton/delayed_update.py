@@ -62,7 +62,10 @@ def scale_of_pass(state, ROLE: tl.constexpr):
 
 @triton.jit
 def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
-    """Put amax at the front of history[ROLE], or again in a step raise its newest to amax; and write the next scale."""
+    """Put amax at the front of history[ROLE], or again in a step raise its newest to amax; and write the next scale.
+
+    ROLE: 0 is the input's, 1 the weight's, 2 grad_output's.
+    """
     index = tl.arange(0, update.block)
     row_ptr = state.history + ROLE * update.length
     number = tl.load(state.numbers)
