@@ -132,6 +132,16 @@ def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
         run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
 
 
+def test_memory_of_scales_may_have_more_rows(ops: Ops) -> None:
+    x, codes = torch.randn(130, 70), torch.empty(130, 70, dtype=E4M3)
+    scale_inv, amax = torch.full((2, 3, 1), -1.0)
+    ops.of("multi_tensor_cast")([x], [codes], [], [scale_inv], [amax], [], WEIGHT, (128, 128), True, 0)
+    for written, expected in zip(
+        (scale_inv, amax), REFERENCE["cast"](x, None, 0, E4M3, (128, 128), True, 0)[2:4], strict=True
+    ):
+        assert same_bits(written[:2], expected) and written[2] == -1.0
+
+
 @pytest.mark.gpu
 def test_a_table_that_a_graph_reads_outlives_all_others(kernels, monkeypatch):
     module, capturing = kernels.module("multi_tensor_cast"), False

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import E2M1, format_of
-from octavo.granularity import ALL, MX, scale_shape
+from octavo.granularity import ALL, MX, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     Castable,
     CastSource,
@@ -247,6 +247,7 @@ def multi_tensor_cast(
         codes = qdata[index]
         laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], (), None)
+        grid = slice(tiles_along(x.shape[0], tile[0]))  # there may be room for more rows
+        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index][grid], amax[index][grid])], (), None)
     written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
     torch.autograd.graph.increment_version(written)  # writes by C++ count no version
