@@ -18,7 +18,16 @@ from torch.nn import Parameter
 from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
 from octavo.granularity import ALL, NV, PACKED_TILES, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
-from octavo.kernels.checks import WITH_MEMORY, check_codes_of_loss, check_grid, check_norm, check_shape, check_sizes
+from octavo.kernels.checks import (
+    WITH_MEMORY,
+    check_codes_of_loss,
+    check_grid,
+    check_norm,
+    check_product,
+    check_shape,
+    check_sizes,
+    check_terms,
+)
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded_size, plain_scales, swizzled_size, unpacked_shape
 from octavo.numerics import E8M0, scale_inv_dtype
@@ -280,7 +289,9 @@ def _source_of(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     *,
+    keep: bool = False,
     offsets: Tensor | None = None,
+    as_is: bool = True,
     **named: Any,
 ) -> tuple[CastSource, Output, dict[str, Any]]:
     """Return (x or the function of it that is cast, Output, other named arguments) of the flat arguments of an op."""
@@ -288,7 +299,7 @@ def _source_of(
         h = x if preactivation is None else preactivation
         _check_scales("h_scale_inv", h, h_scale_inv, h_tile, None if offsets is None else offsets.shape[0])
     source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
-    return source, Output(transpose, pad, column_sum), named
+    return source, Output(transpose, pad, column_sum, keep, as_is), named
 
 
 def _unpack_cast(
@@ -306,25 +317,25 @@ def _unpack_cast(
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
     if delayed_scale is not None and (delayed_scale.dtype != torch.float32 or not 0 <= role < delayed_scale.numel()):
         raise ValueError(f"delayed_scale {list(delayed_scale.shape)}, {delayed_scale.dtype}: role {role} is no element")
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
     tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
     source: Castable = tensor_source
-    if not named and offsets is None and dtype is not E2M1.dtype:  # then all of it is taken
+    options, second = _scaling_options(named) if named else ((), None)
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *options)
+    if not named and second is None and offsets is None and dtype is not E2M1.dtype and output.as_is:
         return source, first, None, output, None
-    first, second = _scalings(first, named)
-    norm = {name: named.pop(name) for name in _NORM_DEFAULTS.keys() & named}
-    output = output._replace(keep=named.pop("keep", False), as_is=named.pop("as_is", True))
+    kind, gamma, beta = named.pop("kind", ""), named.pop("gamma", None), named.pop("beta", None)
+    eps, zero_centered = named.pop("eps", 0.0), named.pop("zero_centered", False)
     output, heads = _with_activation(output, tensor_source, named)
-    activation, column_sum, gamma = tensor_source.activation, output.column_sum, norm.get("gamma")
+    activation, column_sum = tensor_source.activation, output.column_sum
     if heads:
         _refuse("gradients of heads are cast", activation=activation, gamma=gamma, offsets=offsets)
         source = _heads_to_cast(x, heads)
     if gamma is not None:
         _refuse("a norm is cast", activation=activation, column_sum=column_sum, offsets=offsets)
-        source = NormSource(x, **(_NORM_DEFAULTS | norm))
-        check_norm(x, source.kind, source.gamma, beta=(source.beta, "C"))
+        check_norm(x, kind, gamma, beta=(beta, "C"))
+        source = NormSource(x, gamma, beta, kind, eps, zero_centered)
     else:
-        _refuse("no gamma is given", kind=norm.get("kind"))
+        _refuse("no gamma is given", kind=kind)
     if first.tile != (ALL, ALL) or offsets is not None or second is not None:
         _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.activation)
     if second is not None:
@@ -339,19 +350,16 @@ def _unpack_cast(
     return source, first, second, output, offsets
 
 
-_NORM_DEFAULTS: dict[str, Any] = {"kind": "", "gamma": None, "beta": None, "eps": 0.0, "zero_centered": False}
-
-
-def _scalings(first: Scaling, named: dict[str, Any]) -> tuple[Scaling, Scaling | None]:
-    """Return the first scaling and, with a second_dtype, the second; their arguments are taken out of ``named``."""
+def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], Scaling | None]:
+    """Return (the first Scaling's fields from swizzles on, the second Scaling or None), taken out of ``named``."""
     swizzles, place = named.pop("swizzle", False), named.pop("place", (0, 0))
-    rotation, seed = named.pop("rotation", None), named.pop("seed", None)
-    first = first._replace(swizzles=swizzles, rotation=rotation, seed=seed, place=place)
+    first = swizzles, named.pop("rotation", None), named.pop("seed", None), place
     dtype, tile = named.pop("second_dtype", None), named.pop("second_tile", (ALL, ALL))
     power_of_two, margin = named.pop("second_power_of_two", False), named.pop("second_margin", 0)
-    rotation, seed = named.pop("second_rotation", None), named.pop("second_seed", None)
-    how = power_of_two, margin, None, 0, swizzles, rotation, seed, place
-    return first, None if dtype is None else Scaling(dtype, (tile[0], tile[1]), *how)
+    others = swizzles, named.pop("second_rotation", None), named.pop("second_seed", None), place
+    if dtype is None:
+        return first, None
+    return first, Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, None, 0, *others)
 
 
 def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
@@ -424,11 +432,11 @@ def _check_scales(name: str, codes: Tensor, scale_inv: Tensor, tile: Sequence[in
 def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor | None) -> None:
     """Raise ValueError for a delayed state of other shapes than three roles', or an amax that is not one number."""
     is_dense = scale.is_contiguous() and history.is_contiguous() and before.is_contiguous()
-    has_one = all(amax is None or amax.numel() == 1 for amax in amaxes)
-    if (scale.shape, history.shape[:1], before.shape, has_one) != ((3,), (3,), (3, 3), True) or not is_dense:
+    sizes = [amax.numel() for amax in amaxes if amax is not None]
+    if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
         shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
         raise ValueError(
-            f"a delayed state and amaxes of shapes {shapes} need [3], [3, length], [3, 3], dense; and 1 each"
+            f"a delayed state and amaxes of shapes {shapes} need [3], [3, length], [3, 3], dense; and one each"
         )
 
 
@@ -503,11 +511,10 @@ def _unpack_norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
 def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
     """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``matmul``."""
     operands = a, b, bias = _operands(*flat[:7])
-    _check_scales("a's scale_inv", *a)
-    _check_scales("b's scale_inv", *b)
-    _check_terms(a, b)
-    if bias is not None and bias.shape != b.codes.shape[:1]:
-        raise ValueError(f"bias of shape {list(bias.shape)} needs {list(b.codes.shape[:1])}, one for each row of b")
+    if type(a.codes) in WITH_MEMORY:
+        a_kinds = a.codes.shape, a.codes.dtype, a.scale_inv.shape, a.scale_inv.dtype, a.tile
+        b_kinds = b.codes.shape, b.codes.dtype, b.scale_inv.shape, b.scale_inv.dtype, b.tile
+        check_product(a_kinds, b_kinds, None if bias is None else bias.shape)
     return operands, *flat[7:]
 
 
@@ -530,7 +537,7 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
     a, b, offsets, bias, _ = operands
     check_offsets_kind(offsets, a.codes.device)
     groups = offsets.shape[0]
-    _check_terms(a, b)
+    check_terms((a.codes.shape, a.codes.dtype), (b.codes.shape, b.codes.dtype))
     if operands.has_ragged_rows:
         if b.codes.shape[0] != groups:
             raise ValueError(f"b holds {b.codes.shape[0]} matrices for {groups} groups")
@@ -544,13 +551,6 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
         # along the terms there are more blocks than the number of padded codes says
         blocks = groups if tile[1] == ALL else scale_inv.shape[1]
         check_shape(name, scale_inv, (tiles_along(codes.shape[0], tile[0]), blocks))
-
-
-def _check_terms(a: OperandPair, b: OperandPair) -> None:
-    """Raise ValueError for operands of different numbers of terms; of codes of 4 bits, two in a byte, products tell."""
-    if a.codes.shape[-1] != b.codes.shape[-1] and a.codes.dtype is not E2M1.dtype is not b.codes.dtype:
-        sizes = f"{list(a.codes.shape)} and {list(b.codes.shape)}"
-        raise ValueError(f"operands of shapes {sizes} contract over their last dimensions, which differ")
 
 
 def _operands(*flat: Any) -> ProductArguments:

@@ -20,6 +20,7 @@ from octavo.numerics import E8M0
 
 WITH_MEMORY = Tensor, Parameter  # else it is traced
 ShapeAndDtype = tuple[Sequence[int], torch.dtype]  # of a tensor
+OperandKinds = tuple[Sequence[int], torch.dtype, Sequence[int], torch.dtype, Tile]  # of codes, of scales; the tile
 
 
 def check_shape(name: str, tensor: Tensor | None, shape: Sequence[int], is_dense: bool = False) -> None:
@@ -47,6 +48,23 @@ def check_grid(name: str, codes: ShapeAndDtype, scales: ShapeAndDtype, tile: Til
         raise ValueError(f"{name} of shape {list(scales[0])} needs {list(grid)}: {where}")
     if scales[1] not in (torch.float32, E8M0) and codes[1] is not E2M1.dtype:
         raise ValueError(f"{name} of {scales[1]}: it is float32, or E8M0")
+
+
+def check_terms(a: ShapeAndDtype, b: ShapeAndDtype) -> None:
+    """Raise ValueError for the codes of operands that have different numbers of terms."""
+    if unpacked_shape(*a)[-1] != unpacked_shape(*b)[-1]:
+        shapes = f"{list(a[0])} and {list(b[0])}"
+        raise ValueError(f"operands of shapes {shapes} contract over their last dimensions, which differ")
+
+
+@functools.lru_cache(maxsize=4096)
+def check_product(a: OperandKinds, b: OperandKinds, bias: Sequence[int] | None) -> None:
+    """Raise ValueError for operands whose scales, numbers of terms, or bias don't fit."""
+    for name, operand in (("a's scale_inv", a), ("b's scale_inv", b)):
+        check_grid(name, operand[:2], operand[2:4], operand[4], None)
+    check_terms(a[:2], b[:2])
+    if bias is not None and tuple(bias) != tuple(b[0][:1]):
+        raise ValueError(f"bias of shape {list(bias)} needs {list(b[0][:1])}, one for each row of b")
 
 
 def check_sizes(**tensors: tuple[Tensor | None, str]) -> None:
