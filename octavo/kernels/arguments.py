@@ -319,10 +319,12 @@ def _unpack_cast(
         raise ValueError(f"delayed_scale {list(delayed_scale.shape)}, {delayed_scale.dtype}: role {role} is no element")
     tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
     source: Castable = tensor_source
-    options, second = _scaling_options(named) if named else ((), None)
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *options)
-    if not named and second is None and offsets is None and dtype is not E2M1.dtype and output.as_is:
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
+    is_refusable = named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype
+    if not is_refusable:
         return source, first, None, output, None
+    options, second = _scaling_options(named)
+    first = Scaling(*first[:6], *options)
     kind, gamma, beta = named.pop("kind", ""), named.pop("gamma", None), named.pop("beta", None)
     eps, zero_centered = named.pop("eps", 0.0), named.pop("zero_centered", False)
     output, heads = _with_activation(output, tensor_source, named)

@@ -61,6 +61,8 @@ def test_other_arguments_are_refused() -> None:
         unpacked("cast", flat[0], torch.ones(3), 0, E4M3, (1, -1), False, 0, offsets=ENDS)
     with pytest.raises(TypeError, match=r"torch.float64 is not cast: give bfloat16, float16 or float32"):
         unpacked("cast", flat[0].double(), *flat[1:7], offsets=ENDS)
+    with pytest.raises(ValueError, match="keep is not taken where there is not one scale"):
+        unpacked("cast", *flat[:4], (1, -1), *flat[5:7], keep=True)
     for count in (4, 15):
         with pytest.raises(TypeError):
             unpacked("cast", *flat[:count])
