@@ -320,8 +320,7 @@ def _unpack_cast(
     tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
     source: Castable = tensor_source
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-    is_refusable = named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype
-    if not is_refusable:
+    if not (named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype):
         return source, first, None, output, None
     options, second = _scaling_options(named)
     first = Scaling(*first[:6], *options)
@@ -437,9 +436,7 @@ def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor
     sizes = [amax.numel() for amax in amaxes if amax is not None]
     if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
         shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
-        raise ValueError(
-            f"a delayed state and amaxes of shapes {shapes} need [3], [3, length], [3, 3], dense; and one each"
-        )
+        raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
 
 
 def _unpack_delayed_update(*flat: Any) -> tuple[Any, ...]:

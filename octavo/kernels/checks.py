@@ -53,8 +53,7 @@ def check_grid(name: str, codes: ShapeAndDtype, scales: ShapeAndDtype, tile: Til
 def check_terms(a: ShapeAndDtype, b: ShapeAndDtype) -> None:
     """Raise ValueError for the codes of operands that have different numbers of terms."""
     if unpacked_shape(*a)[-1] != unpacked_shape(*b)[-1]:
-        shapes = f"{list(a[0])} and {list(b[0])}"
-        raise ValueError(f"operands of shapes {shapes} contract over their last dimensions, which differ")
+        raise ValueError(f"operands of shapes {list(a[0])} and {list(b[0])} contract over last dimensions that differ")
 
 
 @functools.lru_cache(maxsize=4096)

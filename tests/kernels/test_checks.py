@@ -32,7 +32,7 @@ CASES: list[tuple[str, tuple[Any, ...], str]] = [
     ("dequantize", (CODES, SCALES.bfloat16(), SQUARE, torch.float32), "scale_inv of torch.bfloat16: it is float32, or"),
     ("dequantize", (CODES, torch.ones(8).to(torch.float8_e8m0fnu), (1, 32), torch.float32), r"\[8\] needs \[2048\]"),
     ("matmul", product(torch.ones(255, 1)), r"a's scale_inv of shape \[255, 1\] needs \[256, 1\]"),
-    ("matmul", product(torch.ones(256, 1), codes(256, 96)), "contract over their last dimensions"),
+    ("matmul", product(torch.ones(256, 1), codes(256, 96)), "contract over last dimensions that differ"),
     ("matmul", product(torch.ones(256, 1), bias=torch.ones(1)), r"bias of shape \[1\] needs \[256\]"),
     ("cast", (X, torch.ones(3), 3, E4M3, ALL, False, 0), "role 3 is no element"),
     ("cast", (CODES, None, 0, E4M3, ALL, False, 0, False, 1, False, "silu", None, SCALES[:1], SQUARE), "h_scale_inv"),
