@@ -96,7 +96,8 @@ UPDATE = (448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max"
 def delayed_state(length: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     """Return the delayed state of a module that has stepped, so that the cast needs no amax kernel before it."""
     one, scales = torch.ones(1, 1), torch.ones(3)
-    state = scales, torch.zeros(3, length), torch.stack((torch.zeros(3), scales)).view(torch.int32)
+    before = torch.stack((torch.zeros(3), scales, torch.zeros(3))).view(torch.int32)
+    state = scales, torch.zeros(3, length), before
     KERNELS["delayed_update"](*state, one, one, one, *UPDATE)
     return state
 

@@ -47,7 +47,7 @@ from octavo.autograd.products import (
 from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PADDING
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales, tile_rows
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size, plain_scales, tile_rows
 from octavo.numerics import E8M0, scale_of_unit
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Cast, Recipe
 from octavo.tensor.pair import Operands
@@ -152,7 +152,7 @@ class _Chunks:
         elif needs_dw:  # where they are copied, as bytes: Inductor computes nothing of float8
             is_fixed = _has_fixed_scale(recipe.grad_output_casts.transposed)
             dtype = _fixed_format(recipe).dtype if is_fixed else torch.uint8
-            shape = (columns, padded(tokens, self.pad)) if self.writes_transposed else (tokens, columns)
+            shape = (columns, padded_size(tokens, self.pad)) if self.writes_transposed else (tokens, columns)
             codes = self.x_TK.new_empty(shape, dtype=dtype)
         db = self.x_TK.new_zeros(columns, dtype=torch.float32) if needs_db else None
         for first in range(0, max(tokens, 1), step):
@@ -236,7 +236,7 @@ class _Chunks:
         if codes is not None and not self.writes_transposed:
             q = codes[rows]  # one copy serves both products
         elif as_is:
-            q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=q.dtype)
+            q = logits.new_empty((logits.shape[0], padded_size(logits.shape[1], self.pad)), dtype=q.dtype)
         kernels.cross_entropy_codes(*arguments, q, q_t, rows.start)
         cast = recipe.grad_output_casts.as_is
         return (q, _fixed_scale_inv(recipe, cast, q.shape[0], q)) if as_is and cast is not None else None

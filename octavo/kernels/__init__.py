@@ -26,6 +26,7 @@ _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def _entry(name: str) -> Callable[..., Any]:
+    """Return the function of an op: the device's kernel, or the registered op where something traces."""
     op = getattr(torch.ops.octavo, name).default
     on_cpu = KERNELS[name]
 

@@ -7,6 +7,7 @@ results by the functions here.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
-from octavo.granularity import ALL, MX, NV, PACKED_TILES, Tile, scale_shape, tiles_along
+from octavo.granularity import ALL, NV, PACKED_TILES, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
+from octavo.kernels.checks import (
+    WITH_MEMORY,
+    check_codes_of_loss,
+    check_grid,
+    check_norm,
+    check_product,
+    check_shape,
+    check_sizes,
+    check_terms,
+)
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
-from octavo.kernels.layouts import padded, plain_scales
+from octavo.kernels.layouts import padded_size, plain_scales, swizzled_size, unpacked_shape
 from octavo.numerics import E8M0, delayed_or, scale_inv_dtype
 
 
@@ -145,7 +156,7 @@ class Output(NamedTuple):
     """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.
 
     ``keep``: of what is no norm its one scale. ``as_is``: whether codes of rows in groups are written as they lie.
-    ``value``: the scaling by which an activation's gradient casts the activation itself too, into one layout.
+    ``activation``: the scaling by which a cast of an activation's gradient casts the activation too, into one layout.
     """
 
     transpose: bool = False
@@ -153,8 +164,8 @@ class Output(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     as_is: bool = True
-    value: Scaling | None = None
-    value_transposed: bool = False
+    activation: Scaling | None = None
+    activation_transposed: bool = False
 
 
 class CastTarget(NamedTuple):
@@ -267,14 +278,8 @@ class NormGradient(NamedTuple):
     residual: Tensor | None = None
 
 
-def _cast(
+def _source_of(
     x: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
     transpose: bool = False,
     pad: int = 1,
     column_sum: bool = False,
@@ -283,58 +288,78 @@ def _cast(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
     *,
-    kind: str = "",
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    eps: float = 0.0,
-    zero_centered: bool = False,
     keep: bool = False,
     offsets: Tensor | None = None,
     as_is: bool = True,
-    second_dtype: torch.dtype | None = None,
-    second_tile: Sequence[int] = (ALL, ALL),
-    second_power_of_two: bool = False,
-    second_margin: int = 0,
+    **named: Any,
+) -> tuple[CastSource, Output, dict[str, Any]]:
+    """Return (x or the function of it that is cast, Output, other named arguments) of the flat arguments of an op."""
+    if h_scale_inv is not None:
+        h = x if preactivation is None else preactivation
+        _check_scales("h_scale_inv", h, h_scale_inv, h_tile, None if offsets is None else offsets.shape[0])
+    source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    return source, Output(transpose, pad, column_sum, keep, as_is), named
+
+
+def _unpack_cast(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    *flat: Any,
+    offsets: Tensor | None = None,
     **named: Any,
 ) -> tuple[Any, ...]:
     """Return (source, first scaling, second or None, output, offsets) of the flat arguments of the op ``cast``."""
-    first_options, second_options = _scaling_options(named) if named else ((), ())
-    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, *first_options)
-    second_options = second_power_of_two, second_margin, None, 0, *second_options
-    second = None if second_dtype is None else Scaling(second_dtype, (second_tile[0], second_tile[1]), *second_options)
-    is_norm, in_groups = gamma is not None, offsets is not None
-    value, heads = _value_to_cast(preactivation, h_scale_inv, named)
-    output = Output(transpose, pad, column_sum, keep, as_is, *value)
-    if heads or is_norm or in_groups or second or kind or keep or output.value or not as_is:  # else all is taken
-        one_scale = first.tile == (ALL, ALL) and not in_groups and second is None
-        _refuse(
-            ("gradients of heads are cast", heads, {"activation": activation, "gamma": gamma, "offsets": offsets}),
-            ("a norm is cast", is_norm, {"activation": activation, "column_sum": column_sum, "offsets": offsets}),
-            ("no gamma is given", not is_norm, {"kind": kind}),
-            ("there is not one scale", not one_scale, {"keep": keep and not is_norm, "value_scale": output.value}),
-            ("there are two scalings", second, {"delayed_scale": delayed_scale, "offsets": offsets}),
-            ("rows are in groups", in_groups, {"column_sum": column_sum}),
-            ("rows are in no groups: cast x.t()", not in_groups, {"as_is=False": not as_is}),
-        )
-    if first.swizzles or E2M1.dtype in (dtype, second_dtype):
-        _check_scalings(first, second, output, offsets)
+    if delayed_scale is not None and (delayed_scale.dtype != torch.float32 or not 0 <= role < delayed_scale.numel()):
+        raise ValueError(f"delayed_scale {list(delayed_scale.shape)}, {delayed_scale.dtype}: role {role} is no element")
+    tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
+    source: Castable = tensor_source
+    first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
+    if not (named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype):
+        return source, first, None, output, None
+    options, second = _scaling_options(named)
+    first = Scaling(*first[:6], *options)
+    kind, gamma, beta = named.pop("kind", ""), named.pop("gamma", None), named.pop("beta", None)
+    eps, zero_centered = named.pop("eps", 0.0), named.pop("zero_centered", False)
+    output, heads = _with_activation(output, tensor_source, named)
+    activation, column_sum = tensor_source.activation, output.column_sum
     if heads:
-        return _heads_to_cast(x, **heads), first, second, output, None
+        _refuse("gradients of heads are cast", activation=activation, gamma=gamma, offsets=offsets)
+        source = _heads_to_cast(x, heads)
     if gamma is not None:
-        check_norm(x, gamma, beta, kind)
-        return NormSource(x, gamma, beta, kind, eps, zero_centered), first, second, output, None
+        _refuse("a norm is cast", activation=activation, column_sum=column_sum, offsets=offsets)
+        check_norm(x, kind, gamma, beta=(beta, "C"))
+        source = NormSource(x, gamma, beta, kind, eps, zero_centered)
+    else:
+        _refuse("no gamma is given", kind=kind)
+    if first.tile != (ALL, ALL) or offsets is not None or second is not None:
+        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.activation)
+    if second is not None:
+        _refuse("there are two scalings", delayed_scale=delayed_scale, offsets=offsets)
     if offsets is not None:
-        _check_groups(x, h_scale_inv, first, offsets)
-    return CastSource(x, activation, preactivation, h_scale_inv, h_tile), first, second, output, offsets
+        _refuse("rows are in groups", column_sum=column_sum)
+        _check_groups(tensor_source, first, offsets)
+    elif not output.as_is:
+        raise ValueError("as_is=False is not taken where rows are in no groups: cast x.t()")
+    if first.swizzles or first.is_packed or (second is not None and second.is_packed):
+        _check_scalings(first, second, output, offsets)
+    return source, first, second, output, offsets
 
 
-def _scaling_options(named: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the first and the second Scaling's last fields, from swizzles on, which are taken out of ``named``."""
-    swizzle, place = named.pop("swizzle", False), named.pop("place", (0, 0))
-    return [
-        (swizzle, named.pop(f"{which}rotation", None), named.pop(f"{which}seed", None), place)
-        for which in ("", "second_")
-    ]
+def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], Scaling | None]:
+    """Return (the first Scaling's fields from swizzles on, the second Scaling or None), taken out of ``named``."""
+    swizzles, place = named.pop("swizzle", False), named.pop("place", (0, 0))
+    first = swizzles, named.pop("rotation", None), named.pop("seed", None), place
+    dtype, tile = named.pop("second_dtype", None), named.pop("second_tile", (ALL, ALL))
+    power_of_two, margin = named.pop("second_power_of_two", False), named.pop("second_margin", 0)
+    others = swizzles, named.pop("second_rotation", None), named.pop("second_seed", None), place
+    if dtype is None:
+        return first, None
+    return first, Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, None, 0, *others)
 
 
 def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
@@ -352,95 +377,91 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
             )
 
 
-def _value_to_cast(
-    preactivation: Tensor | None, h_scale_inv: Tensor | None, named: dict[str, Any]
-) -> tuple[tuple[Scaling | None, bool], dict[str, Tensor]]:
-    """Return (Output's value and value_transposed, the tensors of heads) by the arguments' names."""
+def _with_activation(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
+    """Return (the output with an activation's own codes, where they are asked for, the tensors of heads by name)."""
     if not named:
-        return (None, False), {}
+        return output, {}
     scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
     heads = {name: tensor for name, tensor in named.items() if tensor is not None}
     if scale is None:
-        return (None, False), heads
-    if dtype is None or preactivation is None or h_scale_inv is not None:
+        return output, heads
+    if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
         raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
-    return (Scaling(dtype, (ALL, ALL), False, 0, scale), bool(transposed)), heads
+    check_shape("value_scale", scale, (1,))
+    scaling = Scaling(dtype, (ALL, ALL), False, 0, scale)
+    return output._replace(activation=scaling, activation_transposed=bool(transposed)), heads
 
 
-def _refuse(*refusals: tuple[str, Any, dict[str, Any]]) -> None:
-    """Raise ValueError for an argument where it is not taken; each of ``refusals``: where, if that is so, arguments."""
-    for where, is_so, arguments in refusals:
-        for name, value in arguments.items():
-            if is_so and (isinstance(value, Tensor) or value):
-                raise ValueError(f"{name} is not taken where {where}")
+def _refuse(where: str, **arguments: Any) -> None:
+    """Raise ValueError for an argument that is a tensor, or true, ``where`` it is not taken."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) or value:
+            raise ValueError(f"{name} is not taken where {where}")
 
 
-def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
-    check_offsets_kind(offsets, x.device)
-    if h_scale_inv is None and x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"{x.dtype} is not cast: give bfloat16, float16 or float32")
+def _check_groups(source: CastSource, scaling: Scaling, offsets: Tensor) -> None:
+    """Check offsets, without reading them, and that a cast of rows in groups exists for the source and the scaling."""
+    check_offsets_kind(offsets, source.x.device)
+    if source.h_scale_inv is None and source.x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"{source.x.dtype} is not cast: give bfloat16, float16 or float32")
     if scaling.delayed_scale is not None and scaling.tile != (ALL, ALL):
         raise ValueError(f"a delayed scale is one for all, not for tiles of {scaling.tile}: tile is (-1, -1)")
 
 
-def _cast_and_commit(
-    x: Tensor,
-    delayed_scale: Tensor,
-    delayed_amax_history: Tensor,
-    delayed_before: Tensor,
-    amax_input: Tensor | None,
-    amax_weight: Tensor | None,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    margin: int,
-    limits: Sequence[float],
-    powers_of_two: Sequence[bool],
-    margins: Sequence[int],
-    reduce: str,
-    transpose: bool,
-    pad: int = 1,
-    column_sum: bool = False,
-    activation: str = "",
-    preactivation: Tensor | None = None,
-    h_scale_inv: Tensor | None = None,
-    h_tile: Sequence[int] = (ALL, ALL),
-    **heads_or_value: Any,
-) -> tuple[Any, ...]:
+def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, ...]:
     """Return (source, scaling, commit, output) of the flat arguments of the op ``cast_and_commit``."""
-    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
-    state = delayed_scale, delayed_amax_history, delayed_before
-    commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    value, heads = _value_to_cast(preactivation, h_scale_inv, heads_or_value)
-    source: CastSource | RotaryHeads = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    state_and_amaxes, (dtype, power_of_two, margin), update, others = flat[:5], flat[5:8], flat[8:12], flat[12:]
+    _check_state(*state_and_amaxes)
+    delayed_scale, *_ = state_and_amaxes
+    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
+    tensor_source, output, named = _source_of(x, *others, **named)
+    output, heads = _with_activation(output, tensor_source, named)
     if heads:
-        source = _heads_to_cast(x, **heads)
-        if activation:
-            raise ValueError("activation is not taken where gradients of heads are cast")
-    return source, scaling, commit, Output(transpose, pad, column_sum, False, True, *value)
+        _refuse("gradients of heads are cast", activation=tensor_source.activation)
+    source: Castable = _heads_to_cast(x, heads) if heads else tensor_source
+    return source, scaling, Commit(*state_and_amaxes, *update), output
 
 
-def _heads_to_cast(
-    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None
-) -> RotaryHeads:
-    if k is None or v is None or cos is None or sin is None:
-        raise ValueError("k is cast with x, v, cos and sin: give all of them")
-    return _rotary(q, k, v, cos, sin, True)[0]
+def _check_scales(name: str, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], groups: int | None = None) -> None:
+    """Do ``check_grid`` of tensors."""
+    if type(codes) in WITH_MEMORY:
+        kinds = (codes.shape, codes.dtype), (scale_inv.shape, scale_inv.dtype)
+        check_grid(name, *kinds, (tile[0], tile[1]), groups)
 
 
-def _rotary(*flat: Any) -> tuple[RotaryHeads]:
+def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor | None) -> None:
+    """Raise ValueError for a delayed state of other shapes than three roles', or an amax that is not one number."""
+    is_dense = scale.is_contiguous() and history.is_contiguous() and before.is_contiguous()
+    sizes = [amax.numel() for amax in amaxes if amax is not None]
+    if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
+        shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
+        raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
+
+
+def _unpack_delayed_update(*flat: Any) -> tuple[Any, ...]:
+    """Return the flat arguments of the op, as its kernels take them, after checking the state."""
+    _check_state(*flat[:6])
+    return flat
+
+
+def _heads_to_cast(q: Tensor, heads: dict[str, Tensor]) -> RotaryHeads:
+    """Return gradients of heads as the source of a cast, of q and the tensors that go by these names."""
+    if heads.keys() != {"k", "v", "cos", "sin"}:
+        raise ValueError(f"k is cast with x, v, cos and sin: give all of them, not {', '.join(heads)}")
+    return _unpack_rotary(q, *(heads[name] for name in ("k", "v", "cos", "sin")), True)[0]
+
+
+def _unpack_rotary(*flat: Any) -> tuple[RotaryHeads]:
+    """Return the heads of the op's flat arguments. Raise ValueError for sizes or dtypes that don't fit q's."""
     heads = RotaryHeads(*flat)
     q, k, v, cos, sin, _ = heads
     batch, positions, _, width = q.shape
     for name, x in (("k", k), ("v", v)):
         if (x.shape[:2], x.shape[3], x.dtype) != (q.shape[:2], width, q.dtype):
-            raise ValueError(
-                f"{name} {list(x.shape)} of {x.dtype} needs q's sizes but for heads: {list(q.shape)}, {q.dtype}"
-            )
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.shape[1:] not in ((positions, width), (positions, width // 2)) or x.shape[0] not in (1, batch):
-            raise ValueError(f"{name} {list(x.shape)} needs [1 or {batch}, {positions}, {width} or {width // 2}]")
-    if cos.shape != sin.shape:
-        raise ValueError(f"cos {list(cos.shape)} needs sin's shape, {list(sin.shape)}")
+            raise ValueError(f"{name} {list(x.shape)} of {x.dtype} needs q's sizes but H: {list(q.shape)}, {q.dtype}")
+    if cos.shape[1:] not in ((positions, width), (positions, width // 2)) or cos.shape[0] not in (1, batch):
+        raise ValueError(f"cos {list(cos.shape)} needs [1 or {batch}, {positions}, {width} or {width // 2}]")
+    check_shape("sin", sin, cos.shape)
     if width % 2:
         raise ValueError(f"heads of {width} elements have no halves")
     return (heads,)
@@ -456,34 +477,47 @@ class LossRows(NamedTuple):
     softcap: float
 
 
-def _cross_entropy(*flat: Any) -> tuple[Any, ...]:
-    rows = LossRows(*flat[:5])
-    logits, target, *_ = rows
-    if logits.ndim != 2 or target.shape != logits.shape[:1] or target.dtype is not torch.int64:
-        raise ValueError(
-            f"target {list(target.shape)} of {target.dtype} needs a column's number, int64, for each row of logits "
-            f"{list(logits.shape)}"
-        )
-    return rows, *flat[5:]
+def _unpack_cross_entropy(*flat: Any) -> tuple[Any, ...]:
+    """Return (the rows, the op's other arguments): none; lse, grad; or lse, codes, transposed, first."""
+    rows, others = LossRows(*flat[:5]), flat[5:]
+    lse, *gradients = others or (None,)
+    grad = gradients[0] if len(gradients) == 1 else None
+    check_sizes(logits=(rows.logits, "TV"), target=(rows.target, "T"), lse=(lse, "T"), grad=(grad, "T"))
+    if rows.target.dtype != torch.int64:
+        raise ValueError(f"target of {rows.target.dtype} needs int64, the number of a column for each row of logits")
+    if len(gradients) > 1:
+        check_codes_of_loss(rows.logits, *gradients)
+    return rows, *others
 
 
-def _norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
+def _unpack_norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
+    """Return (source, residual or None) of the flat arguments of the op ``norm``."""
     source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
-    check_norm(source.x, source.gamma, source.beta, source.kind, None, residual)
+    check_norm(source.x, source.kind, source.gamma, beta=(source.beta, "C"), residual=(residual, "RC"))
     return source, residual
 
 
-def _norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
+def _unpack_norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
+    """Return (gradient,) of the flat arguments of the op ``norm_backward``."""
     gradient = NormGradient(*flat, **named)
-    check_norm(gradient.x, gradient.gamma, None, gradient.kind, gradient.dy, gradient.residual)
+    dy, x, gamma, mean, rstd, kind, *_, residual = gradient
+    statistics = {"mean": (mean if kind == "layer_norm" else None, "R"), "rstd": (rstd, "R")}
+    check_norm(x, kind, gamma, dy=(dy, "RC"), residual=(residual, "RC"), **statistics)
     return (gradient,)
 
 
-def _matmul(*flat: Any) -> tuple[Any, ...]:
-    return _operands(*flat[:7]), *flat[7:]
+def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``matmul``."""
+    operands = a, b, bias = _operands(*flat[:7])
+    if type(a.codes) in WITH_MEMORY:
+        a_kinds = a.codes.shape, a.codes.dtype, a.scale_inv.shape, a.scale_inv.dtype, a.tile
+        b_kinds = b.codes.shape, b.codes.dtype, b.scale_inv.shape, b.scale_inv.dtype, b.tile
+        check_product(a_kinds, b_kinds, None if bias is None else bias.shape)
+    return operands, *flat[7:]
 
 
-def _grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
+def _unpack_grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``."""
     offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
     a, b, _ = _operands(*flat[:6], bias)
     operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
@@ -501,82 +535,61 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
     a, b, offsets, bias, _ = operands
     check_offsets_kind(offsets, a.codes.device)
     groups = offsets.shape[0]
-    if a.codes.shape[-1] != b.codes.shape[-1]:
-        sizes = f"{list(a.codes.shape)} and {list(b.codes.shape)}"
-        raise ValueError(f"operands of shapes {sizes} contract over their last dimensions, which differ")
+    check_terms((a.codes.shape, a.codes.dtype), (b.codes.shape, b.codes.dtype))
     if operands.has_ragged_rows:
         if b.codes.shape[0] != groups:
             raise ValueError(f"b holds {b.codes.shape[0]} matrices for {groups} groups")
-        if bias is not None and bias.shape != b.codes.shape[:2]:
-            raise ValueError(f"bias of shape {list(bias.shape)} needs {list(b.codes.shape[:2])}, a row a group")
-        rows, cols = a.codes.shape
-        grids = [grouped_scale_shape((rows, cols), groups, a.tile), (groups, *scale_shape(b.codes.shape[1:], b.tile))]
-    else:
-        if bias is not None:
-            raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
+        check_shape("bias", bias, b.codes.shape[:2])
+        _check_scales("a's scale_inv", *a, groups)
+        check_shape("b's scale_inv", b.scale_inv, (groups, *scale_shape(b.codes.shape[1:], b.tile)))
+        return
+    if bias is not None:
+        raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
+    for name, (codes, scale_inv, tile) in (("a's scale_inv", a), ("b's scale_inv", b)):
         # along the terms there are more blocks than the number of padded codes says
-        grids = [
-            (tiles_along(p.codes.shape[0], p.tile[0]), groups if p.tile[1] == ALL else p.scale_inv.shape[1])
-            for p in (a, b)
-        ]
-    for name, pair, grid in zip("ab", (a, b), grids, strict=True):
-        if tuple(pair.scale_inv.shape) != grid:
-            raise ValueError(
-                f"{name}'s scale_inv of shape {list(pair.scale_inv.shape)} needs {list(grid)}: codes "
-                f"{list(pair.codes.shape)} in tiles of {pair.tile}, {groups} groups"
-            )
+        blocks = groups if tile[1] == ALL else scale_inv.shape[1]
+        check_shape(name, scale_inv, (tiles_along(codes.shape[0], tile[0]), blocks))
 
 
 def _operands(*flat: Any) -> ProductArguments:
+    """Return the operands of a product's first flat arguments."""
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias = flat
     return ProductArguments(
         OperandPair(a, a_scale_inv, (a_tile[0], a_tile[1])), OperandPair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias
     )
 
 
-def check_norm(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, dy: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    """Check the arguments of a norm of x [R, C], or of its backward.
-
-    Raises:
-        ValueError: for another kind than "layer_norm" or "rms_norm", a gamma or beta that is not [C], or a dy or
-            residual that is not [R, C].
-    """
-    if kind not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"kind={kind!r}: use 'layer_norm' or 'rms_norm'")
-    for name, vector in (("gamma", gamma), ("beta", beta)):
-        if vector is not None and tuple(vector.shape) != (x.shape[1],):
-            raise ValueError(f"{name} of shape {list(vector.shape)}: rows of x have {x.shape[1]} elements")
-    for name, matrix in (("dy", dy), ("residual", residual)):
-        if matrix is not None and matrix.shape != x.shape:
-            raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")
-
-
-def _dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...]:
+def _unpack_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the op's flat arguments with scales that are not swizzled."""
+    _check_scales("scale_inv", qdata, scale_inv, tile)
     return qdata, plain_scales(scale_inv, qdata.shape, tile), tile, dtype
 
 
-def _cast_statistics(
+def _unpack_cast_statistics(
     x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], *flat: Any, offsets: Tensor | None = None
 ) -> tuple[Any, ...]:
-    return x, qdata, plain_scales(scale_inv, qdata.shape, tile), tile, *flat[:2], *(flat[2:] or [offsets])
+    """Return the op's flat arguments with scales that are not swizzled; offsets come last, or None."""
+    sums, extremes, offsets = flat if len(flat) > 2 else (*flat, offsets)
+    groups = () if offsets is None else tuple(offsets.shape)
+    _check_scales("scale_inv", qdata, scale_inv, tile, *groups)
+    rows, cols = unpacked_shape(qdata.shape, qdata.dtype)
+    check_shape("x", x, (rows, min(x.shape[1], cols)))
+    check_shape("sums", sums, (*groups, len(Counted.sums) + Counted.exponents), is_dense=True)
+    check_shape("extremes", extremes, (*groups, len(Counted.extremes)), is_dense=True)
+    return x, qdata, plain_scales(scale_inv, qdata.shape, tile), tile, sums, extremes, offsets
 
 
-UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "cross_entropy": _cross_entropy,
-    "cross_entropy_backward": _cross_entropy,
-    "cross_entropy_codes": _cross_entropy,
-    "dequantize": _dequantize,
-    "cast_statistics": _cast_statistics,
-    "cast": _cast,
-    "cast_and_commit": _cast_and_commit,
-    "norm": _norm,
-    "rotary": _rotary,
-    "norm_backward": _norm_backward,
-    "matmul": _matmul,
-    "grouped_matmul": _grouped_matmul,
-}
+def _unpack_note_faults(y: Tensor, operand: Tensor, *flat: Any) -> tuple[Any, ...]:
+    """Return the op's flat arguments, after checking that y and the operand have the same rows."""
+    check_shape("y", y, (operand.shape[0], *y.shape[1:]))
+    return y, operand, *flat
+
+
+_UNPACK: list[Callable[..., tuple[Any, ...]]] = [_unpack_cast, _unpack_cast_and_commit, _unpack_cast_statistics]
+_UNPACK += [_unpack_cross_entropy, _unpack_delayed_update, _unpack_dequantize, _unpack_grouped_matmul, _unpack_matmul]
+_UNPACK += [_unpack_norm, _unpack_norm_backward, _unpack_note_faults, _unpack_rotary]
+UNPACK = {unpack.__name__.removeprefix("_unpack_"): unpack for unpack in _UNPACK}
+UNPACK |= dict.fromkeys(("cross_entropy_backward", "cross_entropy_codes"), _unpack_cross_entropy)
 
 
 def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -634,12 +647,12 @@ def new_cast(
     scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
     shape = source.shape if isinstance(source, RotaryHeads) else x.shape
     groups = None if offsets is None else len(offsets)
-    value, output = output.value, output._replace(value=None) if output.value is not None else output
-    results = results_of(shape, x.dtype, read, *scalings, output, groups)
-    if value is not None:  # of x's shape, as x is the gradient of it
+    others = output if output.activation is None else output._replace(activation=None)
+    results = results_of(shape, x.dtype, read, *scalings, others, groups)
+    if output.activation is not None:  # of x's shape, as x is the gradient of it
         (rows, cols), pad = x.shape, output.pad
-        laid = (cols, padded(rows, pad)) if output.value_transposed else (rows, padded(cols, pad))
-        results = *results, NewTensor(laid, value.dtype)
+        laid = (cols, padded_size(rows, pad)) if output.activation_transposed else (rows, padded_size(cols, pad))
+        results = *results, NewTensor(laid, output.activation.dtype)
     return allocated(x, results)
 
 
@@ -664,8 +677,8 @@ def _results_of(
     is_norm = len(read) == 1
     rows, cols = x_shape if is_norm else cast_shape(x_shape, *read)
     dtype, tile, *_ = first
-    shape, laid_shape = (rows, cols), (rows, padded(cols, output.pad))
-    columns = padded(rows, output.pad) if groups is None else padded_columns(rows, groups, output.pad)
+    shape, laid_shape = (rows, cols), (rows, padded_size(cols, output.pad))
+    columns = padded_size(rows, output.pad) if groups is None else padded_columns(rows, groups, output.pad)
     is_packed, no_codes = dtype is E2M1.dtype, NewTensor((0, 0), dtype)
     codes = no_codes if is_packed and tile[1] == 1 else _codes(laid_shape, dtype)
     transposed = _codes((cols, columns), dtype) if output.transpose else no_codes
@@ -695,14 +708,14 @@ def _written_scales(shape: tuple[int, int], scaling: _Written, transpose: bool =
     dtype, tile, power_of_two, swizzles = scaling
     grid = scale_shape(shape, tile)
     if swizzles:
-        rows, cols = grid if tile == MX else grid[::-1]
-        size = -(-rows // 128) * 128 * -(-cols // 4) * 4
-        return NewTensor((size,), E8M0, zeroed=size != rows * cols)
+        size = swizzled_size(grid, tile)
+        return NewTensor((size,), E8M0, zeroed=size != math.prod(grid))
     grid, tile = (grid[::-1], tile[::-1]) if transpose else (grid, tile)
     return _scales(grid, tile, scale_inv_dtype(tile, power_of_two, dtype is E2M1.dtype))
 
 
 def _scales(grid: Sequence[int], tile: Tile, dtype: torch.dtype = torch.float32) -> NewTensor:
+    """Return the scales of a grid of tiles, by columns where products read them so."""
     return NewTensor(grid, dtype, by_columns=lie_by_columns(tile))
 
 

@@ -54,6 +54,8 @@ reads_swizzled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
+    """Return a function of an op's arguments that calls the kernel of the device they are on."""
+
     def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:
         first = x if isinstance(x, Tensor) else x[0]
         return kernels_of(first.get_device())[name](x, *args, **named)

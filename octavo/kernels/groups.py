@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile, tiles_along
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import padded_size
 
 
 def scale_rows(rows: int, groups: int, tile_rows: int) -> int:
@@ -47,7 +47,7 @@ def padded_columns(rows: int, groups: int, pad: int) -> int:
         >>> padded_columns(1000, 8, 16), padded_columns(1000, 8, 1)
         (1120, 1000)
     """
-    padded(0, pad)  # raises for a pad that is no divisor
+    padded_size(0, pad)  # raises for a pad that is no divisor
     return rows if pad == 1 else (rows // pad + groups) * pad
 
 
@@ -108,7 +108,7 @@ def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[GroupPlace
             tiles = group
         rows_of_tiles = slice(tiles, tiles + tiles_along(size, tile_rows))
         group_places.append(GroupPlace(slice(start, end), rows_of_tiles, slice(column, column + size)))
-        start, tiles, column = end, rows_of_tiles.stop, column + padded(size, pad)
+        start, tiles, column = end, rows_of_tiles.stop, column + padded_size(size, pad)
     return group_places
 
 
@@ -132,6 +132,6 @@ def of_equal_groups(
     by_group = scale_inv[: groups * tiles_along(rows, tile[0])].unflatten(0, (groups, -1))
     if not transposed:
         return codes.unflatten(0, (groups, rows)), by_group
-    group_columns = padded(rows, pad)
+    group_columns = padded_size(rows, pad)
     laid = codes[:, : groups * group_columns].unflatten(1, (groups, group_columns))
     return laid.permute(1, 0, 2), by_group.transpose(1, 2)

@@ -66,23 +66,23 @@ def is_small_block(tile: Sequence[int]) -> bool:
     return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
-def padded(size: int, multiple: int) -> int:
-    """Return ``size`` rounded up to a multiple.
+def padded_size(size: int, pad: int) -> int:
+    """Return ``size`` rounded up to a multiple of ``pad``.
 
     Raises:
-        ValueError: unless the multiple divides PADDING, which a kernel's tile holds.
+        ValueError: unless ``pad`` divides PADDING, which a kernel's tile holds.
     """
-    if multiple < 1 or PADDING % multiple:
+    if pad < 1 or PADDING % pad:
         divisors = ", ".join(str(size) for size in range(1, PADDING + 1) if PADDING % size == 0)
-        raise ValueError(f"pad={multiple}: codes are padded to a multiple of one of {divisors}")
-    return -(-size // multiple) * multiple
+        raise ValueError(f"pad={pad}: codes are padded to a multiple of one of {divisors}")
+    return -(-size // pad) * pad
 
 
 def with_padding(codes: Tensor, pad: int) -> Tensor:
     """Return ``codes`` with zero codes after each row, up to a multiple of ``pad``."""
     if pad == 1:
         return codes
-    missing = padded(codes.shape[-1], pad) - codes.shape[-1]
+    missing = padded_size(codes.shape[-1], pad) - codes.shape[-1]
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
@@ -107,6 +107,12 @@ def swizzled(scale_inv: Tensor) -> Tensor:
     return parts.reshape(*lead, rows * cols).view(E8M0)
 
 
+def swizzled_size(grid: Sequence[int], tile: Sequence[int]) -> int:
+    """Return how many elements ``swizzled`` makes of a grid of scales of 1x32 blocks, or of 32x1, transposed."""
+    rows, cols = grid if tile[0] == 1 else grid[::-1]
+    return tiles_along(rows, 128) * 128 * tiles_along(cols, 4) * 4
+
+
 def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
     """Return scale_inv of codes of this shape in tiles (1, 32) or (32, 1), as before ``swizzled``; others as they are.
 
@@ -115,9 +121,9 @@ def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -
     if scale_inv.ndim != 1 or len(shape) != 2:
         return scale_inv
     rows, terms = shape if tile[1] != 1 else shape[::-1]
-    cols = -(-terms // MX[1])
-    parts = scale_inv.view(torch.uint8).view(-(-rows // 128), -(-cols // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    scales = parts.flatten(3, 4).flatten(0, 2)[:rows, :cols].view(E8M0)
+    cols = tiles_along(terms, MX[1])
+    parts = scale_inv.view(torch.uint8).view(tiles_along(rows, 128), tiles_along(cols, 4), 32, 4, 4)
+    scales = parts.permute(0, 3, 2, 1, 4).flatten(3, 4).flatten(0, 2)[:rows, :cols].view(E8M0)
     return scales if tile[1] != 1 else scales.t()
 
 
@@ -145,7 +151,7 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
 
 def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
     """Return the scales of some rows, which are whole tiles."""
-    return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
+    return scales if tile[0] == ALL else scales[rows.start // tile[0] : tiles_along(rows.stop, tile[0])]
 
 
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -155,4 +161,4 @@ def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def blocks_in_row(cols: int) -> int:
     """Return how many blocks a row has."""
-    return -(-cols // BLOCK)
+    return tiles_along(cols, BLOCK)

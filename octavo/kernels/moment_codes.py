@@ -99,4 +99,5 @@ def _is_finite(y: Tensor) -> bool:
 
 
 def _with_faults(wide: Tensor, rounded: Tensor) -> Tensor:
+    """Return the rounded numbers, with NaN and inf as they are in ``wide``."""
     return rounded if _is_finite(wide) else torch.where(torch.isfinite(wide), rounded, wide.to(rounded.dtype))

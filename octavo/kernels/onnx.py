@@ -46,6 +46,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _cast(
     source: CastSource | NormSource, scaling: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
 ) -> list[Tensor]:
+    """Return the results of ``octavo::cast``, whose codes QuantizeLinear writes."""
     y, none = source.x, source.x.new_empty(0)
     if isinstance(source, NormSource):
         y = _normalised(*source)
@@ -69,14 +70,17 @@ def _cast(
 
 
 def _rotary(heads: RotaryHeads) -> Tensor:
+    """Return the result of ``octavo::rotary``."""
     return torch.cat([x.to(heads.q.dtype) for x in turned(heads)], 2).flatten(2)
 
 
 def _dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the values of codes by DequantizeLinear."""
     return _linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32, {}).to(dtype)
 
 
 def _matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Return the product of both operands' values, in float32."""
     x, weight = (_dequantize(*pair, torch.float32) for pair in operands[:2])
     return F.linear(x, weight, operands.bias).to(out_dtype)
 
@@ -98,6 +102,7 @@ def _linear(
 
 
 def _normalised(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool) -> Tensor:
+    """Return a norm of x by torch's own, which torch.onnx translates."""
     factor, features = gamma + 1.0 if zero_centered else gamma, (x.shape[1],)
     if kind == "layer_norm":
         return F.layer_norm(x, features, factor, beta, eps)

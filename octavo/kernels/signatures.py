@@ -101,15 +101,19 @@ _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 SCHEMAS = {
     # amax of each tile
     "amax": "(Tensor x, int[2] tile) -> Tensor",
-    # one scaling: [qdata, transposed qdata or [0, 0], scale_inv, amax, sums]; the transposed pair's scale_inv is
-    # scale_inv.t().
-    # Two, Dynamic, from one read, with a second_dtype: [qdata, second qdata, scale_inv, second scale_inv, sums].
-    # second_tile is a tile of x; transpose writes the second pair's tensors alone transposed.
-    # Of a norm, with a gamma, mean, rstd and y in place of sums.
-    # Of rows in groups, with offsets, each group's own cast by one scaling: [qdata or [0, 0], transposed qdata [C, Rp]
-    # or [0, 0], scale_inv, amax]. A delayed scale is one for all groups; where it is 0, a group's is that of its own
-    # amax. Codes of rows that are in no group are 0; scales that no group has are 1, their amaxes 0. pad: of C and,
-    # transposed, of each group's rows; as_is=False leaves out the codes as they lie.
+    # what is cast                   results 0, 1                   2, 3                          4 and on
+    # x, a function of it or heads,  qdata, transposed              scale_inv, amax               sums, then the scale
+    #   by one scaling                                                                            (keep), value's codes
+    # the same by two, Dynamic       qdata, second qdata            scale_inv, second scale_inv   sums
+    # a norm (gamma)                 as above, by one or by two     as above                      mean, rstd, y
+    # rows in groups (offsets),      qdata, transposed [C, Rp]      scale_inv, amax               none
+    #   each group by itself
+    # Codes that are not asked for are [0, 0]. The transposed pair's scale_inv is scale_inv.t().
+    # two: with a second_dtype, from one read. second_tile is a tile of x; transpose writes the second pair's tensors
+    # alone transposed.
+    # offsets: A delayed scale is one for all groups; where it is 0, a group's is that of its own amax. Codes of rows
+    # that are in no group are 0; scales that no group has are 1, their amaxes 0. pad: of C and, transposed, of each
+    # group's rows; as_is=False leaves out the codes as they lie.
     # swizzle: each scaling's scale_inv, E8M0 of 1x32 or 32x1 blocks, has one dimension, as layouts.swizzled makes it of
     # an operand's, contraction last. matmul, dequantize and cast_statistics read either
     "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
@@ -160,8 +164,9 @@ SCHEMAS = {
     "matmul": f"({_PRODUCT}, ScalarType out_dtype, bool fast_accum) -> Tensor",
     # a cast of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
     # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
-    # tile: (-1, -1) or a block of powers of two up to 128. Where skip [1] is not 0 nothing is written: a weight that
-    # did not change, in a CUDA graph
+    # tile: (-1, -1) or a block of powers of two up to 128. All outputs are contiguous, scale_inv and amax by rows
+    # whatever the tile, with room for more rows or none. Where skip [1] is not 0 nothing is written: a weight that did
+    # not change, in a CUDA graph
     "multi_tensor_cast": "(Tensor[] xs, Tensor(a!)[] qdata, Tensor(b!)[] transposed, Tensor(c!)[] scale_inv, "
     "Tensor(d!)[] amax, Tensor[] delayed_scales, int role, int[2] tile, bool power_of_two, int margin, "
     "Tensor? skip=None) -> ()",
@@ -182,15 +187,18 @@ SCHEMAS = {
 
 
 def _fake_cast_and_commit(source: Castable, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
-    q, t, scale_inv, _, sums, *value = new_cast(source, scaling, None, output)
-    return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
+    """Return the op's results, unwritten."""
+    q, t, scale_inv, _, sums, *activation_codes = new_cast(source, scaling, None, output)
+    return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
 
 
 def _fake_matmul(operands: ProductArguments | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Return the product, unwritten."""
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
 def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dx, dgamma, dbeta), unwritten."""
     x, gamma = gradient.x, gradient.gamma
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
 
@@ -220,6 +228,7 @@ DIRECT = {f"torch.ops.octavo.{name}.default": f"torch.ops.octavo.direct.{name}" 
 
 
 def _fake(name: str) -> Callable[..., Any]:
+    """Return an op's fake, which also tells Inductor's Python to call the kernels in place of ops."""
     fake_kernel = FAKES[name]
 
     @functools.wraps(fake_kernel)

@@ -109,6 +109,7 @@ def key_of(*numbers: int) -> int:
 
 
 def _mixed(x: int) -> int:
+    """Return ``mixed_`` of one number of 32 bits."""
     x ^= x >> 16
     x = x * _FIRST & _MASK
     x ^= x >> 15
@@ -117,4 +118,5 @@ def _mixed(x: int) -> int:
 
 
 def _signed(x: int) -> int:
+    """Return a number of 32 bits as torch's int32 holds it."""
     return x - (1 << 32) if x >= 1 << 31 else x

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import Operands
 from octavo.weights.operands import WeightOwner, forget_if_written, weight_of
@@ -128,8 +128,8 @@ def _buffers_for(layer: Any) -> KeptOperands | None:
         return None
     (rows, cols), new = weight.shape, weight.detach().new_zeros
     pad, dtype = contraction_multiple(weight.device, recipe.may_pad), cast.format.dtype
-    qdata = new(rows, padded(cols, pad), dtype=dtype)
-    transposed = new(cols, padded(rows, pad), dtype=dtype) if needs_transposed_codes(weight.device) else qdata.t()
+    qdata = new(rows, padded_size(cols, pad), dtype=dtype)
+    transposed = new(cols, padded_size(rows, pad), dtype=dtype) if needs_transposed_codes(weight.device) else qdata.t()
     scales_shape = scale_shape(weight.shape, cast.tile)
     scale_inv, amax = new(scales_shape, dtype=cast.scale_inv_dtype), new(scales_shape, dtype=torch.float32)
     return KeptOperands(recipe, cast, Operands((qdata, scale_inv), (transposed, scale_inv.t())), amax)

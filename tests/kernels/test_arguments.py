@@ -41,8 +41,8 @@ ENDS = torch.tensor([1, 2], dtype=torch.int32)
         ((False, 1, False, "swish"), {}, "activation='swish': use one of relu, "),
         ((False, 1, False, "", None, torch.ones(1, 1)), {}, "h_scale_inv is given without the name"),
         ((), NORM | {"kind": "batch_norm"}, "kind='batch_norm': use 'layer_norm' or 'rms_norm'"),
-        ((), NORM | {"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\]: rows of x have 2 elements"),
-        ((), NORM | {"beta": torch.ones(1)}, r"beta of shape \[1\]: rows of x have 2 elements"),
+        ((), NORM | {"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\] needs \[C\]"),
+        ((), NORM | {"beta": torch.ones(1)}, r"beta of shape \[1\] needs \[C\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -61,6 +61,8 @@ def test_other_arguments_are_refused() -> None:
         unpacked("cast", flat[0], torch.ones(3), 0, E4M3, (1, -1), False, 0, offsets=ENDS)
     with pytest.raises(TypeError, match=r"torch.float64 is not cast: give bfloat16, float16 or float32"):
         unpacked("cast", flat[0].double(), *flat[1:7], offsets=ENDS)
+    with pytest.raises(ValueError, match="keep is not taken where there is not one scale"):
+        unpacked("cast", *flat[:4], (1, -1), *flat[5:7], keep=True)
     for count in (4, 15):
         with pytest.raises(TypeError):
             unpacked("cast", *flat[:count])

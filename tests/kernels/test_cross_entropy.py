@@ -139,10 +139,16 @@ def test_a_target_that_is_no_column(ops: Ops) -> None:
             ops.of("cross_entropy")(logits, target, -100, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("target", [torch.zeros(3).long(), torch.zeros(2).int()], ids=["shape", "dtype"])
-def test_what_does_not_fit_is_refused(ops: Ops, target: Tensor) -> None:
-    with pytest.raises(ValueError, match="needs a column's number, int64, for each row"):
+@pytest.mark.parametrize(("target", "said"), [(torch.zeros(3).long(), "needs .T."), (torch.zeros(2).int(), "int64")])
+def test_what_does_not_fit_is_refused(ops: Ops, target: Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match=f"target of .*{said}"):
         ops.of("cross_entropy")(torch.ones(2, 5), target, -100, 0.0, 0.0)
+
+
+def test_no_columns(ops: Ops) -> None:
+    with poisoned_memory():
+        losses, lse = ops.of("cross_entropy")(torch.empty(3, 0), torch.full((3,), -100), -100, 0.0, 0.0)
+    assert losses.tolist() == [0.0] * 3 and lse.tolist() == [-math.inf] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

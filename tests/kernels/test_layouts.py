@@ -8,7 +8,7 @@ from octavo.kernels.layouts import (
     is_small_block,
     multiply_tiles_,
     needs_transposed_codes,
-    padded,
+    padded_size,
     plain_scales,
     swizzled,
 )
@@ -32,11 +32,11 @@ def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch:
 
 
 def test_padded() -> None:
-    assert [padded(size, PADDING) for size in (0, 1, PADDING, PADDING + 1)] == [0, PADDING, PADDING, 2 * PADDING]
-    assert padded(17, 1) == 17
+    assert [padded_size(size, PADDING) for size in (0, 1, PADDING, PADDING + 1)] == [0, PADDING, PADDING, 2 * PADDING]
+    assert padded_size(17, 1) == 17
     for multiple in (0, -1, 3, 24, 2 * PADDING):
         with pytest.raises(ValueError, match=f"pad={multiple}: .* 1, 2, 4, 8, .*{PADDING}$"):
-            padded(10, multiple)
+            padded_size(10, multiple)
 
 
 def test_small_blocks_are_powers_of_two_up_to_128() -> None:

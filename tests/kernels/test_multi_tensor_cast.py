@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import scale_shape
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import padded_size
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import scale_inv_dtype
 from tests.kernels.conftest import Ops
@@ -34,8 +34,8 @@ def outputs(tile: tuple[int, int], fmt: torch.dtype, pad: int = 1, transpose: bo
     """Memory for the results, filled with NaN."""
     with poisoned_memory():
         return Outputs(
-            [torch.empty(r, padded(c, pad), dtype=fmt) for r, c in SHAPES],
-            [torch.empty(c, padded(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
+            [torch.empty(r, padded_size(c, pad), dtype=fmt) for r, c in SHAPES],
+            [torch.empty(c, padded_size(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
             [torch.empty(scale_shape(shape, tile), dtype=scale_inv_dtype(tile, True)) for shape in SHAPES],
             [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
         )
@@ -130,6 +130,16 @@ def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
         run(xs, codes, transposed, [one.half() for one in scale_inv], amax, [], WEIGHT, ALL, True, 0, None)
     with pytest.raises(ValueError, match=r"the lists are \[5, 6, 6, 6, 6, 0\] long"):
         run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
+
+
+def test_memory_of_scales_may_have_more_rows(ops: Ops) -> None:
+    x, codes = torch.randn(130, 70), torch.empty(130, 70, dtype=E4M3)
+    scale_inv, amax = torch.full((2, 3, 1), -1.0)
+    ops.of("multi_tensor_cast")([x], [codes], [], [scale_inv], [amax], [], WEIGHT, (128, 128), True, 0)
+    for written, expected in zip(
+        (scale_inv, amax), REFERENCE["cast"](x, None, 0, E4M3, (128, 128), True, 0)[2:4], strict=True
+    ):
+        assert same_bits(written[:2], expected) and written[2] == -1.0
 
 
 @pytest.mark.gpu

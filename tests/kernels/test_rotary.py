@@ -125,15 +125,15 @@ def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     for change, said in (
         ({"k": torch.ones(2, 5, 4, 6)}, r"k \[2, 5, 4, 6\] of torch.float32 needs q's sizes"),
         ({"v": torch.ones(2, 5, 4, 8).half()}, "v .* of torch.float16"),
-        ({"sin": torch.ones(3, 5, 8)}, r"sin \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
-        ({"sin": torch.ones(1, 5, 4)}, r"cos \[1, 5, 8\] needs sin's shape, \[1, 5, 4\]"),
+        ({"cos": torch.ones(3, 5, 8)}, r"cos \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
+        ({"sin": torch.ones(1, 5, 4)}, r"sin of shape \[1, 5, 4\] needs \[1, 5, 8\]"),
         (odd, "heads of 7"),
     ):
         arguments = {"q": q, "k": q, "v": q, "cos": angles, "sin": angles, "inverse": False} | change
         with pytest.raises(ValueError, match=said):
             ops.of("rotary")(*arguments.values())
     heads = {"k": q, "v": q, "cos": angles, "sin": angles}
-    commit = *torch.ones(2, 3, 1).unbind(), angles, None, None, E5M2, False, 0, *update_args("max"), 0
+    commit = torch.ones(3), *torch.ones(2, 3, 3), None, None, E5M2, False, 0, *update_args("max"), 0
     for change, said in (
         ({"sin": None}, "k is cast with x, v, cos and sin: give all"),
         ({"v": q.half()}, "v .* of torch.float16 needs q's sizes"),

@@ -7,11 +7,11 @@
 extern "C" {
 
 struct Scaling {
-    uint8_t *codes, *turned;       // [R, C] and transposed [C, R]; null where they are not written
+    uint8_t *codes, *transposed;   // [R, C] and transposed [C, R]; null where they are not written
     void *scale_inv;               // one number a tile, float32 or E8M0
     float *amax;
-    const float *known;            // the scale, or 0 where amax makes it; null: amax does
-    int64_t rows, cols, codes_stride, turned_stride, scale_stride[2], amax_stride[2];
+    const float *delayed_scale;    // the scale, or 0 where amax makes it; null: amax does
+    int64_t rows, cols, codes_stride, transposed_stride, scale_stride[2], amax_stride[2];
     int64_t tile_rows, tile_cols;  // -1: all
     int64_t is_e8m0, is_e5m2, power_of_two;
     double limit;                  // the format's largest number, over 2^margin
@@ -44,19 +44,20 @@ struct E5M2 {
 };
 constexpr int32_t NAN_CODE = 0x7F;
 
-// Raise ``amax`` [tiles] to those of a row of tiles, of which these are rows; whether one has inf or NaN.
+// Raise ``amax`` [tiles] to those of a row of tiles, of which these are rows; whether one has inf or NaN. column_max:
+// memory for the columns' largest magnitudes, as bits.
 template <class X>
-bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &held) {
+bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &column_max) {
     using Bits = typename X::Bits;
-    held.assign(to - from == 1 ? 0 : s.cols, 0);
-    for (int64_t row = from; row < to && !held.empty(); row++) {
-        Bits *columns = held.data(), *x = m.row(row);
+    column_max.assign(to - from == 1 ? 0 : s.cols, 0);
+    for (int64_t row = from; row < to && !column_max.empty(); row++) {
+        Bits *columns = column_max.data(), *x = m.row(row);
         for (int64_t j = 0; j < s.cols; j++) {
             Bits magnitude = x[j] & X::magnitude;
             columns[j] = magnitude > columns[j] ? magnitude : columns[j];
         }
     }
-    const Bits *columns = held.empty() ? m.row(from) : held.data();
+    const Bits *columns = column_max.empty() ? m.row(from) : column_max.data();
     bool faulty = false;
     for (int64_t tile = 0; tile < s.tiles(); tile++) {
         int64_t begin = tile * s.width(), end = std::min(begin + s.width(), s.cols);
@@ -78,7 +79,7 @@ bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, 
     return faulty;
 }
 
-// Make scales of ``numbers`` [tiles], which are amaxes, and write both for one row of tiles.
+// Write the amaxes ``numbers`` [tiles] of a row of tiles and their scale_inv; replace them by their scales.
 void write_scales(const Scaling &s, int64_t i, float *numbers) {
     for (int64_t j = 0; j < s.tiles(); j++) s.amax[i * s.amax_stride[0] + j * s.amax_stride[1]] = numbers[j];
     for (int64_t j = 0; j < s.tiles(); j++) {
@@ -87,7 +88,7 @@ void write_scales(const Scaling &s, int64_t i, float *numbers) {
         scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
         numbers[j] = numbers[j] > 0.0f ? scale : 1.0f;
     }
-    if (s.known && *s.known != 0.0f) std::fill_n(numbers, s.tiles(), *s.known);
+    if (s.delayed_scale && *s.delayed_scale != 0.0f) std::fill_n(numbers, s.tiles(), *s.delayed_scale);
     const int64_t first = i * s.scale_stride[0], step = s.scale_stride[1], tiles = s.tiles();
     if (s.is_e8m0)
         for (int64_t j = 0; j < tiles; j++) ((uint8_t *)s.scale_inv)[first + j * step] = uint8_t(bits_of(1.0f / numbers[j]) >> 23);
@@ -155,29 +156,29 @@ void transpose(uint8_t *out, int64_t stride, const uint8_t *in, int64_t height, 
         }
 }
 
-// The number of each column's tile, of those of a row of tiles.
-INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *held) {
+// Return the number of each column's tile, of those of a row of tiles, which may be in ``memory`` [width].
+INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *memory) {
     if (s.tile_cols == 1) return tiles + col;
     for (int64_t j = 0; j < width;) {
         int64_t tile = (col + j) / s.width(), end = std::min((tile + 1) * s.width() - col, width);
-        for (; j < end; j++) held[j] = tiles[tile];
+        for (; j < end; j++) memory[j] = tiles[tile];
     }
-    return held;
+    return memory;
 }
 
 // Write the codes of up to HEIGHT rows. ``scales`` [tile rows, tiles]: from the row of tiles ``first`` on.
 template <class X, class F>
-void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty, std::vector<Piece> &held) {
-    alignas(64) float held_scales[PIECES * WIDTH];
+void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty, std::vector<Piece> &pieces) {
+    alignas(64) float column_scales[PIECES * WIDTH];
     for (int64_t block = 0; block < s.cols; block += PIECES * WIDTH) {
         int64_t end = std::min(s.cols, block + PIECES * WIDTH), tile_row = -1;
         const float *scale = nullptr;
         for (int64_t row = from; row < to; row++) {
             if (row / s.height() != tile_row) {
                 tile_row = row / s.height();
-                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, held_scales);
+                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, column_scales);
             }
-            Piece *piece = held.data();
+            Piece *piece = pieces.data();
             for (int64_t col = block; col < end; col += WIDTH, piece++) {
                 const typename X::Bits *x = m.row(row) + col;
                 uint8_t *codes = piece->codes + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
@@ -188,23 +189,23 @@ void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to,
                 else if (s.codes) std::memcpy(out, codes, width);
             }
         }
-        const Piece *piece = held.data();
-        for (int64_t col = block; s.turned && col < end; col += WIDTH, piece++)
-            transpose(s.turned + col * s.turned_stride + from, s.turned_stride, piece->codes, to - from, std::min(end - col, WIDTH));
+        const Piece *piece = pieces.data();
+        for (int64_t col = block; s.transposed && col < end; col += WIDTH, piece++)
+            transpose(s.transposed + col * s.transposed_stride + from, s.transposed_stride, piece->codes, to - from, std::min(end - col, WIDTH));
     }
 }
 
 template <class X> bool amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, int64_t threads) {
-    std::vector<std::vector<float>> found(threads, std::vector<float>(s.tiles()));
+    std::vector<std::vector<float>> tile_amaxes(threads, std::vector<float>(s.tiles()));
     std::vector<int> faulty(threads);
     in_threads(threads, from, to, HEIGHT, [&](int64_t share, int64_t first, int64_t last) {
-        std::vector<typename X::Bits> held;
-        faulty[share] = raise_amax<X>(s, m, first, last, found[share].data(), held);
+        std::vector<typename X::Bits> column_max;
+        faulty[share] = raise_amax<X>(s, m, first, last, tile_amaxes[share].data(), column_max);
     });
     for (int64_t j = 0; j < s.tiles(); j++) {
         float &out = s.amax[j * s.amax_stride[1]];
         if (from == 0) out = 0.0f;
-        for (auto &of_share : found) out = std::max(out, of_share[j]);
+        for (auto &of_rows : tile_amaxes) out = std::max(out, of_rows[j]);
     }
     return *std::max_element(faulty.begin(), faulty.end());
 }
@@ -213,23 +214,23 @@ template <class X>
 void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool faulty, int64_t threads) {
     auto write = s.is_e5m2 ? write_codes<X, E5M2> : write_codes<X, E4M3>;
     int64_t unit = s.spans() ? HEIGHT : (HEIGHT + s.height() - 1) / s.height() * s.height(), tiles = s.tiles();
-    std::vector<float> whole(s.spans() ? tiles : 0);
-    for (size_t j = 0; j < whole.size(); j++) whole[j] = s.amax[j * s.amax_stride[1]];
-    if (s.spans()) write_scales(s, 0, whole.data());
+    std::vector<float> spanning_scales(s.spans() ? tiles : 0);
+    for (size_t j = 0; j < spanning_scales.size(); j++) spanning_scales[j] = s.amax[j * s.amax_stride[1]];
+    if (s.spans()) write_scales(s, 0, spanning_scales.data());
     in_threads(threads, from, to, unit, [&](int64_t, int64_t begin, int64_t end) {
-        std::vector<float> found;
-        std::vector<typename X::Bits> held;
+        std::vector<float> tile_scales;
+        std::vector<typename X::Bits> column_max;
         std::vector<Piece> pieces(std::min((s.cols + WIDTH - 1) / WIDTH, PIECES));
         for (int64_t row = begin; row < end; row += unit) {
             int64_t stop = std::min(row + unit, end), first = s.spans() ? 0 : row / s.height();
             bool is_faulty = faulty;
-            found.assign(s.spans() ? 0 : unit / s.height() * tiles, 0.0f);
-            float *numbers = found.data();
+            tile_scales.assign(s.spans() ? 0 : unit / s.height() * tiles, 0.0f);
+            float *numbers = tile_scales.data();
             for (int64_t i = row; !s.spans() && i < stop; i += s.height(), numbers += tiles) {
-                is_faulty |= raise_amax<X>(s, m, i, std::min(i + s.height(), stop), numbers, held);
+                is_faulty |= raise_amax<X>(s, m, i, std::min(i + s.height(), stop), numbers, column_max);
                 write_scales(s, i / s.height(), numbers);
             }
-            const float *scales = s.spans() ? whole.data() : found.data();
+            const float *scales = s.spans() ? spanning_scales.data() : tile_scales.data();
             for (int64_t i = row; i < stop; i += HEIGHT) write(s, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty, pieces);
         }
     });
@@ -244,15 +245,15 @@ template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint
     const __m256 bias = _mm256_set1_ps(shift == 7 ? 0x1p8f : 1.0f);
     const __m128i sign = _mm_set1_epi16(0x80), nan = _mm_set1_epi16(NAN_CODE), infinite = _mm_set1_epi16(0x7C00);
     for (; j + 64 <= width; j += 64) {
-        alignas(32) float held[64];
+        alignas(32) float numbers[64];
         for (int64_t k = 0; k < 64; k += 8) {
             __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(codes + j + k)));
             __m128i half = _mm_slli_epi16(shift == 7 ? _mm_add_epi16(x, _mm_and_si128(x, sign)) : x, shift);
             half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(_mm_and_si128(x, nan), nan), infinite));
             __m256 number = _mm256_mul_ps(_mm256_cvtph_ps(half), bias);
-            _mm256_store_ps(held + k, _mm256_mul_ps(number, _mm256_loadu_ps(scale_inv + j + k)));
+            _mm256_store_ps(numbers + k, _mm256_mul_ps(number, _mm256_loadu_ps(scale_inv + j + k)));
         }
-        for (int64_t k = 0; k < 64; k++) out[j + k] = Y::rounded(held[k]);
+        for (int64_t k = 0; k < 64; k++) out[j + k] = Y::rounded(numbers[k]);
     }
 #endif
     for (; j < width; j++) {
@@ -264,13 +265,13 @@ template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint
 
 // Call ``work(row, scale_inv of its columns)`` for each of these rows.
 template <class Work> INLINE void with_scales(const Scaling &s, int64_t from, int64_t to, Work work) {
-    std::vector<float> held(s.cols), tiles(s.tiles());
+    std::vector<float> memory(s.cols), tiles(s.tiles());
     const float *scales = nullptr;
     for (int64_t row = from; row < to; row++) {
         if (row == from || row % s.height() == 0) {
             int64_t first = row / s.height() * s.scale_stride[0];
             for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_stride[1]);
-            scales = of_columns(s, tiles.data(), 0, s.cols, held.data());
+            scales = of_columns(s, tiles.data(), 0, s.cols, memory.data());
         }
         work(row, scales);
     }
@@ -284,10 +285,10 @@ template <class Y> void decode_rows(const Scaling &s, const Matrix<Y> &out, int6
     });
 }
 
-constexpr int64_t LANES = 8, COUNTED = 8, EXPONENTS = 256;  // of ``found``: seven sums and the amax; numbers by exponent
+constexpr int64_t LANES = 8, COUNTED = 8, EXPONENTS = 256;  // of ``totals``: seven sums and the amax; numbers by exponent
 enum { ELEMENTS, ZEROS, FLUSHED, CLIPPED, NONFINITE, POWER, ERROR, AMAX };
 
-template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m, int64_t threads, double *found) {
+template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m, int64_t threads, double *totals) {
     std::vector<std::vector<double>> of_shares(threads, std::vector<double>(COUNTED + EXPONENTS));
     in_threads(threads, 0, s.rows, 1, [&](int64_t share, int64_t from, int64_t to) {
         double *counts = of_shares[share].data(), squares[2][LANES] = {};
@@ -324,8 +325,8 @@ template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m
             for (int64_t bin = 0; bin < EXPONENTS; bin++) counts[COUNTED + bin] += double(some[bin]);
     });
     for (auto &counts : of_shares)
-        for (int64_t i = 0; i < COUNTED + EXPONENTS; i++) found[i] = i == AMAX ? std::max(found[i], counts[i]) : found[i] + counts[i];
-    found[ELEMENTS] = double(s.rows * s.cols), found[NONFINITE] = found[COUNTED + EXPONENTS - 1];
+        for (int64_t i = 0; i < COUNTED + EXPONENTS; i++) totals[i] = i == AMAX ? std::max(totals[i], counts[i]) : totals[i] + counts[i];
+    totals[ELEMENTS] = double(s.rows * s.cols), totals[NONFINITE] = totals[COUNTED + EXPONENTS - 1];
 }
 
 // Write a row of a gated activation of h = (gate | up) or, given its gradient dy, h's, by one rounding for each operation
@@ -368,9 +369,9 @@ extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t thr
     else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
 }
 
-// Add to ``found`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
-extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *found) {
-    on_kind(kind, x, stride, [&](auto m) { s->is_e5m2 ? count_rows<E5M2>(*s, m, threads, found) : count_rows<E4M3>(*s, m, threads, found); });
+// Add to ``totals`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
+extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *totals) {
+    on_kind(kind, x, stride, [&](auto m) { s->is_e5m2 ? count_rows<E5M2>(*s, m, threads, totals) : count_rows<E4M3>(*s, m, threads, totals); });
 }
 
 // Write reference/activation.py's ``gated`` to dense rows of float32 from h [rows, 2 cols] and dy [rows, cols], or null;

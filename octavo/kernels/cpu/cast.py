@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E2M1
-from octavo.granularity import ALL, NV
+from octavo.granularity import ALL, NV, tiles_along
 from octavo.kernels import reference
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import (
@@ -55,27 +55,28 @@ _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which to
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
 ) -> None:
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
         source = CastSource(rotary(source).view(source.shape))
     x = source.x
     shape = source.shape if isinstance(source, NormSource) or source.activation else (x.shape[0], x.shape[1])
-    functions, packs = compiled(x), False
+    functions = compiled(x)
+    packs = False
     for target in targets:  # a property, or a generator, takes longer
         packs |= target.scaling.dtype is E2M1.dtype
     if functions is None or (packs and compiled_packed(x) is None):
-        return reference_write(source, targets, besides, value)
+        return reference_write(source, targets, besides, y_target)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):
         return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
         make = partial(_produced, source)
-        if value is not None:
-            _clear_padding([value], x.shape)
-            make = partial(_produced_with_value, source, functions, described(value, x.shape), set())
+        if y_target is not None:
+            _clear_padding([y_target], x.shape)
+            make = partial(_produced_with_activation, source, functions, described(y_target, x.shape), set())
         return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
@@ -96,23 +97,27 @@ class _ByCpp(NamedTuple):
         amax: what cast.cpp's octavo_amax takes, if the target ``spans``.
         cast: writes all else, given a matrix as ``_matrix`` returns it and whether octavo_amax told of faults in its
             rows; -1: it asks itself.
-        spans: whether a scale needs the amax of all rows.
+        spans: whether a tile spans all rows, so that its amax is raised by each chunk of them.
+        needs_amax_first: whether the first code needs that amax, as no scale is known.
         unit: rows that begin whole tiles.
     """
 
     amax: bytes
     cast: Callable[..., None]
     spans: bool
+    needs_amax_first: bool
     unit: int
 
 
 def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
     scaling = target.scaling
+    has_scale = bool(scaling.known_scale)
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
-        return _ByCpp(target_bytes, partial(functions.octavo_cast, target_bytes), height == ALL, max(height, 1))
+        cast_rows = partial(functions.octavo_cast, target_bytes)
+        return _ByCpp(target_bytes, cast_rows, height == ALL, height == ALL and not has_scale, max(height, 1))
     packed_functions = compiled_packed(target.amax)
     assert packed_functions is not None
     packed_bytes = described_packed(target, shape, by_columns)
@@ -124,7 +129,7 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
             functions.octavo_amax(amax_bytes, *matrix)
         packed_functions.octavo_cast_packed(packed_bytes, *matrix)
 
-    return _ByCpp(amax_bytes, cast, True, NV[1])
+    return _ByCpp(amax_bytes, cast, True, not has_scale, NV[1])
 
 
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
@@ -157,19 +162,22 @@ def write_chunks(
     ``cols``: the columns by which the chunks are sized, all unless given: an activation's also where its gradient is
     cast, so that both have the same chunks, and torch's functions the same bits.
     """
-    threads, written = min(torch.get_num_threads(), _THREADS), [_by_cpp(functions, target, shape) for target in targets]
+    written = [_by_cpp(functions, target, shape) for target in targets]
+    threads = min(torch.get_num_threads(), _THREADS)
     whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(by_cpp.unit for by_cpp in written))
     slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
-    spanning = [at for at, by_cpp in enumerate(written) if by_cpp.spans]
-    needing_amax = [at for at in spanning if not targets[at].scaling.known_scale]
-    faulty, chunks_by_start, elements_left = [0] * len(written), dict[int, Tensor](), KEPT
-    for rows in slices if needing_amax and len(slices) > 1 else []:
+    reads_twice = len(slices) > 1 and any(by_cpp.needs_amax_first for by_cpp in written)
+    faulty = [0] * len(written)  # whether octavo_amax saw an inf or NaN, by target
+    chunks_by_start: dict[int, Tensor] = {}
+    elements_left = KEPT
+    for rows in slices if reads_twice else []:
         y = make(rows)
         elements_left -= y.numel()
         if elements_left >= 0:
             chunks_by_start[rows.start] = y
-        for at in needing_amax:
-            faulty[at] |= functions.octavo_amax(written[at].amax, *_matrix(y, rows))
+        for at, by_cpp in enumerate(written):
+            if by_cpp.needs_amax_first:
+                faulty[at] |= functions.octavo_amax(by_cpp.amax, *_matrix(y, rows))
     column_sums = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
         y = chunks_by_start.pop(rows.start) if rows.start in chunks_by_start else make(rows)
@@ -177,7 +185,7 @@ def write_chunks(
         if sums is not None:
             column_sums.add_(y.sum(0))
         for at, by_cpp in enumerate(written):
-            if at in spanning and (at not in needing_amax or len(slices) == 1):
+            if by_cpp.spans and not (reads_twice and by_cpp.needs_amax_first):
                 faulty[at] = functions.octavo_amax(by_cpp.amax, *matrix)
             by_cpp.cast(*matrix, faulty[at])
         del y  # before the next chunk is computed
@@ -199,28 +207,30 @@ def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> T
 def _produced(source: CastSource, rows: slice) -> Tensor:
     """Return some rows of the matrix that is cast; of a preactivation in codes they are whole tiles of its scales."""
     unit = source.h_tile[0]
-    scale_rows = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
+    scale_rows = slice(None) if unit == ALL else slice(rows.start // unit, tiles_along(rows.stop, unit))
     return reference_produced(*source.part(rows, scale_rows), decode, _gated)
 
 
-def _produced_with_value(
-    source: CastSource, functions: ctypes.CDLL, value: bytes, starts: set[int], rows: slice
+def _produced_with_activation(
+    source: CastSource, functions: ctypes.CDLL, y_target: bytes, starts: set[int], rows: slice
 ) -> Tensor:
     """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts.
 
-    ``value``: where these go, as cast.cpp reads it.
+    ``y_target``: of these codes, as cast.cpp reads it.
     """
     if rows.start in starts:
         return _produced(source, rows)
     starts.add(rows.start)
     assert source.preactivation is not None
-    h, dy, (function, is_gated) = source.preactivation[rows], source.x[rows], activation_of(source.activation)
+    h, dy = source.preactivation[rows], source.x[rows]
+    function, is_gated = activation_of(source.activation)
     if is_gated:
         y = torch.empty(dy.shape, dtype=torch.float32, device=dy.device)
         gradient = _gated(h, dy, function, y)
     else:
-        y, gradient = _produced(CastSource(h, source.activation), slice(None)), _produced(source, rows)
-    functions.octavo_cast(value, *_matrix(y, rows), -1)
+        y = _produced(CastSource(h, source.activation), slice(None))
+        gradient = _produced(source, rows)
+    functions.octavo_cast(y_target, *_matrix(y, rows), -1)
     return gradient
 
 
@@ -233,23 +243,25 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         if y is not None:
             y.copy_(gated(h, None, function))
         return gated(h, dy, function)
-    h, slopes_address = _with_dense_rows(h), 0
+    h = _with_dense_rows(h)
     gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
+    slopes = None
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()
     elif dy is None:
         values = value(gate, function)
     else:
         values, slopes = value_and_slope(gate, function)
-        slopes_address = slopes.data_ptr()
-    out, dy_fields = values, (0, 0, 0)
+    out = values
+    dy_fields = 0, 0, 0
     if dy is not None:
         dy = _with_dense_rows(dy)
-        out, dy_fields = values.new_empty(h.shape), (dy.data_ptr(), dy.stride(0), KINDS[dy.dtype])
+        out = values.new_empty(h.shape)
+        dy_fields = dy.data_ptr(), dy.stride(0), KINDS[dy.dtype]
     h_fields = h.data_ptr(), h.stride(0), KINDS[h.dtype]
-    addresses = out.data_ptr(), values.data_ptr(), slopes_address, function == "silu"
-    y_address = 0 if y is None else y.data_ptr()
-    functions.octavo_gated(*addresses, *h_fields, *dy_fields, y_address, *values.shape, threads_for(h.numel()))
+    addresses = (None if one is None else one.data_ptr() for one in (out, values, slopes))
+    y_and_sizes = None if y is None else y.data_ptr(), *values.shape, threads_for(h.numel())
+    functions.octavo_gated(*addresses, function == "silu", *h_fields, *dy_fields, *y_and_sizes)
     return out
 
 
@@ -274,8 +286,10 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
-    amaxes, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
-    scaling, grid = Scaling(none.dtype, (tile[0], tile[1]), False, 0), amaxes if x.ndim == 2 else amaxes.view(1, 1)
-    x_RC = x.reshape(as_matrix_shape(x.shape))
-    write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(grid), grid)])
+    none = no_codes(x, torch.float8_e4m3fn)
+    scaling = Scaling(none.dtype, (tile[0], tile[1]), False, 0)
+    amaxes = new_scales(x, x.shape, scaling.tile)
+    grid = amaxes if x.ndim == 2 else amaxes.view(1, 1)
+    target = CastTarget(scaling, none, none, torch.empty_like(grid), grid)
+    write(CastSource(x.reshape(as_matrix_shape(x.shape))), [target])
     return amaxes

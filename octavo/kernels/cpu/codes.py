@@ -85,12 +85,13 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
 def described_packed(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``described`` of a target whose codes are E2M1's, as nvfp4.cpp reads it."""
     scaling, codes, transposed, scale_inv, amax = target
-    laid, across, place, block_lanes, known = codes, transposed, scaling.place, scaling.tile[0], scaling.delayed_scale
-    if turns := scaling.tile[1] == 1:
+    delayed_scale, place, block_lanes = scaling.delayed_scale, scaling.place, scaling.tile[0]
+    laid, across = codes, transposed
+    if turns := scaling.tile[1] == 1:  # blocks of 16x1: the contraction is along the columns
         laid, across, scale_inv, place, block_lanes = transposed, codes, scale_inv.t(), place[::-1], 1
     return _PACKED.pack(
         *(laid.data_ptr(), across.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-        0 if known is None else known.data_ptr() + 4 * scaling.role * known.stride(0),
+        0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0),
         *(shape[::-1] if by_columns else shape),
         *(laid.stride(0), across.stride(0), *scale_inv.stride()),
         *(block_lanes, turns != by_columns),

@@ -56,6 +56,7 @@ def library(name: str) -> ctypes.CDLL | None:
 
 
 def _warn(why: str) -> None:
+    """Log, once, why a CPU casts and steps by torch's operations."""
     warn_once(
         "compiler", f"torch computes casts and optimizer steps on this CPU, more slowly than compiled code: {why}"
     )

@@ -6,7 +6,7 @@ along K must multiply the operand first.
 
 The result is rounded once, at the end. torch has no bfloat16 product with a float32 output on a CPU, so bfloat16 is
 used only where just one number has to multiply the result: where each operand has one scale, or scales that are powers
-of two, which multiply its codes exactly. All other products are in float32.
+of two and multiply its codes exactly, to numbers that are not subnormal. All other products are in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E2M1
+from octavo.formats import E2M1, Format, format_of
 from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
@@ -62,9 +62,20 @@ def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
             continue  # its values are exact in bfloat16
         if _is_single(pair):
             number *= float(pair.scale_inv)
-        elif (pair.scale_inv.to(torch.float32).view(torch.int32) & _MANTISSA).any():
+        elif pair.scale_inv.numel() and not _multiplies_exactly(pair.scale_inv, format_of(pair.codes.dtype)):
             return False
     return MIN_SCALE <= number <= MAX_SCALE
+
+
+def _multiplies_exactly(scale_inv: Tensor, fmt: Format) -> bool:
+    """Whether codes times their scales are bfloat16 numbers: of powers of two, if none is subnormal or infinite.
+
+    The instructions that multiply bfloat16 take subnormal numbers for 0.
+    """
+    wide = scale_inv.to(torch.float32)
+    smallest, largest = map(float, torch.aminmax(wide))
+    is_in_range = smallest * fmt.smallest_subnormal >= MIN_SCALE and largest * fmt.max <= 2 * MAX_SCALE
+    return is_in_range and not bool((wide.view(torch.int32) & _MANTISSA).any())
 
 
 def _is_single(pair: OperandPair) -> bool:
@@ -101,12 +112,13 @@ def _by_chunks_of_rows(
     widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
     chunks = _CHUNKS if transposed or compute == out_dtype else 1
     slices = row_slices((rows, widest), max(tile[0], 1), q.device, chunks)
-    memory, wide, per_byte = None, None, 2 if q.dtype is E2M1.dtype else 1
-    for chunk in slices if transposed or q.is_contiguous() else [slice(0, rows)]:
+    if not transposed and not q.is_contiguous():
+        slices = [slice(0, rows)]
+    per_byte = 2 if q.dtype is E2M1.dtype else 1
+    memory = q.new_empty(slices[0].stop * q.shape[1] * per_byte, dtype=compute)  # no chunk is larger than the first
+    wide = None if compute == out_dtype else q.new_empty((slices[0].stop, cols), dtype=compute)
+    for chunk in slices:
         a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
-        if memory is None:
-            memory = q.new_empty(a_chunk.numel() * per_byte, dtype=compute)
-            wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
         pair = OperandPair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
         operand = _operand(pair, compute, memory[: a_chunk.numel() * per_byte])
         if wide is None:
@@ -125,17 +137,14 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
     rows, cols, terms = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
     unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
     out_MN = a.codes.new_zeros((rows, cols), dtype=torch.float32)
-    memories: list[Tensor] | None = None
-    left = right = None
-    for chunk in row_slices((terms, rows + cols), unit, a.codes.device, _CHUNKS):
-        if memories is None:
-            memories = [pair.codes.new_empty((chunk.stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
+    slices = row_slices((terms, rows + cols), unit, a.codes.device, _CHUNKS)
+    memories = [pair.codes.new_empty((slices[0].stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
+    for chunk in slices:
         left, right = (
             _operand(_terms(pair, chunk), torch.float32, memory[: chunk.stop - chunk.start])
             for pair, memory in zip((a, b), memories, strict=True)
         )
         torch.addmm(out_MN, left.values, right.values.t(), out=out_MN)
-    assert left is not None and right is not None
     _finish(out_MN, left, right, bias)
     return out_MN
 
@@ -147,6 +156,7 @@ def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
 
 
 def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:
+    """Return an operand in the dtype of the product, and its scales unless they multiply its codes."""
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None)

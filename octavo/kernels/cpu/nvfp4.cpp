@@ -8,7 +8,7 @@ struct Packed {
     uint8_t *laid, *across;  // codes [lanes, terms' / 2] and, of blocks of 16 lanes, [terms, lanes' / 2], or null
     uint16_t *scale_inv;     // bfloat16, one number a block
     const float *amax;       // of the whole matrix, one number
-    const float *known;      // the outer scale, or 0 where amax makes it; null: amax does
+    const float *delayed_scale;  // the outer scale, or 0 where amax makes it; null: amax does
     int64_t rows, cols, laid_stride, across_stride, scale_stride[2];  // rows and cols: as the matrix lies
     int64_t block_lanes, lanes_are_columns;
     int64_t rotation, seed;  // -1: none
@@ -177,10 +177,10 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
     const int height = int(std::min<int64_t>(BLOCK, last - row)), width = int(std::min<int64_t>(BLOCK, s.cols - col));
     const int lanes = s.lanes_are_columns ? width : height, terms = s.lanes_are_columns ? height : width;
     const int64_t lane = s.lanes_are_columns ? col : row, block = (s.lanes_are_columns ? row : col) / BLOCK;
-    Panel<float> loaded, turned;
+    Panel<float> loaded, transposed;
     load(loaded, m, row, col, height, width);
-    if (!s.lanes_are_columns) transpose(turned, loaded);
-    Panel<float> &v = s.lanes_are_columns ? loaded : turned;
+    if (!s.lanes_are_columns) transpose(transposed, loaded);
+    Panel<float> &v = s.lanes_are_columns ? loaded : transposed;
     if (s.rotation >= 0) rotate(v, s.rotation);
 
     alignas(64) float scale_inv[BLOCK], scale[BLOCK];
@@ -215,7 +215,7 @@ float outer_scale(const Packed &s) {
     float scale = float_of(bits_of(float(s.limit) / *s.amax) & INFINITE);
     scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
     scale = *s.amax > 0.0f ? scale : 1.0f;
-    if (s.known && *s.known != 0.0f) scale = *s.known;
+    if (s.delayed_scale && *s.delayed_scale != 0.0f) scale = *s.delayed_scale;
     if (s.rotation >= 0) scale *= 0.25f;
     return scale < 0x1p-117f ? 0x1p-117f : scale > 0x1p117f ? 0x1p117f : scale;
 }

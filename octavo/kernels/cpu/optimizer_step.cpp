@@ -32,7 +32,7 @@ struct Master {
     void *weight, *rest;        // [R, C]
     const float *scale_inv;     // of codes: one number, or [ceil(R / 128), blocks]
     const float *scale;         // of the codes to be written: one number, or [R, blocks]
-    float *found;               // [R, blocks]: the largest weight written of each block; null for one scale
+    float *block_amax;          // [R, blocks]: the largest weight written of each block; null for one scale
     int32_t kind, has_blocks, is_random;
 };
 
@@ -135,19 +135,19 @@ INLINE void read_gradient(float *g, const Update &u, const Step &s, const Place 
     if (s.maximize) for (int j = 0; j < p.width; j++) g[j] = -g[j];
 }
 
-template <int FORMAT> inline Format known(const Format &f) {
+template <int FORMAT> inline Format with_constants(const Format &f) {
     return FORMAT == 1 ? E4M3 : FORMAT == 2 ? E4M4 : f;
 }
 
 template <int FORMAT> INLINE void read_codes(float *x, const uint8_t *codes, float scale_inv, const Moment &m, int width) {
-    const Format f = known<FORMAT>(m.format);
+    const Format f = with_constants<FORMAT>(m.format);
     for (int j = 0; j < width; j++) x[j] = decode(codes[j], f) * scale_inv;
     if (m.root) for (int j = 0; j < width; j++) x[j] = x[j] * x[j];
 }
 
 template <int FORMAT>
 INLINE void write_codes(uint8_t *codes, const float *x, float scale, const Moment &m, const uint32_t *random, int width) {
-    const Format f = known<FORMAT>(m.format);
+    const Format f = with_constants<FORMAT>(m.format);
     if (m.hybrid) for (int j = 0; j < width; j++) codes[j] = encode_hybrid(x[j] * scale, f, random[j], codes[j]);
     else if (m.stochastic) for (int j = 0; j < width; j++) codes[j] = encode(x[j] * scale, f, true, random[j]);
     else for (int j = 0; j < width; j++) codes[j] = encode(x[j] * scale, f, false, 0);
@@ -168,7 +168,7 @@ INLINE void read_moment(float *x, const Moment &m, const Place &p) {
 }
 
 // ``x``: the moment, or its root where codes are of that.
-INLINE void write_moment(float *x, const Moment &m, const Place &p, const uint32_t *random, float *found) {
+INLINE void write_moment(float *x, const Moment &m, const Place &p, const uint32_t *random, float *amax_written) {
     if (m.kind == FLOAT32) std::memcpy((float *)m.data + p.at, x, sizeof(float) * p.width);
     if (m.kind == BFLOAT16) {
         uint16_t *half = (uint16_t *)m.data + p.at;
@@ -181,7 +181,7 @@ INLINE void write_moment(float *x, const Moment &m, const Place &p, const uint32
     }
     if (m.kind != CODES) return;
     float amax = finite_amax(x, p.width), scale = m.scale ? *m.scale : scale_from_amax(amax, m.format.max);
-    *found = amax > *found ? amax : *found;
+    *amax_written = amax > *amax_written ? amax : *amax_written;
     if (!m.scale) m.scale_inv[m.one_scale ? 0 : p.row * p.blocks + p.block] = 1.0f / scale;
     uint8_t *codes = (uint8_t *)m.data + p.at;
     int format = format_number(m.format);
@@ -248,7 +248,7 @@ INLINE void read_master(float *w, const Master &m, const Place &p) {
     }
 }
 
-INLINE void write_master(float *w, const Master &m, const Place &p, const uint32_t *random, float *found) {
+INLINE void write_master(float *w, const Master &m, const Place &p, const uint32_t *random, float *amax_written) {
     uint8_t *codes = (uint8_t *)m.weight + p.at;
     uint16_t *half = (uint16_t *)m.weight + p.at;
     int8_t *rest8 = (int8_t *)m.rest + p.at;
@@ -302,11 +302,11 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const uint32
         break;
     }
     largest = largest * (1.0f / scale);
-    if (m.found) m.found[p.row * p.blocks + p.block] = largest;
-    else *found = largest > *found ? largest : *found;
+    if (m.block_amax) m.block_amax[p.row * p.blocks + p.block] = largest;
+    else *amax_written = largest > *amax_written ? largest : *amax_written;
 }
 
-INLINE void update_block(const Update &u, const Step &s, const Place &p, float *found) {
+INLINE void update_block(const Update &u, const Step &s, const Place &p, float *amax_written) {
     float w[BLOCK], g[BLOCK], m[BLOCK], v[BLOCK], root[BLOCK];
     uint32_t drawn[BLOCK], swapped[BLOCK], of_master[BLOCK];
     int width = p.width;
@@ -336,16 +336,16 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
         for (int j = 0; j < width; j++) swapped[j] = drawn[j] << 16 | drawn[j] >> 16;
     }
     if (u.master.is_random) random_bits(of_master, u.master_key, first, width);
-    write_moment(m, u.moments[0], p, drawn, found);
-    write_moment(second, u.moments[1], p, swapped, found + 1);
-    write_master(w, u.master, p, of_master, found + 2);
+    write_moment(m, u.moments[0], p, drawn, amax_written);
+    write_moment(second, u.moments[1], p, swapped, amax_written + 1);
+    write_master(w, u.master, p, of_master, amax_written + 2);
 }
 
 }  // namespace
 
-// Update a weight, block by block along its rows. found [3]: the largest values written to both moments and to a weight
+// Update a weight, block by block along its rows. amax_written [3]: the largest values written to both moments and to a weight
 // with one scale.
-extern "C" void octavo_adam(const Update *update, const Step *step, int64_t threads, float *found) {
+extern "C" void octavo_adam(const Update *update, const Step *step, int64_t threads, float *amax_written) {
     int64_t blocks = (update->cols + BLOCK - 1) / BLOCK;
     std::vector<float> shares(3 * threads);
     in_threads(threads, 0, update->rows * blocks, 1, [&](int64_t share, int64_t from, int64_t to) {
@@ -356,5 +356,5 @@ extern "C" void octavo_adam(const Update *update, const Step *step, int64_t thre
             update_block(*update, *step, place, &shares[3 * share]);
         }
     });
-    for (size_t i = 0; i < shares.size(); i++) found[i % 3] = std::max(found[i % 3], shares[i]);
+    for (size_t i = 0; i < shares.size(); i++) amax_written[i % 3] = std::max(amax_written[i % 3], shares[i]);
 }

@@ -20,6 +20,7 @@ _MASTERS = list(MASTER_KINDS)
 
 
 def _structure(name: str, **fields: type) -> type[ctypes.Structure]:
+    """Return a C structure of these fields, in their order."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
@@ -34,7 +35,7 @@ _MomentFields = _structure(
 )
 _MasterFields = _structure(
     "Master",
-    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "found"), c_void_p),
+    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "block_amax"), c_void_p),
     **dict.fromkeys(("kind", "has_blocks", "is_random"), c_int32),
 )
 _StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), maximize=c_int32)
@@ -86,6 +87,7 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
 
 
 def _tensors_of(stored: Master | MomentTensors) -> list[Tensor]:
+    """Return the tensors among an object's attributes."""
     return [value for value in vars(stored).values() if isinstance(value, Tensor)]
 
 
@@ -105,11 +107,13 @@ def _numbers(step: AdamStep, divisor: float) -> ctypes.Structure:
 
 
 def _format(fmt: Format) -> ctypes.Structure:
+    """Return a format as optimizer_step.cpp reads it."""
     integers = (fmt.mantissa_bits, fmt.bias, fmt.max_code, fmt.nan_code, fmt.signed, fmt.has_inf)
     return _FormatFields(*integers, fmt.max, fmt.smallest_normal)
 
 
 def _moment(moment: MomentTensors) -> ctypes.Structure:
+    """Return a moment as optimizer_step.cpp reads it."""
     one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
     return _MomentFields(
         *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
@@ -119,6 +123,7 @@ def _moment(moment: MomentTensors) -> ctypes.Structure:
 
 
 def _master(master: Master) -> ctypes.Structure:
+    """Return a master as optimizer_step.cpp reads it."""
     return _MasterFields(
         *(master.weight.data_ptr(), _pointer(master.low_bits), _pointer(master.scale_inv), _pointer(master.scale)),
         *(_pointer(master.amax_written) if master.has_blocks else None, _MASTERS.index(master.kind), master.has_blocks),

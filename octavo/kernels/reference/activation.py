@@ -89,6 +89,7 @@ def _relu(h: Tensor) -> Tensor:
 
 
 def _relu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (relu, its slope: 1 where h is positive, else 0)."""
     # any positive number, even a subnormal one, is at least 1 after times 2^200; NaN stays NaN
     return _relu(h), h.mul(2.0**100).mul_(2.0**100).clamp_(0.0, 1.0).add_(0.0)
 
@@ -99,17 +100,20 @@ def _normal_distribution(h: Tensor) -> Tensor:
 
 
 def _gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (h Phi(h), Phi(h) + h phi(h))."""
     below = _normal_distribution(h)
     bell = h.square().mul_(-0.5).exp_().mul_(_DENSITY)
     return below * h, bell.mul_(h).add_(below)
 
 
 def _gelu_tanh(h: Tensor) -> Tensor:
+    """Return h s(2u), with u as activations.py has it."""
     factor, cubic = _TANH
     return h.square().mul_(factor * cubic).add_(factor).mul_(h).sigmoid_().mul_(h)
 
 
 def _gelu_tanh_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (h s(2u), its slope)."""
     factor, cubic = _TANH
     # from a square of 1e4 on the sigmoid is 0 or 1 and its slope 0, which must not be multiplied by inf
     inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
@@ -118,16 +122,19 @@ def _gelu_tanh_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _silu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (h s(h), its slope)."""
     s = h.sigmoid()
     return s * h, torch.ops.aten.sigmoid_backward(h, s).add_(s)  # h (1 - s) s + s
 
 
 def _quick_gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (h s(1.702 h), its slope)."""
     s = h.mul(1.702).sigmoid_()
     return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(1.702).add_(s)
 
 
 def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
+    """Return dy times the slope of h s(1.702 h), by operations that autograd can differentiate."""
     s = (1.702 * h).sigmoid()
     return dy * (s + 1.702 * h * s * (1 - s))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import E2M1, format_of
-from octavo.granularity import ALL, MX, scale_shape
+from octavo.granularity import ALL, MX, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     Castable,
     CastSource,
@@ -55,15 +55,15 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), value: CastTarget | None = None
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
 ) -> None:
     """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y.
 
-    ``value``: of an activation's gradient, where the codes of the activation itself go.
+    ``y_target``: of the activation whose gradient the source is, if that is cast too.
     """
-    if value is not None:
+    if y_target is not None:
         assert isinstance(source, CastSource) and source.preactivation is not None
-        write(CastSource(source.preactivation, source.activation), [value])
+        write(CastSource(source.preactivation, source.activation), [y_target])
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
@@ -114,8 +114,8 @@ def cast(
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        value = None if output.value is None else _value_target(output, more[-1])
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, value)
+        y_target = None if output.activation is None else _activation_target(output, more[-1])
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, y_target)
         if output.keep and not isinstance(source, NormSource):
             more[0].copy_(_scale(first, amax_or_scale).view(1))
     else:
@@ -131,12 +131,13 @@ def cast(
     return results
 
 
-def _value_target(output: Output, codes: Tensor) -> CastTarget:
-    """Return where an activation's codes go that are written beside those of its gradient, by a scale that is known."""
-    assert output.value is not None
-    none, scale_and_amax = no_codes(codes, codes.dtype), codes.new_empty((2, 1, 1), dtype=torch.float32)
-    both = (none, codes) if output.value_transposed else (codes, none)
-    return CastTarget(output.value, *both, *scale_and_amax)
+def _activation_target(output: Output, codes: Tensor) -> CastTarget:
+    """Return the target of an activation that is cast beside its gradient; nobody reads its scale_inv and amax."""
+    assert output.activation is not None
+    none = no_codes(codes, codes.dtype)
+    layouts = (none, codes) if output.activation_transposed else (codes, none)
+    scale_inv_and_amax = codes.new_empty((2, 1, 1), dtype=torch.float32)
+    return CastTarget(output.activation, *layouts, *scale_inv_and_amax)
 
 
 def _with_swizzled_scales(
@@ -172,30 +173,55 @@ def cast_and_commit(
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
-    q, t, scale_inv, amax, sums, *value = cast(source, in_pass, None, output, write=write)
+    q, t, scale_inv, amax, sums, *activation_codes = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
-    return q, t, scale_inv, sums, *(value or [no_codes(q, q.dtype)])
+    return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
 
 
-def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int], power_of_two: bool) -> None:
-    """Raise ValueError for tensors that one launch can't cast; ``lists``: the op's arguments, in their order."""
+def sizes_of_casts(
+    lists: Sequence[Sequence[Tensor]], role: int, tile: Sequence[int], power_of_two: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return (R, C, row strides of x, of its codes, of the transposed ones or 0) of each tensor, after checking all.
+
+    ``lists``: the op's lists of tensors, in their order.
+
+    Raises:
+        ValueError: for tensors that one launch can't cast, and outputs that are not dense or too small.
+    """
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
-    lengths = [len(entries) for entries in (qdata, scale_inv, amax)]
-    lengths += [len(entries) for entries in (transposed, delayed_scales) if entries]
-    if any(length != len(xs) for length in lengths):
-        raise ValueError(f"the lists are {[len(entries) for entries in lists]} long; give each tensor its outputs")
-    if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
+    lengths = [len(entries) for entries in lists]
+    if any(
+        length != len(xs) and (length or at not in (2, 5)) for at, length in enumerate(lengths)
+    ):  # these may be empty
+        raise ValueError(f"the lists are {lengths} long; give each tensor its outputs")
+    is_whole = tuple(tile) == (ALL, ALL)
+    if not is_whole and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
-        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-        if len(dtypes) > 1:
-            raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"{name} have the dtypes {sorted(map(str, dtypes))}; make a call for each")
     expected_dtype = scale_inv_dtype(tile, power_of_two)
     if wrong := {str(one.dtype) for one in scale_inv if one.dtype != expected_dtype}:
         raise ValueError(f"scale_inv of {sorted(wrong)}: tiles of {tuple(tile)} have {expected_dtype}")
-    for index, x in enumerate(xs):
-        if x.ndim != 2 or x.stride(1) != 1:
-            raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
+    if any(scale.numel() <= role or not scale.is_contiguous() for scale in delayed_scales):
+        raise ValueError(f"delayed_scales of {[list(scale.shape) for scale in delayed_scales]}: none has role {role}")
+    sizes: list[tuple[int, ...]] = []
+    for x, codes, laid, scales, amaxes in zip(xs, qdata, transposed or qdata, scale_inv, amax, strict=True):
+        shape, strides, (height, width), grid = x.shape, x.stride(), codes.shape, scales.shape
+        if len(shape) != 2 or strides[1] != 1:
+            raise ValueError(f"xs[{len(sizes)}] of shape {tuple(shape)}, strides {strides}: needs contiguous rows")
+        rows, cols = shape
+        laid_height, laid_width = laid.shape if transposed else (cols, rows)
+        tiles = (1, 1) if is_whole else (-(-rows // tile[0]), -(-cols // tile[1]))
+        has_room = height == rows and width >= cols and laid_height == cols and laid_width >= rows
+        # memory of a shard's scales may have more rows
+        if not has_room or grid != amaxes.shape or grid[0] < tiles[0] or grid[1] != tiles[1]:
+            outputs = [list(one.shape) for one in (codes, laid, scales, amaxes)]
+            raise ValueError(f"outputs {outputs} of {list(shape)}: codes have as many rows, scales are {tiles}")
+        sizes.append((rows, cols, strides[0], width, laid_width if transposed else 0))
+    if not all(map(Tensor.is_contiguous, (*qdata, *transposed, *scale_inv, *amax))):
+        raise ValueError("codes, scale_inv and amax are written as they lie in memory: make them contiguous")
+    return tuple(sizes)
 
 
 def multi_tensor_cast(
@@ -213,7 +239,7 @@ def multi_tensor_cast(
     write: Write = write,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile, power_of_two)
+    sizes_of_casts((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), role, tile, power_of_two)
     if skip is not None and bool(skip):
         return
     for index, x in enumerate(xs):
@@ -221,6 +247,7 @@ def multi_tensor_cast(
         codes = qdata[index]
         laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], (), None)
+        grid = slice(tiles_along(x.shape[0], tile[0]))  # there may be room for more rows
+        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index][grid], amax[index][grid])], (), None)
     written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
     torch.autograd.graph.increment_version(written)  # writes by C++ count no version

@@ -49,6 +49,7 @@ def normalised(
 
 
 def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
+    """Return the factor that a norm multiplies by, float32: gamma, or 1 + gamma where it is zero-centred."""
     wide = gamma.to(torch.float32)
     return wide + 1.0 if zero_centered else wide
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import E2M1
-from octavo.granularity import NV, Tile
+from octavo.granularity import NV, Tile, scale_shape
 from octavo.kernels.arguments import CastTarget, Scaling
 from octavo.kernels.layouts import as_tiles, multiply_tiles_, pack_pairs, unpack_pairs
 from octavo.kernels.step_numbers import mixed_
@@ -56,7 +56,7 @@ def outer_scale(scaling: Scaling, amax: Tensor) -> Tensor:
 def _scale_inv(laid: Tensor, tile: Tile, outer: Tensor) -> Tensor:
     """Return the blocks' scale_inv, float32; NaN of a block that holds NaN or inf."""
     if laid.numel() == 0:
-        return laid.new_zeros((-(-laid.shape[0] // tile[0]), -(-laid.shape[1] // tile[1])))
+        return laid.new_zeros(scale_shape(laid.shape, tile))
     amax = as_tiles(laid.abs(), tile).amax(dim=(1, 3))  # NaN is the largest
     is_faulty = ~amax.isfinite()
     return nvfp4_scale_inv(amax.masked_fill(is_faulty, 0.0), outer).masked_fill_(is_faulty, torch.nan)

@@ -463,7 +463,7 @@ class Fp8Weight(Scaled):
         if not self.has_blocks:
             return self.scale_inv.view(1, 1, 1)
         top, left = piece.rows.start // BLOCK, piece.cols.start // BLOCK
-        squares = self.scale_inv[top : -(-piece.rows.stop // BLOCK), left : -(-piece.cols.stop // BLOCK)]
+        squares = self.scale_inv[top : blocks_in_row(piece.rows.stop), left : blocks_in_row(piece.cols.stop)]
         rows = squares.repeat_interleave(BLOCK, 0)[piece.rows.start - top * BLOCK :]
         return rows[: piece.rows.stop - piece.rows.start, :, None]
 
@@ -474,7 +474,7 @@ Master = MasterWeight | Fp8Weight
 def largest_in_squares(amax: Tensor) -> Tensor:
     """Return the amax of each square block [ceil(R / 128), n], from the amaxes of each row's blocks [R, n]."""
     rows, cols = amax.shape
-    whole = amax.new_zeros(-(-rows // BLOCK) * BLOCK, cols)
+    whole = amax.new_zeros(blocks_in_row(rows) * BLOCK, cols)
     whole[:rows] = amax
     return whole.view(-1, BLOCK, cols).amax(1)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.granularity import BLOCK
+from octavo.kernels.checks import check_shape
 from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import (
     Fp8Weight,
@@ -238,6 +239,16 @@ class WeightUpdate(NamedTuple):
         return -g if maximize else g
 
 
+def check_update(update: WeightUpdate) -> None:
+    """Raise ValueError for a weight, remainder or moment that is not shaped as the gradient.
+
+    Scales are checked where a state is made or loaded, in octavo/optim/state.py.
+    """
+    tensors = update.master.weight, update.master.low_bits, *(moment.data for moment in update.moments)
+    for tensor in tensors:
+        check_shape("a weight, remainder or moment", tensor, update.gradient.shape)
+
+
 # (an update, its rule, the gradient's divisor) -> whether it has done the pass over the weight
 StepInPlace = Callable[[WeightUpdate, AdamStep | SgdStep, float], bool]
 
@@ -267,6 +278,7 @@ def optimizer_step(
         group, number = groups[update.group], int(update.step) + 1
         step = AdamStep(group, number) if isinstance(group, AdamGroup) else SgdStep(group, number)
         for matrix_update in update.matrices() if update.master.weight.numel() else ():
+            check_update(matrix_update)
             _update_weight(matrix_update, step, divisor, resolution if update.measured else None, step_in_place)
         update.step.fill_(number)
 
@@ -274,6 +286,7 @@ def optimizer_step(
 def _update_weight(
     update: WeightUpdate, step: AdamStep | SgdStep, divisor: float, sums: Tensor | None, step_in_place: StepInPlace
 ) -> None:
+    """Do a step of one matrix: read, update and write its master and moments piece by piece."""
     master, moments = update.master, update.moments
 
     def read(piece: Piece, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:

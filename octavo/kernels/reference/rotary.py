@@ -32,11 +32,13 @@ def turned(heads: RotaryHeads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _for_heads(angles: Tensor, x: Tensor) -> Tensor:
+    """Return angles [B, S, 1, D], float32, of angles [B, S, D or D / 2], to multiply heads like x."""
     wide = angles.float().unsqueeze(2)
     return wide if wide.shape[3] == x.shape[3] else wide.repeat(1, 1, 1, 2)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Return heads turned by angles of these cosines and sines, or turned back."""
     (a, b), (c, d), (s, t) = (tensor.chunk(2, -1) for tensor in (x, cos, sin))
     if inverse:
         s, t = -t, -s

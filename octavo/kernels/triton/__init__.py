@@ -31,7 +31,7 @@ _KERNELS += [multi_tensor_cast, norm, norm_backward, note_faults, rotary, scales
 _APART = "multi_tensor_cast", "scales_of_pass"  # not replayed: lists of tensors; no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),
-    "cast_and_commit": lambda x, delayed_scale, history: scale_exists(delayed_scale, 2),
+    "cast_and_commit": lambda x, delayed_scale, history: scale_exists(delayed_scale, 2),  # grad_output's
 }
 KERNELS = {
     name: on_its_device(kernel if name in _APART else replayed(kernel, _EXISTS.get(name)))

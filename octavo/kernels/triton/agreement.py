@@ -56,6 +56,7 @@ def sqnr(result: Tensor, exact: Tensor) -> float:
 
 
 def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: int) -> str:
+    """Return how one result differs from the reference's more than it may; "" if it does not."""
     if result.numel() == 0:
         return ""
     is_sum = result.ndim == 1 and result.dtype != torch.float32
@@ -98,6 +99,7 @@ def _ordered(codes: Tensor) -> Tensor:
 
 
 def _is_scale(result: Tensor) -> bool:
+    """Whether a result is scales or amaxes, by its dtype and dimensions."""
     return result.ndim == 2 and result.dtype == torch.float32
 
 

@@ -67,6 +67,7 @@ def normal(shape: Shape, seed: int = 0) -> Tensor:
 
 
 def _x_alone(shape: Shape) -> tuple[Tensor, ...]:
+    """Return the input of an op that reads one tensor."""
     return (normal(shape),)
 
 
@@ -135,14 +136,17 @@ def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> CastOp:
+    """Return a cast by one delayed scale."""
     return CastOp("cast", lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0))
 
 
 def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> CastOp:
+    """Return a cast whose scales come from the amaxes of the tensor itself."""
     return CastOp("cast", lambda: (None, 0, dtype, tile, power_of_two, 0))
 
 
 def _state_and_update() -> tuple[Any, ...]:
+    """Return the arguments of ``cast_and_commit`` from the state on."""
     amax = torch.full((1, 1), 5.0, device=DEVICE, dtype=torch.float32)
     return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
 
@@ -155,7 +159,7 @@ def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
     return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
-def _cast(
+def _cast_case(
     op: CastOp,
     reads: int = 1,
     inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone,
@@ -179,7 +183,7 @@ def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: b
         return normal(shape), ends
 
     op = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
-    return _cast(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
+    return _cast_case(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
 
 
 def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
@@ -189,7 +193,7 @@ def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Cas
         x = normal(shape)
         return (torch.cat((x, normal(shape, 1)), 1),) if activation in GATED else (x,)
 
-    return _cast(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
+    return _cast_case(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
 
 
 def _gradient(
@@ -218,7 +222,7 @@ def _gradient(
     if and_value:
         named |= {"value_dtype": E4M3, "value_transposed": True}
     names = "preactivation", "value_scale" if and_value else "h_scale_inv"
-    return _cast(op, reads, inputs, names, False, **named)
+    return _cast_case(op, reads, inputs, names, False, **named)
 
 
 def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
@@ -234,7 +238,7 @@ def _normed(norm: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
         return normal(shape), *_parameters(norm, shape[1])
 
     named = {"transpose": True, "kind": NORMS[norm], "eps": EPS, **named}
-    return _cast(op, reads, inputs, ("gamma", "beta"), False, **named)
+    return _cast_case(op, reads, inputs, ("gamma", "beta"), False, **named)
 
 
 def _norm_gradient(norm: str) -> Case:
@@ -253,6 +257,8 @@ def _norm_gradient(norm: str) -> Case:
 
 
 def _dequantized(tile: Sequence[int]) -> Case:
+    """Return the reading of codes in tiles of this size."""
+
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         return REFERENCE["cast"](normal(shape), None, 0, E4M3, tile, False, 0)[:3:2]
 
@@ -282,19 +288,19 @@ def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
 
 PLAIN = {
     "amax": Case("amax", lambda x: (x, TENSOR)),
-    "cast delayed": _cast(_delayed(SCALE)),
-    "cast dynamic": _cast(_dynamic(), 2),
-    "cast+transpose delayed": _cast(_delayed(SCALE), transpose=True),
-    "cast+transpose dynamic": _cast(_dynamic(), 2, transpose=True),
-    "cast+transpose+sum+commit": _cast(_COMMIT, transpose=True, pad=1, column_sum=True),
+    "cast delayed": _cast_case(_delayed(SCALE)),
+    "cast dynamic": _cast_case(_dynamic(), 2),
+    "cast+transpose delayed": _cast_case(_delayed(SCALE), transpose=True),
+    "cast+transpose dynamic": _cast_case(_dynamic(), 2, transpose=True),
+    "cast+transpose+sum+commit": _cast_case(_COMMIT, transpose=True, pad=1, column_sum=True),
     "five weights at once": Case("many", _weights, reads=2),
-    "cast rows": _cast(_dynamic(ROWS)),
+    "cast rows": _cast_case(_dynamic(ROWS)),
     "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS).scaling()), reads=2),
-    "cast rows + columns": _cast(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
-    "cast 1x128": _cast(_dynamic(VECTOR, True)),
-    "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
-    "cast 1x32 + 32x1": _cast(_dynamic(MX, True), transpose=True, **second(MX_TALL)),
-    "cast+transpose 128x128": _cast(_dynamic(SQUARE, True), transpose=True),
+    "cast rows + columns": _cast_case(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
+    "cast 1x128": _cast_case(_dynamic(VECTOR, True)),
+    "cast 1x128 + 128x1": _cast_case(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
+    "cast 1x32 + 32x1": _cast_case(_dynamic(MX, True), transpose=True, **second(MX_TALL)),
+    "cast+transpose 128x128": _cast_case(_dynamic(SQUARE, True), transpose=True),
     "grouped cast+transpose delayed": _grouped(TENSOR, delayed=True),
     "grouped cast columns, transposed": _grouped(COLUMNS, 2, as_is=False),
     "grouped cast 1x128": _grouped(VECTOR),
@@ -377,6 +383,8 @@ def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
 
 
 def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
+    """Return a step of the weight that ``make`` makes."""
+
     def inputs(shape: Shape) -> tuple[Any, ...]:
         x = normal(shape)
         with torch.device(x.device):
@@ -427,6 +435,8 @@ def _torch_has(tiles: str) -> bool:
 
 
 def _product(maker: str, a_tile: Tile, b_tile: Tile, fast_accum: bool) -> Case:
+    """Return a product of two pairs by octavo's kernel ("Triton") or by "torch"."""
+
     def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 

@@ -91,9 +91,9 @@ def cast(
     inputs.clear_padding(codes)
     if second is None:
         out = outputs_to(codes_to(codes, other), scale_inv, amax_or_scale)
-        if output.value is not None or kept_scale is not None:
+        if output.activation is not None or kept_scale is not None:
             out = out._replace(scale=kept_scale)
-            cast_by_tensor(inputs, first, out, sums, value=_value_to(output, more[-1]))
+            cast_by_tensor(inputs, first, out, sums, activation=_activation_to(output, more[-1]))
         else:
             by_tile(inputs, sums, (first, out))
         return results
@@ -122,11 +122,11 @@ def _by_torch(source: Castable, first: Scaling, second: Scaling | None, output: 
     return tuple(results)
 
 
-def _value_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
-    """Return the scaling of the activation whose gradient is cast, and where its codes go."""
-    if output.value is None:
+def _activation_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
+    """Return the scaling of an activation that is cast beside its gradient, and where its codes go; None for none."""
+    if output.activation is None:
         return None
-    return output.value, codes_to(None, codes) if output.value_transposed else codes_to(codes)
+    return output.activation, codes_to(None, codes) if output.activation_transposed else codes_to(codes)
 
 
 def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
@@ -146,20 +146,21 @@ def cast_and_commit(
         source = CastSource(source.x.new_empty(source.shape))
     inputs = cast_input(source)
     if isinstance(source, CastSource) and not inputs.fits(scaling.tile):
-        *results, sums, value = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
-        return *results, sums.to(sums_dtype(source.x.dtype)), value
-    q, t, scale_inv, amax, sums, *values = new_cast(source, scaling, None, output)
-    value = values[0] if values else no_codes(q, q.dtype)
+        *results, sums, no_activation = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
+        return *results, sums.to(sums_dtype(source.x.dtype)), no_activation
+    q, t, scale_inv, amax, sums, *others = new_cast(source, scaling, None, output)
+    activation_codes = others[0] if others else no_codes(q, q.dtype)
     inputs.clear_padding(q)
-    tensors, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
-    length = commit.delayed_amax_history.shape[1]
-    update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
+    tensors, (amax_input, amax_weight) = commit[:3], commit[3:5]
+    options = tuple(commit.limits), tuple(commit.powers_of_two), tuple(commit.margins), commit.reduce
+    update = update_of(*options, commit.delayed_amax_history.shape[1])
+    state = StateTensors(*tensors, backward_pass(commit.delayed_scale.device))
     out = outputs_to(codes_to(q, t), scale_inv, amax)
-    state, rolled = StateTensors(*tensors, backward_pass(commit.delayed_scale.device)), (amax_input, amax_weight)
-    sums_or_none, to_value = sums if output.column_sum else None, _value_to(output, value)
-    cast_by_tensor(inputs, scaling, out, sums_or_none, state, rolled, update, value=to_value)
+    sums_or_none = sums if output.column_sum else None
+    activation = _activation_to(output, activation_codes)
+    cast_by_tensor(inputs, scaling, out, sums_or_none, state, (amax_input, amax_weight), update, activation=activation)
     committed(*tensors, (amax_input is not None, amax_weight is not None, True))
-    return q, t, scale_inv, sums, value
+    return q, t, scale_inv, sums, activation_codes
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, PADDING, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
-from octavo.kernels.layouts import is_small_block, padded
+from octavo.kernels.layouts import is_small_block, padded_size
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
@@ -28,6 +28,7 @@ def rounding_of(scaling: Scaling) -> Rounding:
 
 @functools.cache
 def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int, swizzles: bool) -> Rounding:
+    """Return ``rounding_of`` of a scaling's fields, one object for equal ones."""
     fmt = format_of(dtype)
     return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile, swizzles)
 
@@ -54,6 +55,7 @@ _Shares = tuple[int, int, Tiling]
 def _shares(
     shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: bool, fold: int
 ) -> _Shares:
+    """Return ``CastInput.tiling``; ``enough``: programs, below which each does fewer tiles."""
     rows, cols = shape
     strips = -(-cols // block_c) or 1
     while tiles > 1 and strips * -(-rows // (block_r * tiles)) < enough:
@@ -122,7 +124,7 @@ class CastInput(NamedTuple):
 
     def clear_padding(self, codes: Tensor) -> None:
         """Set codes [R, C'] to 0 where kernels would not reach all of their padding."""
-        if self.halves == 2 and codes.shape[1] - self.cols > padded(self.cols, PADDING):
+        if self.halves == 2 and codes.shape[1] - self.cols > padded_size(self.cols, PADDING):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
@@ -174,6 +176,7 @@ def cast_input(source: CastSource | RotaryHeads) -> CastInput:
 
 
 def _heads_input(heads: RotaryHeads) -> CastInput:
+    """Return what a cast of gradients of heads reads, as q's matrix and the places of k's and v's."""
     (q, k, v), (rows, cols) = map(_rows_of_heads, heads[:3]), heads.shape
     cos, sin, positions, half = heads.cos.contiguous(), heads.sin.contiguous(), heads.q.shape[1], heads.q.shape[3] // 2
     first_columns = q.shape[1], q.shape[1] + k.shape[1]

@@ -226,21 +226,25 @@ def cast_by_tensor(
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
     amax_is_written: bool = False,  # by a norm's launch before: out's amax
-    value: tuple[Scaling, Codes] | None = None,  # for the activation whose gradient is cast, if that is cast too
+    activation: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast, if that is cast too
 ) -> None:
-    """Cast with one scale for all."""
-    delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
+    """Cast with one scale for all; up to two launches, of which the first finds the amax where no scale is known."""
+    delayed_scale = scaling.delayed_scale
+    role = None if delayed_scale is None else scaling.role
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
-    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", value is not None)
-    strips, groups, tiling = inputs.tiling(*chosen[:3])
     needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
-    own_amax, sums_and_parts = out.amax if needs_amax else None, inputs.with_parts(sums, groups)
-    scale_and_codes, work = value and (value[0].delayed_scale, value[1]), workspace(inputs.x, 2 + strips)
-    arguments = out, own_amax, delayed, tuple(rolled), sums_and_parts, scale_and_codes, work, groups
-    y_function = value and inputs.function._replace(gradient=False, e5m2=rounding_of(value[0]).e5m2)
-    constants = role, rounding_of(scaling), update, y_function, tiling
+    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", activation is not None)
+    strips, groups, tiling = inputs.tiling(*chosen[:3])
+    activation_to = activation_function = None  # (its scale, its Codes) and its Function
+    if activation is not None:
+        activation_to = activation[0].delayed_scale, activation[1]
+        activation_function = inputs.function._replace(gradient=False, e5m2=rounding_of(activation[0]).e5m2)
+    read = out.amax if needs_amax else None, delayed, tuple(rolled)
+    work = workspace(inputs.x, 2 + strips)
+    arguments = out, *read, inputs.with_parts(sums, groups), activation_to, work, groups
+    constants = role, rounding_of(scaling), update, activation_function, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 
@@ -275,16 +279,24 @@ def cast_rows_kernel(
             store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
 
 
+def row_tile(inputs: CastInput) -> tuple[Config, int]:
+    """Return (a configuration whose tile is no wider than a row, the width that holds a row and its padding).
+
+    Of narrow rows a program has as many as fill half a tile.
+    """
+    chosen = inputs.config("cast_rows")
+    widest = max(PADDING, triton.next_power_of_2(inputs.cols))
+    block_c = min(chosen.block_c, widest)
+    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
+    return chosen._replace(block_r=block_r, block_c=block_c), widest
+
+
 def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
     """Cast with a scale for each row, one launch."""
     if inputs.rows == 0:
         return
-    chosen = inputs.config("cast_rows")
-    widest = max(PADDING, triton.next_power_of_2(inputs.cols))  # a tile holds a row's padding
-    block_c = min(chosen.block_c, widest)
-    # narrow rows: as many as fill half a tile
-    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    _, programs, tiling = inputs.tiling(block_r, block_c, one_tile=widest <= block_c)
+    chosen, widest = row_tile(inputs)
+    _, programs, tiling = inputs.tiling(chosen.block_r, chosen.block_c, one_tile=widest <= chosen.block_c)
     inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 

@@ -17,7 +17,7 @@ from octavo.formats import E2M1
 from octavo.granularity import ALL
 from octavo.kernels.arguments import LARGEST, Counted
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
-from octavo.kernels.triton.groups import GroupOfProgram, locate, on_device
+from octavo.kernels.triton.groups import locate, on_device, whole_matrix
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
 
@@ -49,8 +49,7 @@ def cast_statistics_kernel(
     """Add to sums and extremes what the reference counts."""
     strips = tl.cdiv(x.C, counting.block_c)
     first = (tl.program_id(0) // strips) * (counting.block_r * counting.tiles)
-    place = GroupOfProgram(0, first, 0, x.R, x.R, 0, 0, 0, 0, 0)
-    add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
+    add_rows(x, q, scale_inv, whole_matrix(first, x.R), tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
 
 
 @triton.jit
@@ -119,8 +118,8 @@ def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl
     tl.atomic_add(sums_ptr + 4, nonfinite.to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 5, power, sem="relaxed")
     tl.atomic_add(sums_ptr + 6, error, sem="relaxed")
-    place = tl.arange(0, 2 * BINS)
-    tl.atomic_add(sums_ptr + COUNTED + place, counts.to(tl.float64), mask=place < BINS, sem="relaxed")
+    bin = tl.arange(0, 2 * BINS)
+    tl.atomic_add(sums_ptr + COUNTED + bin, counts.to(tl.float64), mask=bin < BINS, sem="relaxed")
 
 
 @triton.jit
@@ -179,10 +178,12 @@ def cast_statistics(
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
     arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
     counting = Counting(*LARGEST[qdata.dtype], False)
-    height, strips = counting.block_r * counting.tiles, -(-cols // counting.block_c)
+    height = counting.block_r * counting.tiles
+    strips = triton.cdiv(cols, counting.block_c)
     if offsets is None:
         counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
-        launch(cast_statistics_kernel, -(-rows // height) * strips, (*arguments, sums, extremes, counting), num_warps=4)
+        programs = triton.cdiv(rows, height) * strips
+        launch(cast_statistics_kernel, programs, (*arguments, sums, extremes, counting), num_warps=4)
         return
     # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
     counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
@@ -204,7 +205,7 @@ def note_faults_kernel(
     scales,  # how many, side by side in memory
     amax_ptr,
     place_ptr,
-    found_ptr,
+    faults_ptr,  # [4] faulty rows, all rows, the largest scale_inv, the largest amax
     first_ptr,
     offsets_ptr,  # where groups of rows end
     count,  # how many groups
@@ -216,7 +217,7 @@ def note_faults_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add to the numbers at found_ptr, and raise them, as the reference does."""
+    """Add to the faults and raise their largest numbers, as the reference does."""
     begin = tl.program_id(0) * BLOCK
     place = tl.arange(0, BLOCK)
     rows = begin + place
@@ -224,27 +225,27 @@ def note_faults_kernel(
     value = tl.load(y.ptr + rows.to(tl.int64) * y.stride_r, mask=inside, other=0.0).to(tl.float32)
     suspects = inside & ((tl.abs(value) < float("inf")) == 0)
     if tl.max(suspects.to(tl.int32), 0) > 0:
-        faults = tl.zeros([BLOCK], tl.int32)
+        is_faulty = tl.zeros([BLOCK], tl.int32)
         for at in range(0, operand.C, COLUMNS):
             cols = at + tl.arange(0, COLUMNS)
             offsets = rows.to(tl.int64)[:, None] * operand.stride_r + cols.to(tl.int64)[None, :] * operand.stride_c
             mask = suspects[:, None] & (cols < operand.C)[None, :]
             numbers = tl.load(operand.ptr + offsets, mask=mask, other=0.0)
             numbers = decode(numbers) if IS_CODES else numbers.to(tl.float32)
-            faults = tl.maximum(faults, tl.max((tl.abs(numbers) < float("inf")).to(tl.int32) ^ 1, 1))
-        faulty = tl.sum(faults, 0)
-        if faulty > 0:
-            tl.atomic_add(found_ptr, faulty.to(tl.float32), sem="relaxed")
+            is_faulty = tl.maximum(is_faulty, tl.max((tl.abs(numbers) < float("inf")).to(tl.int32) ^ 1, 1))
+        faulty_rows = tl.sum(is_faulty, 0)
+        if faulty_rows > 0:
+            tl.atomic_add(faults_ptr, faulty_rows.to(tl.float32), sem="relaxed")
             where = tl.load(place_ptr)
             if IN_GROUPS:
-                row = tl.min(tl.where(faults > 0, rows, y.R), 0)
+                row = tl.min(tl.where(is_faulty > 0, rows, y.R), 0)
                 for at in range(0, count, BLOCK):
                     ends = tl.load(offsets_ptr + at + place, mask=at + place < count, other=y.R)
                     where += tl.sum((ends <= row).to(tl.int32), 0)
             tl.atomic_cas(first_ptr, 0, where, sem="relaxed")
     if begin == 0:
-        tl.atomic_add(found_ptr + 1, tl.full((), 0.0, tl.float32) + y.R, sem="relaxed")
-    shared = found_ptr.to(tl.pointer_type(tl.int32))
+        tl.atomic_add(faults_ptr + 1, tl.full((), 0.0, tl.float32) + y.R, sem="relaxed")
+    shared = faults_ptr.to(tl.pointer_type(tl.int32))
     if HAS_SCALES:
         largest = tl.zeros([BLOCK], tl.float32)
         for at in range(begin, scales, tl.num_programs(0) * BLOCK):

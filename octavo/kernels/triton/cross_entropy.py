@@ -7,6 +7,7 @@ its row's loss and gradient NaN: the host does not wait to refuse it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import PADDING
 from octavo.kernels.arguments import LossRows, new_losses
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import padded_size
 from octavo.kernels.triton.cast_input import codes_to
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.prologue import exp2, reciprocal
@@ -50,9 +51,10 @@ def logarithm(x):
 
     Each leaves a twelfth of the error's cube. Triton's tl.log reads a string in memory, which the emulator lacks.
     """
-    y = ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) * 0.6931471805599453
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    y = ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) * 0.6931471805599453  # log(2)
     for _ in tl.static_range(3):
-        power = exp2(y * 1.4426950408889634)
+        power = exp2(y * LOG2_E)
         y += 2.0 * (x - power) * reciprocal(x + power)
     return y
 
@@ -70,6 +72,7 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write a row's loss, and the logarithm of the sum of its exponentials."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
@@ -82,8 +85,8 @@ def cross_entropy_kernel(
         if CAPS:
             z = tl.where(cols < columns, loss_options.softcap * bend(z, loss_options.steepness), float("-inf"))
         raised = tl.maximum(largest, tl.max(z, 0))
-        exponentials *= exp2((largest - raised) * 1.4426950408889634)
-        exponentials += tl.sum(exp2((z - raised) * 1.4426950408889634), 0)
+        exponentials *= exp2((largest - raised) * LOG2_E)
+        exponentials += tl.sum(exp2((z - raised) * LOG2_E), 0)
         total += tl.sum(tl.where(cols < columns, z, 0.0), 0)
         largest = raised
     lse = largest + logarithm(exponentials)
@@ -101,13 +104,14 @@ def cross_entropy_kernel(
 @triton.jit
 def gradient_of(z, lse, grad, target, cols, columns, loss_options, CAPS: tl.constexpr):
     """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
     slope = 1.0
     if CAPS:
         tanh = bend(z, loss_options.steepness)
         z = loss_options.softcap * tanh
         slope = 1.0 - tanh * tanh
     grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
-    gradient = exp2((z - lse) * 1.4426950408889634) - loss_options.share
+    gradient = exp2((z - lse) * LOG2_E) - loss_options.share
     gradient = tl.where(cols == target, gradient - (1.0 - loss_options.smoothing), gradient) * grad * slope
     return tl.where(target == loss_options.ignore_index, 0.0, gradient)
 
@@ -171,8 +175,9 @@ def cross_entropy_codes_kernel(
 
 
 def _options(rows: LossRows) -> LossOptions:
+    """Return the kernels' options of a cross entropy."""
     smoothing, softcap = float(rows.label_smoothing), float(rows.softcap)
-    steepness = 2.8853900817779268 / softcap if softcap else 0.0
+    steepness = 2.0 * math.log2(math.e) / softcap if softcap else 0.0
     return LossOptions(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)
 
 
@@ -180,6 +185,8 @@ def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
     """``octavo::cross_entropy``."""
     logits, target, *_, softcap = rows
     losses, lse = new_losses(rows)
+    if not logits.shape[1]:  # no column is right, and the sum of no exponentials is 0
+        return losses.copy_(torch.where(target == rows.ignore_index, 0.0, torch.nan)), lse.fill_(-torch.inf)
     if logits.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
         arguments = x, x.stride(0), target.contiguous(), losses, lse, x.shape[1], _options(rows)
@@ -203,7 +210,7 @@ def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: 
     logits, target, *_, softcap = rows
     if logits.numel():
         count, columns = logits.shape
-        wide, high = codes.shape[1] if codes.numel() else columns, padded(count, PADDING)
+        wide, high = codes.shape[1] if codes.numel() else columns, padded_size(count, PADDING)
         end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
         source = Source(logits, count, columns, *logits.stride())
         out = codes_to(codes, transposed)

@@ -62,7 +62,10 @@ def scale_of_pass(state, ROLE: tl.constexpr):
 
 @triton.jit
 def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
-    """Put amax at the front of history[ROLE], or again in a step raise its newest to amax; and write the next scale."""
+    """Put amax at the front of history[ROLE], or again in a step raise its newest to amax; and write the next scale.
+
+    ROLE: 0 is the input's, 1 the weight's, 2 grad_output's.
+    """
     index = tl.arange(0, update.block)
     row_ptr = state.history + ROLE * update.length
     number = tl.load(state.numbers)
@@ -174,6 +177,7 @@ def scale_exists(delayed_scale: Tensor, role: int) -> bool:
 
 
 def _exists(entry: _KnownScale, role: int) -> bool:
+    """Whether a role's scale is known to be other than 0, by the copy too if that has arrived."""
     if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
         scales = zip(entry.exists, entry.rolled, entry.copy.tolist(), strict=True)
         entry.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in scales)
@@ -182,6 +186,7 @@ def _exists(entry: _KnownScale, role: int) -> bool:
 
 
 def _has_arrived(event: torch.cuda.Event | None) -> bool:
+    """Whether a copy to the host has ended, without waiting for it."""
     # an event must not be queried while a CUDA graph is captured
     return event is None or (not torch.cuda.is_current_stream_capturing() and event.query())
 

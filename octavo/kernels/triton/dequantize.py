@@ -60,5 +60,6 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
     scales = Source(as_argument(scale_inv), tile_rows, tile_cols, *scale_inv.stride())
     arguments = Source(qdata, rows, cols, *qdata.stride()), scales, out
     constants = tile_rows >= rows, tile_cols >= cols, block_r, block_c
-    launch(dequantize_kernel, -(-rows // block_r) * -(-cols // block_c), (*arguments, *constants), num_warps)
+    programs = triton.cdiv(rows, block_r) * triton.cdiv(cols, block_c)
+    launch(dequantize_kernel, programs, (*arguments, *constants), num_warps)
     return out

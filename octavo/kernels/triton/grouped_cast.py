@@ -29,6 +29,7 @@ from octavo.kernels.triton.cast_kernels import (
     encode_blocks,
     finish_lines,
     larger,
+    row_tile,
     store_block_scales,
     tall_blocks,
     tiles_of_blocks,
@@ -330,7 +331,7 @@ class _GroupedSource(NamedTuple):
     def programs(self, height: int) -> int:
         """Return a number of programs, of so many rows each, that is enough for any groups."""
         rows = self.inputs.rows
-        return rows // height + self.groups.count + 1 if self.grouping.ragged else -(-rows // height) or 1
+        return rows // height + self.groups.count + 1 if self.grouping.ragged else triton.cdiv(rows, height) or 1
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False) -> tuple[int, int, Tiling]:
         """Return how programs share the cast: (strips of columns, programs of a strip, tiling)."""
@@ -388,13 +389,10 @@ def _cast_by_group(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> N
 
 def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """Cast with a scale for each row."""
-    inputs, chosen = grouped.inputs, grouped.inputs.config("cast_rows")
-    widest = max(PADDING, triton.next_power_of_2(inputs.cols))
-    block_c = min(chosen.block_c, widest)
-    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
+    chosen, widest = row_tile(grouped.inputs)
     if out.codes.t is not None:  # a program writes a transposed row's padding too
-        block_r, block_c = max(PADDING, block_r), min(block_c, 256)
-    _, heights, tiling = grouped.tiling(block_r, block_c, one_tile=widest <= block_c)
+        chosen = chosen._replace(block_r=max(PADDING, chosen.block_r), block_c=min(chosen.block_c, 256))
+    _, heights, tiling = grouped.tiling(chosen.block_r, chosen.block_c, one_tile=widest <= chosen.block_c)
     grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 

@@ -119,7 +119,7 @@ def part_of(operand, first, rows, first_scale):
 @triton.jit
 def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
     """Return how many columns of scales the groups before this one have."""
-    ALL: tl.constexpr = 1 << 30
+    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
     if TILE == ALL:
         columns = group
     else:
@@ -147,13 +147,14 @@ def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fas
 
 
 def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    """Write the product of rows in groups by each group's matrix."""
     a, b, offsets, bias, _ = operands
     codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
     count, N, K = codes.shape
     first = operand_of(OperandPair(codes[0], b.scale_inv[0], b.tile))
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
-    programs = heights * -(-N // chosen.block_c)
+    programs = heights * triton.cdiv(N, chosen.block_c)
     if bias is not None:
         bias = (bias.to(out.dtype) if out.dtype is torch.bfloat16 else bias).contiguous()
     groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
@@ -163,13 +164,14 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
 
 
 def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    """Write each group's product of terms in groups."""
     a, b, offsets, _, pad = operands
     count, N, K = out.shape
     chosen = grouped_config(a, b, (N, K))
     groups, grouping = on_device(offsets, pad, a.tile[1], b.tile[1], columns=a.codes.shape[1])
     tiling = tiling_of(a, b, fast_accum, chosen, 1)  # of any number of terms
     arguments = operand_of(a), operand_of(b), groups, out, grouping, tiling
-    programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
+    programs = count * triton.cdiv(N, chosen.block_r) * triton.cdiv(K, chosen.block_c)
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 

@@ -34,7 +34,7 @@ class Grouping(NamedTuple):
     width: int  # a power of two, the number of groups or more
     ragged: bool  # whether kernels need to know where groups begin; else only where the last ends
     pad: int  # the multiple to which a group's transposed columns are padded
-    tile_r: int  # rows of a group that share a scale; 1 << 30 for all
+    tile_r: int  # rows of a group that share a scale; launch.WHOLE for all
     h_tile_r: int  # rows that share a scale_inv in an activation's input, if that is codes
 
 
@@ -76,7 +76,7 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
     ROWS: tl.constexpr = grouping.tile_r
     H_ROWS: tl.constexpr = grouping.h_tile_r
     PAD: tl.constexpr = grouping.pad
-    ALL: tl.constexpr = 1 << 30
+    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
     if grouping.ragged:
         sizes, _ = sizes_of(groups, R, grouping)
         tiles = tiles_of(sizes, HEIGHT)
@@ -103,6 +103,12 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         size = tl.minimum(tl.maximum(last, 0), R)
         place = GroupOfProgram(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
     return place
+
+
+@triton.jit
+def whole_matrix(first, rows):
+    """Return the place of a program whose first row is this, in a matrix of so many rows that are one group."""
+    return GroupOfProgram(0, first, 0, rows, rows, 0, 0, 0, 0, 0)
 
 
 @triton.jit

@@ -125,6 +125,7 @@ LIBRARY, SHIPPED_LIBRARY = _TABLE.library, TileTable.read(None).library
 
 
 def _forget_choices() -> None:
+    """Have later calls look configurations up anew, and record their launches anew."""
     config.cache_clear()
     REPLAYS.clear()
 
@@ -184,6 +185,7 @@ def workspace(x: Tensor, size: int) -> Tensor:
 
 
 def _next_work(device: torch.device, index: int) -> Tensor:
+    """Return a workspace that no stream has yet, from the pool of a device, which the first call allocates."""
     if not (pool := _pools.get(index)):
         if index >= 0 and is_capturing():
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")

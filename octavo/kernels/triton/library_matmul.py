@@ -134,6 +134,7 @@ def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generat
 
 
 def _on(device: torch.device, pair: OperandPair) -> OperandPair:
+    """Return a pair on another device."""
     return OperandPair(pair.codes.to(device), pair.scale_inv.to(device), pair.tile)
 
 
@@ -250,7 +251,7 @@ def _swizzled_groups(scale_inv: Tensor, offsets: Tensor) -> Tensor:
     """Return a scale_inv [R, C] of rows in groups as torch's product reads it, by a launch."""
     (rows, cols), (groups, grouping) = scale_inv.shape, on_device(offsets)
     parts = rows // 128 + offsets.shape[0]
-    out = scale_inv.new_empty((parts * 128, -(-cols // 4) * 4))
+    out = scale_inv.new_empty((parts * 128, triton.cdiv(cols, 4) * 4))
     arguments = as_argument(scale_inv), *scale_inv.stride(), rows, cols, groups, as_argument(out), grouping
     launch(swizzle_groups_kernel, parts, arguments, 4)
     return out
@@ -332,6 +333,6 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
     )
     width = out.shape[-1]
     height, block = out.numel() // width, 128
-    programs = -(-height // block) * -(-width // block)
+    programs = triton.cdiv(height, block) * triton.cdiv(width, block)
     launch(mend_kernel, programs, (groups, size, out, height, width, grouping, ragged, block), 4)
     return out

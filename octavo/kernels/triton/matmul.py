@@ -398,7 +398,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
         chosen = product_config(a, b, (M, N))
         tiling = tiling_of(a, b, fast_accum, chosen, K)
         arguments = operand_of(a), operand_of(b), None if bias is None else bias.contiguous(), K, out, tiling
-        programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
+        programs = triton.cdiv(M, chosen.block_r) * triton.cdiv(N, chosen.block_c)
         launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
     return out
 
@@ -443,6 +443,7 @@ def _architecture() -> int:
 
 @functools.cache
 def _architecture_of(device: int) -> int:
+    """Return the architecture of a device, which is the current one."""
     return int(driver.active.get_current_target().arch)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Scaling
-from octavo.kernels.reference.cast import check_multi_tensor_cast
+from octavo.kernels.reference.cast import sizes_of_casts
 from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
 from octavo.kernels.triton.delayed_update import scale_exists
@@ -227,8 +227,8 @@ def _work_of(
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
     rows, programs = [], 0
     for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
-        strips = -(-width // chosen.block_c) or (not blocks)
-        groups = -(-height // (chosen.block_r * chosen.depth)) or (not blocks)
+        strips = triton.cdiv(width, chosen.block_c) or (not blocks)
+        groups = triton.cdiv(height, chosen.block_r * chosen.depth) or (not blocks)
         pointers = [group[index] if group else 0 for group in addresses]
         rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
         programs += strips * groups
@@ -254,18 +254,14 @@ def multi_tensor_cast(
 ) -> None:
     """``octavo::multi_tensor_cast``."""
     groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
-    check_multi_tensor_cast(groups, tile, power_of_two)
+    sizes = sizes_of_casts(groups, role, tile, power_of_two)
     if not xs:
         return
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
     if blocks:
         chosen = with_room_for(chosen, tile)
-    addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
-    t_strides = [t.shape[1] for t in transposed] or [0] * len(xs)
-    sizes = tuple(
-        (*x.shape, x.stride(0), q.shape[1], t_stride) for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
-    )
+    addresses = tuple(tuple(map(Tensor.data_ptr, group)) for group in groups)
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     work.use()
     table, programs, aligned = work[:3]

@@ -395,7 +395,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
     block_r, block_c, per_multiprocessor, num_warps = chosen
     enough = per_multiprocessor * (multiprocessors(x.get_device()) or 2)  # interpreted, two
-    programs = min(-(-rows // block_r), enough)
+    programs = min(triton.cdiv(rows, block_r), enough)
     parts = rstd.new_empty((1 + with_beta, programs, cols))
     even = rows % block_r == 0 and cols % block_c == 0
     norm = NormFactors(mean if kind == "layer_norm" else None, rstd, gamma, None)
@@ -404,7 +404,8 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
-    strips, tile = -(-cols // 32), (128, 32)
+    tile = 128, 32
+    strips = triton.cdiv(cols, tile[1])
     even = programs % tile[0] == 0 and cols % tile[1] == 0
     sum_arguments = Source(parts, programs, cols, cols, 1), dgamma, dbeta if with_beta else None, strips, even, *tile
     launch(norm_backward_sum_kernel, strips * len(parts), sum_arguments, 8)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import BLOCK
+from octavo.granularity import BLOCK, tiles_along
 from octavo.kernels.layouts import blocks_in_row
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, check_update
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
@@ -85,6 +85,7 @@ def optimizer_step(
 
 @on_its_device
 def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> None:
+    """Launch the step's kernels on the table's device."""
     tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", LARGE).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
@@ -107,6 +108,7 @@ def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Te
 
 
 def _check_capture(change: str) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: ``change`` needs something sent to the device."""
     if is_capturing():
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {change}")
 
@@ -127,6 +129,7 @@ def _address(lr: float | Tensor) -> int:
 
 
 def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> StepRule:
+    """Return the rule that groups of one kind share."""
     ascends = any(group.maximize for group in groups)
     if not isinstance(first := groups[0], AdamGroup):
         return StepRule(False, first.averages, ascends)
@@ -145,6 +148,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
 
 
 def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: StepRule) -> _Launch:
+    """Return the launch of updates: their table, programs, and the classes to compile for."""
     chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
@@ -154,11 +158,12 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
     numbers: dict[TensorClass, int] = {}
     matrices = [matrix for update in updates for matrix in update.matrices()]
     for update in matrices:
+        check_update(update)
         length = update.bits.row_length or update.gradient.shape[1]
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         height, cols = _shape(update, gap)
         tensor_class = _class_of(update, height, cols, start, gap)
-        tiles = -(-height * blocks_in_row(cols) // chosen.block_r)
+        tiles = tiles_along(height * blocks_in_row(cols), chosen.block_r)
         if tensor_class.square:
             tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.depth
         kind = numbers.setdefault(tensor_class, len(numbers))
@@ -166,7 +171,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         options = {"lr": rates[update.group], "group": update.group, "key": key_of(update.bits.key)}
         row = TableRow(**_addresses(update), **options, **place, tensor_class=kind, measured=update.measured)
         rows.append([*row, *[0] * (WIDTH.value - len(row))])
-        programs += -(-tiles // chosen.depth)
+        programs += tiles_along(tiles, chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, find) for find in finds)

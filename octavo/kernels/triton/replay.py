@@ -44,6 +44,8 @@ NOT_CALLED, CALLED_ONCE = "not called", "called once"
 
 
 class _Local(threading.local):
+    """This thread's recorder, while it records a call."""
+
     recorder: CallRecorder | None = None
 
 
@@ -69,6 +71,8 @@ def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = None) -> Callable[..., Any]:
     """Return an op's kernel, by its flat arguments, that is replayed from its third call of a kind on.
+
+    A kind's first call is noted in REPLAYS, its second recorded, unless that is postponed to a later one.
 
     Args:
         exists: of the first three arguments, whether a delayed scale among them is known to exist.
@@ -109,19 +113,24 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
 
 
 def _any_is_negated(arguments: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Whether any tensor among a call's arguments is a lazy negation."""
     return any(value.is_neg() for value in _tensors(*arguments, *named.values()))
 
 
 def _may_be_negated(x: Tensor) -> bool:
+    """Whether a tensor like this one, of its dtype and strides, could be a lazy negation."""
     return x.dtype in (torch.float32, torch.float16) and 1 not in x.stride()
 
 
 def _resolved(value: Any) -> Any:
+    """Return a value, computed if it is a tensor's lazy negation."""
     return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _key_of(kernel: Any, scale_is_known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    key, addresses = [kernel, scale_is_known, arguments[0].get_device(), *named], []
+    """Return all that a call depends on but its tensors' values: the key of its replay in REPLAYS."""
+    key = [kernel, scale_is_known, arguments[0].get_device(), *named]
+    addresses = []
     for argument in (*arguments, *named.values()) if named else arguments:
         if isinstance(argument, Tensor):
             key += argument.shape, argument.stride(), argument.dtype
@@ -142,7 +151,10 @@ def is_profiled() -> bool:
 
 @dataclass(eq=False)
 class _Recorded:
-    """A recorded step: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
+    """A recorded step: a call of a function, and what it returned.
+
+    ``kind``: "empty", memory; a "view"; another "op" of torch, or a ``repeatable`` function; the "launch" of a kernel.
+    """
 
     kind: str
     function: Any
@@ -152,11 +164,16 @@ class _Recorded:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Records what one call does; ``scale_is_known``: whether its delayed scale was known to exist before."""
+    """Records the steps of one call of a kernel, from which ``replay`` makes a function that does them again.
+
+    ``scale_is_known``: whether the call's delayed scale was known to exist before it.
+    """
 
     def __init__(self, scale_is_known: bool) -> None:
         super().__init__()
-        self.scale_is_known, self.fails, self.is_postponed = scale_is_known, False, False
+        self.scale_is_known = scale_is_known
+        self.fails = False  # no replay would do what this call did
+        self.is_postponed = False  # another call is to be recorded
         self.steps: list[_Recorded] = []
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -217,10 +234,11 @@ class CallRecorder(TorchDispatchMode):
 
 
 class _UnknownTensor(Exception):
-    pass
+    """A step reads a tensor that is neither an argument nor a result of an earlier step."""
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in their tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -234,24 +252,25 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies and how: equal for tensors that an operator can't tell apart."""
     return *_place(x), x.shape, x.stride(), x.dtype
 
 
 def _needed(steps: Sequence[_Recorded], results: Any) -> list[_Recorded]:
     """Return the steps without views that only launches read; memory with one whole view is allocated as that view."""
-    read = [x for step in steps if step.kind == "op" for x in _tensors(*step.arguments, *step.named.values())]
-    direct = {_identity(x) for x in (*_tensors(results), *read)}
+    read_by_ops = [x for step in steps if step.kind == "op" for x in _tensors(*step.arguments, *step.named.values())]
+    shaped = {_identity(x) for x in (*_tensors(results), *read_by_ops)}  # of which more counts than where they lie
     needed: list[_Recorded] = []
-    wanted = set(direct)
+    views_and_sources = set(shaped)
     for step in reversed(steps):
         if step.kind == "view":
             source, view = _identity(step.arguments[0]), _identity(step.output)
-            if view == source or view not in wanted:
+            if view == source or view not in views_and_sources:
                 continue
-            wanted.add(source)
+            views_and_sources.add(source)
         needed.insert(0, step)
     for step in [step for step in needed if step.kind == "empty"]:
-        while _identity(step.output) not in direct:
+        while _identity(step.output) not in shaped:
             views = [v for v in needed if v.kind == "view" and _identity(v.arguments[0]) == _identity(step.output)]
             if len(views) != 1 or views[0].output.nbytes != step.output.nbytes:
                 break
@@ -294,10 +313,12 @@ class _ReplayText:
                 self.name(value, name)
 
     def name(self, x: Tensor, name: str) -> str:
+        """Let a variable of the text stand for a tensor; return the variable's name."""
         self.names[_place(x)] = self.names[_identity(x)] = name
         return name
 
     def constant(self, value: Any) -> str:
+        """Give the text a global of this value; return the global's name."""
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
@@ -319,9 +340,10 @@ class _ReplayText:
         """Return the line of a step."""
         if step.kind == "launch":
             _, programs, launch_arguments, *_ = step.arguments  # of launch.launch, which returns the compiled kernel
-            compiled, index = step.output, next(_tensors(launch_arguments)).get_device()
-            launch_constants = compiled, programs, index, compiled.function, compiled.packed_metadata
-            kernel, count, device, function, metadata = map(self.constant, launch_constants)
+            compiled = step.output
+            kernel, count = self.constant(compiled), self.constant(programs)
+            device = self.constant(next(_tensors(launch_arguments)).get_device())
+            function, metadata = self.constant(compiled.function), self.constant(compiled.packed_metadata)
             places = ", ".join(self.expression(argument, _place) for argument in launch_arguments)
             stream = f"driver.active.get_current_stream({device})"
             return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"

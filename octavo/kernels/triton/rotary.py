@@ -99,7 +99,7 @@ def rotary(heads: RotaryHeads) -> Tensor:
     parts = [Heads(x, x.shape[2], *x.stride()[:3]) for x in laid]
     tokens, block_c = sequences * positions, max(triton.next_power_of_2(half), 16)
     block_r = max(ELEMENTS // block_c, 1)
-    programs = -(-tokens // block_r) * -(-sum(x.shape[2] for x in laid) // HEADS)
+    programs = triton.cdiv(tokens, block_r) * triton.cdiv(sum(x.shape[2] for x in laid), HEADS)
     angles = cos, sin, 0 if len(cos) == 1 else cos.stride(0)
     constants = half, cos.shape[2] - half, inverse, HEADS, block_r, block_c
     launch(rotary_kernel, programs, (*parts, *angles, result, tokens, positions, *constants), 4)

@@ -128,11 +128,11 @@ def adam_weight(w, m, root, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
 @triton.jit
 def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
     """Clamp moments that become codes, or v's root where that is stored, to what codes are for; NaN stays NaN."""
-    MOST: tl.constexpr = 2.0**63
+    LARGEST_ROOT: tl.constexpr = 2.0**63  # reference/optimizer_step.py's
     if FIRST_MOMENT.fmt is not None:
-        m = tl.clamp(m, -MOST, MOST, tl.PropagateNan.ALL)
+        m = tl.clamp(m, -LARGEST_ROOT, LARGEST_ROOT, tl.PropagateNan.ALL)
     if SECOND_MOMENT.fmt is not None:
-        v = tl.minimum(v, MOST if SECOND_MOMENT.root else MOST * MOST, tl.PropagateNan.ALL)
+        v = tl.minimum(v, LARGEST_ROOT if SECOND_MOMENT.root else LARGEST_ROOT * LARGEST_ROOT, tl.PropagateNan.ALL)
     return m, v
 
 
@@ -181,19 +181,19 @@ def add_resolution(sums_ptr, moved, grid):
 
 
 @triton.jit
-def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
-    """Return the new scale of a moment that has one; else 1."""
+def moment_scale(row, COLUMN: tl.constexpr, amax_ptr, MOMENT: tl.constexpr):
+    """Return the new scale of a moment that has one; else 1. ``amax_ptr``: to the amax that a launch before found."""
     scale = 1.0
     if MOMENT.scale == "previous":
         amax = tl.load(to_pointer(row[COLUMN + AMAX], tl.float32, False))
         scale = scale_from_amax(amax, MOMENT.fmt.max, False)
     if MOMENT.scale == "found":
-        scale = scale_from_amax(tl.load(found_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
+        scale = scale_from_amax(tl.load(amax_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
     return scale
 
 
 @triton.jit
-def scales_of(row, n, found_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
+def scales_of(row, n, shared_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
     """Return a tensor's Scales: the master's new scale by its bound, for a master in squares that of one square."""
     FIRST_MOMENT: tl.constexpr = TENSOR.first
     SECOND_MOMENT: tl.constexpr = TENSOR.second
@@ -207,23 +207,28 @@ def scales_of(row, n, found_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.con
             amax = amax * tl.abs(n.decay_factor)
         master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
         master_inv = tl.load(to_pointer(row[MASTER_SCALE_INV], tl.float32, False) + square)
-    first = moment_scale(row, FIRST, found_ptr, FIRST_MOMENT)
-    second = moment_scale(row, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
+    SECOND_AMAX: tl.constexpr = 2 * COUNT
+    first = moment_scale(row, FIRST, shared_ptr, FIRST_MOMENT)
+    second = moment_scale(row, SECOND, shared_ptr + SECOND_AMAX, SECOND_MOMENT)
     return Scales(first, second, master, master_inv)
 
 
 @triton.jit
-def note_scales(column_ptr, found_ptr, inside, COUNT: tl.constexpr):
-    """Write the scale_inv and amax of tensors that left a scale, and clear the memory that held both."""
-    scale = tl.load(found_ptr + COUNT, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+def note_scales(column_ptr, amax_ptr, inside, COUNT: tl.constexpr):
+    """Write the scale_inv and amax of tensors that left a scale, and clear both: the amax, and COUNT further the scale.
+
+    ``column_ptr``: to the address of their scale_inv in the table, which that of their amax follows.
+    """
+    scale_ptr = amax_ptr + COUNT
+    scale = tl.load(scale_ptr, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
     has_scale = scale > 0
     scale_inv_ptr = tl.load(column_ptr, mask=has_scale, other=0).to(tl.pointer_type(tl.float32))
     scale_inv = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(has_scale, scale, 1.0))
     tl.store(scale_inv_ptr, scale_inv, mask=has_scale)
-    tensor_amax = tl.atomic_xchg(found_ptr, 0, mask=has_scale, sem="relaxed").to(tl.float32, bitcast=True)
-    amax = tl.load(column_ptr + 1, mask=has_scale, other=0)
-    tl.store(amax.to(tl.pointer_type(tl.float32)), tensor_amax, mask=has_scale & (amax != 0))
-    tl.store(found_ptr + COUNT, 0, mask=has_scale)
+    tensor_amax = tl.atomic_xchg(amax_ptr, 0, mask=has_scale, sem="relaxed").to(tl.float32, bitcast=True)
+    amax_address = tl.load(column_ptr + 1, mask=has_scale, other=0)
+    tl.store(amax_address.to(tl.pointer_type(tl.float32)), tensor_amax, mask=has_scale & (amax_address != 0))
+    tl.store(scale_ptr, 0, mask=has_scale)
 
 
 @triton.jit
@@ -241,24 +246,27 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
         step_ptr = step.to(tl.pointer_type(tl.float32))
         tl.store(step_ptr, tl.load(step_ptr, mask=is_first, other=0.0) + 1.0, mask=is_first)
         if ANY_ONE:
-            for k in tl.static_range(3):
+            for k in tl.static_range(3):  # the first moment, the second, the master
                 note_scales(row_ptr + FIRST + SCALE_INV + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
 
 
 @triton.jit
-def leave_scales(found_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
+def leave_scales(shared_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
     """Leave a tensor's new scales, of those that have one, for ``finish``; until then programs read the old ones."""
+    FIRST_SCALE: tl.constexpr = COUNT
+    SECOND_SCALE: tl.constexpr = 3 * COUNT
+    MASTER_SCALE: tl.constexpr = 5 * COUNT
     if TENSOR.first.has_one_scale:
-        tl.store(found_ptr + COUNT, scales.first.to(tl.int32, bitcast=True))
+        tl.store(shared_ptr + FIRST_SCALE, scales.first.to(tl.int32, bitcast=True))
     if TENSOR.second.has_one_scale:
-        tl.store(found_ptr + 3 * COUNT, scales.second.to(tl.int32, bitcast=True))
+        tl.store(shared_ptr + SECOND_SCALE, scales.second.to(tl.int32, bitcast=True))
     if TENSOR.master_has_one_scale:
-        tl.store(found_ptr + 5 * COUNT, scales.master.to(tl.int32, bitcast=True))
+        tl.store(shared_ptr + MASTER_SCALE, scales.master.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def found_amax(wide, MOMENT: tl.constexpr):
-    """Return the amax of a moment's new values, if this launch only looks for it; else 0."""
+    """Return the amax of a moment's new values where a launch before the step is to find it; else 0."""
     largest = 0.0
     if MOMENT.scale == "found":
         largest = tl.max(tl.max(finite_abs(wide), 1), 0)
@@ -286,7 +294,7 @@ def tile_bits(row, place, key, TENSOR: tl.constexpr, IS_ADAM: tl.constexpr):
 
 @triton.jit
 def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
-    """Do a tile's step: return (the amax found of the first moment, the second, the master), resolution_tile's sums."""
+    """Do a tile's step. Return (the amax written of the first moment, the second, the master, two resolution sums)."""
     MASTER: tl.constexpr = TENSOR.master
     FIRST_MOMENT: tl.constexpr = TENSOR.first
     SECOND_MOMENT: tl.constexpr = TENSOR.second
@@ -314,12 +322,12 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
         m, v = saturate(m, root if SECOND_MOMENT.root else v, FIRST_MOMENT, SECOND_MOMENT)
     moved = 0.0
     grid = 0.0
-    found1 = 0.0
-    found2 = 0.0
-    found_w = 0.0
+    amax1 = 0.0
+    amax2 = 0.0
+    amax_w = 0.0
     if STEP.find:
-        found1 = found_amax(m, FIRST_MOMENT)
-        found2 = found_amax(v, SECOND_MOMENT)
+        amax1 = found_amax(m, FIRST_MOMENT)
+        amax2 = found_amax(v, SECOND_MOMENT)
     else:
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
@@ -327,15 +335,15 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
         bits1, bits2, bits_w = tile_bits(row, place, key, TENSOR, STEP.rule.is_adam)
         MAY_BE_INF: tl.constexpr = not STEP.rule.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
-            found1 = write_moment(
+            amax1 = write_moment(
                 row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, TENSOR.even, MAY_BE_INF
             )
         if SECOND_MOMENT.dtype is not None:
-            found2 = write_moment(
+            amax2 = write_moment(
                 row, SECOND, place, v, bits2, stored2, scales.second, SECOND_MOMENT, TENSOR.even, MAY_BE_INF
             )
-        found_w = write_master(row, place, w, bits_w, scales.master, MASTER, TENSOR.even)
-    return found1, found2, found_w, moved, grid
+        amax_w = write_master(row, place, w, bits_w, scales.master, MASTER, TENSOR.even)
+    return amax1, amax2, amax_w, moved, grid
 
 
 @triton.jit
@@ -357,7 +365,7 @@ class TensorPointers(NamedTuple):
     group: Any
     grad_scale: Any
     resolution: Any
-    amaxes: Any  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
+    shared: Any  # int32, the tensor's: amax and new scale of the first moment, the second, the master, COUNT apart
 
 
 @triton.jit
@@ -372,7 +380,7 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
     scale_inv = tl.load(pointers.gradient + COUNT) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
-    scales = scales_of(row, n, pointers.amaxes, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
+    scales = scales_of(row, n, pointers.shared, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -383,17 +391,19 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     count = 128 // BLOCKS if TENSOR.square else tiles * (STEP.blocks // BLOCKS)
     for i in range(count):
         place = place_of_tile(row, program, count, i, BLOCKS, TENSOR)
-        found1, found2, found_w, moved, grid = tile_step(row, gradient, place, n, scales, key, TENSOR, STEP, MEASURE)
+        amax1, amax2, amax_w, moved, grid = tile_step(row, gradient, place, n, scales, key, TENSOR, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
-        largest1 = tl.maximum(largest1, found1)
-        largest2 = tl.maximum(largest2, found2)
-        largest_w = tl.maximum(largest_w, found_w)
+        largest1 = tl.maximum(largest1, amax1)
+        largest2 = tl.maximum(largest2, amax2)
+        largest_w = tl.maximum(largest_w, amax_w)
+    SECOND_AMAX: tl.constexpr = 2 * COUNT
+    MASTER_AMAX_WRITTEN: tl.constexpr = 4 * COUNT
     LOOKED: tl.constexpr = "found" if STEP.find else "previous"
     if TENSOR.first.scale == LOOKED:
-        raise_amax(pointers.amaxes, largest1)
+        raise_amax(pointers.shared, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(pointers.amaxes + 2 * COUNT, largest2)
+        raise_amax(pointers.shared + SECOND_AMAX, largest2)
     if not STEP.find:
         if MEASURE:
             if row[MEASURED] != 0:
@@ -403,9 +413,9 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(pointers.amaxes + 4 * COUNT, largest_w)
+            raise_amax(pointers.shared + MASTER_AMAX_WRITTEN, largest_w)
         if program == 0:
-            leave_scales(pointers.amaxes, scales, TENSOR, COUNT)
+            leave_scales(pointers.shared, scales, TENSOR, COUNT)
             if STEP.rule.is_adam:
                 keep_corrections(pointers.corrections, pointers.group, number + 1)
 
@@ -434,9 +444,9 @@ def optimizer_step_kernel(
     program = tl.program_id(0) - row[FIRST_PROGRAM].to(tl.int32)
     group_ptr = groups_ptr + row[GROUP] * 8
     kind = row[CLASS]
-    found_ptr = work_ptr + 1 + tensor
+    shared_ptr = work_ptr + 1 + tensor
     gradient_ptr = gradients_ptr + tensor
-    pointers = TensorPointers(kept_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, found_ptr)
+    pointers = TensorPointers(kept_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, shared_ptr)
     for i in tl.static_range(len(STEP.tensors)):
         if kind == i:
             TENSOR: tl.constexpr = STEP.tensors[i]

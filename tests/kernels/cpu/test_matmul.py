@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.formats import format_of
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels import capability, cpu, reference
 from octavo.kernels.cpu import codes
@@ -68,6 +69,17 @@ def test_any_two_scales(fast: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     for pair in itertools.product(scales, repeat=2):
         a, b = ((q, torch.full((1, 1), scale), (ALL, ALL)) for q, scale in zip(codes, pair, strict=True))
         alike("matmul", *a, *b, None, torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
+def test_powers_of_two_that_codes_leave_bfloat16_by(scale: float, fmt: torch.dtype, monkeypatch: Any) -> None:
+    """A code times its scale is no normal number in bfloat16, and its product with the other operand is."""
+    monkeypatch.setattr(capability, "fast_dtype", lambda device: torch.bfloat16)
+    code = format_of(fmt).smallest_subnormal if scale < 1 else format_of(fmt).max
+    pairs = (code, scale), (1.0, 1 / scale)
+    a, b = ((torch.full((7, 40), x).to(fmt), torch.full((7, 1), s), (1, ALL)) for x, s in pairs)
+    alike("matmul", *a, *b, None, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
