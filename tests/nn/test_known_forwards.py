@@ -397,6 +397,23 @@ def test_dropout_between_and_a_scan() -> None:
     assert set(mamba.not_fused.values()) == {"octavo does not know the forward of MambaMixer"}
 
 
+def test_a_dropout_that_has_to_be_called_is_not_bypassed() -> None:
+    net = build("t5", recipes.dynamic())
+    expected = step(net, "t5")
+    identity, hooked, replaced, _ = [module for module in net.modules() if isinstance(module, FeedForward)]
+    identity.dropout = nn.Identity()  # which does as little as a dropout of 0
+    assert_equal(step(net, "t5"), expected)
+    calls: list[Any] = []
+    hooked.dropout.register_forward_hook(lambda *_: calls.append("hook"))
+    replaced.dropout = type("Doubling", (nn.Dropout,), {"forward": lambda self, x: calls.append("forward") or x})(0.0)
+    step(net, "t5")
+    assert calls == ["hook", "forward"] and refusal(identity) is None
+    not_fused = {name for name, why in octavo.summary(net).not_fused.items() if "its dropout has hooks" in why}
+    assert not_fused == {name for name, module in net.named_modules() if module in (hooked, replaced)}
+    again = octavo.convert(octavo.restore(net), recipes.dynamic(), every_layer, fuse=True)
+    assert fused(again) == (2, 12)
+
+
 def test_bad_input_and_nothing_to_fuse() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(TypeError, match="fuse='yes': use True or False"):
