@@ -22,7 +22,7 @@ from octavo.nn.candidates import (
     shape_of,
     why_not,
 )
-from octavo.nn.checkpointing import watched
+from octavo.nn.checkpointing import region_counts
 from octavo.nn.convert import restore
 from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ExpertsPart
@@ -231,7 +231,7 @@ class _Reasons:
     def reason(self, module: nn.Module, key: str, recipe: Recipe | None) -> str:
         """Return ``ModuleSummary.reason`` of a module's parameter ``key``, which is converted with this recipe."""
         reads = self.past_reads.get(id(module))
-        if reads is not None and not reads.called:
+        if reads is not None and not reads.is_called:
             return str(reads)
         if recipe is None:
             if key in expert_weights(module):
@@ -275,9 +275,9 @@ def _in_training(
 
     counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
-        with watched(in_fp8=False):
+        with region_counts(in_fp8=False):
             plain = predicted_by_kind(model, args, kwargs, restore)
-        with watched() as regions:
+        with region_counts() as regions:
             converted = predicted_by_kind(model, args, kwargs, watching=counter)
     except Exception as error:  # of a model's own forward, which may ask tensors for their values
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
