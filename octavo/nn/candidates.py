@@ -273,10 +273,9 @@ class _Instruction(NamedTuple):
 def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
     uses_by_name: dict[str, set[str]] = {}
-    none = _Instruction()
     for code in _with_inner(codes):
         instructions = [_Instruction(each.opname, each.argval) for each in dis.get_instructions(code)]
-        padded = [none, *instructions, none, none]
+        padded = [_Instruction(), *instructions, _Instruction(), _Instruction()]
         # such as: LOAD_GLOBAL isinstance, LOAD_FAST self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
         for earlier, owner, layer, attribute, later in zip(*(padded[start:] for start in range(5)), strict=False):
             if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or not owner.loads_self():

@@ -197,9 +197,8 @@ def _granularities_in_fp8(
     model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible]
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
-    candidates = [each for target in targets for each in target.weights()]
-    candidates = [each for each in candidates if not recipe.of(*each.names).is_high_precision]
-    owners = [getattr(each.target.module, "holder", each.target.module) for each in candidates]
+    candidates = [w for target in targets for w in target.weights() if not recipe.of(*w.names).is_high_precision]
+    owners = [getattr(w.target.module, "holder", w.target.module) for w in candidates]
     other_weights = _weights_of_others(model, set(map(id, owners)))
     stored: dict[nn.Parameter, Granularity] = {}
     for names, weight, (_, module, new_class) in candidates:
@@ -425,8 +424,7 @@ def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
     recipe = as_recipe(recipe)
     names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
-        for part, key in keys_of(module).items():
-            names += recipe_names(name, part, key)
+        names += [each for part_and_key in keys_of(module).items() for each in recipe_names(name, *part_and_key)]
     if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(names)):
         warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)
     return recipe

@@ -227,17 +227,19 @@ class LeanRMSNorm(KnownForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = *args, *kwargs.values()
-        return self.lean_with(x)[0] if self.is_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
+        return (
+            self.norm_and_residual(x)[0] if self.can_be_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
+        )
 
-    def is_lean(self, x: Tensor) -> bool:
+    def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
         if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x):
             return False
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 
-    def lean_with(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (the norm of x, or of x + residual if there is one; that norm's input, for the residual branch)."""
+    def norm_and_residual(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (the norm of x, or of x + residual if there is one; the norm's input, for the residual branch)."""
         return norm_and_branch(x, self.weight, self.variance_epsilon, residual)
 
 
@@ -291,16 +293,16 @@ class DecoderLayer(KnownForward):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
-        first, second = norms = self.input_layernorm, self.post_attention_layernorm
+        norms = self.input_layernorm, self.post_attention_layernorm
         if args or not all(
-            isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.is_lean(hidden_states)
+            isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.can_be_lean(hidden_states)
             for norm in norms
         ):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
-        normed, residual = first.lean_with(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        normed, residual = second.lean_with(attended, residual)
-        return residual + self.mlp(normed)
+        x, residual = norms[0].norm_and_residual(hidden_states)
+        x, _ = self.self_attn(hidden_states=x, **kwargs)
+        x, residual = norms[1].norm_and_residual(x, residual)
+        return residual + self.mlp(x)
 
 
 # An attention's forward, as transformers writes it in several variants: the function that turns positions and the table
@@ -349,7 +351,7 @@ class Attention(KnownForward):
     fused_kind = "attention"
     part_names = PartNames(QKV)
     head_dim: int
-    interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
+    attention_functions: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
     library_forward: Any = _attention_forward()
 
@@ -358,7 +360,7 @@ class Attention(KnownForward):
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
         if plain is not nn.Module:  # nn.Module follows in the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
-            cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
+            cls.attention_functions = names["ALL_ATTENTION_FUNCTIONS"]
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     @classmethod
@@ -369,7 +371,7 @@ class Attention(KnownForward):
         if any(layer.recipe != layers[0].recipe for layer in layers):
             return f"{', '.join(QKV)} have different recipes"
         # a fused one calls none of the library's functions for that, also if they are replaced since
-        if not isinstance(module, KnownForward) and not _turns_halves(inspect.unwrap(class_of(module).forward)):
+        if not isinstance(module, KnownForward) and not _turns_as_kernels_do(inspect.unwrap(class_of(module).forward)):
             return "its rotary positions are none that octavo knows"
         return None
 
@@ -377,7 +379,7 @@ class Attention(KnownForward):
         why = f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return super().why_bypassed() or (why if as_one_layer(self.readers) is None else None)
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         """Return the further keyword arguments that the class passes to the function of attention."""
         return {}
 
@@ -388,8 +390,9 @@ class Attention(KnownForward):
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it for arguments by position, or by an old name."""
         layers = self.readers
-        table: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")  # its own renames that
-        can_turn_here = not (args or table is None or requires_grad(table[0]) or requires_grad(table[1]))
+        # its own class gives past_key_values their new name, cache
+        tables: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")
+        can_turn_here = not (args or tables is None or requires_grad(tables[0]) or requires_grad(tables[1]))
         if not can_turn_here or hidden_states.ndim != 3 or (joint_layer := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         del kwargs["position_embeddings"]
@@ -397,15 +400,15 @@ class Attention(KnownForward):
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
         run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joint_layer], "", x.dtype)
         heads, kv_heads, _ = [layer.out_features // self.head_dim for layer in layers]
-        query, key, value = self.heads_from(run, Positions(table[0], table[1], (heads, kv_heads), x.shape[0]))
+        query, key, value = self.heads_from(run, Positions(tables[0], tables[1], (heads, kv_heads), x.shape[0]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
             if torch.is_grad_enabled():  # a view of all three would be saved beside the cache's copies of two
                 query = query.contiguous()
-        attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
+        attend = self.attention_functions.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling, **self.window()}
+        options = {"dropout": dropout, "scaling": self.scaling, **self.attention_options()}
         output, weights = attend(self, query, key, value, mask, **options, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
@@ -415,7 +418,7 @@ class AttentionOfMistral(Attention):
 
     library_forward = _attention_forward(window="sliding_window=getattr(self.config, 'sliding_window', None),")
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
 
 
@@ -425,7 +428,7 @@ class AttentionOfQwen2(Attention):
     sliding_window: int | None
     library_forward = _attention_forward(window="sliding_window=self.sliding_window,")
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window}
 
 
@@ -459,7 +462,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
     return q_embed, k_embed
 
 
-def _turns_halves(forward: Any) -> bool:
+def _turns_as_kernels_do(forward: Any) -> bool:
     """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
     turns = rotate_half, apply_rotary_pos_emb
     return all(_same_code(forward.__globals__.get(turn.__name__), turn) for turn in turns)

@@ -131,9 +131,8 @@ class SelfAttention(nn.Module):
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
         query, key, value = self._heads(x, rotary)
-        has_groups = self.kv_heads != self.heads
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=has_groups)
-        return self.out(output.transpose(1, 2).flatten(2))
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.out(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, rotary_tables: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys turned by positions, and values, [B, H or G, C, D]; by one launch if possible."""

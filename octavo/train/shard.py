@@ -100,9 +100,8 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
     if ranks.group is None:
         return ranks
     with Ranks.answering():
-        members = dist.get_process_group_ranks(ranks.group)
-        timeout = timedelta(seconds=config.ranks.timeout)
-        return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
+        options: Any = {"timeout": timedelta(seconds=config.ranks.timeout), "use_local_synchronization": True}
+        return Ranks(dist.new_group(dist.get_process_group_ranks(ranks.group), **options))
 
 
 def device_name(config: TrainConfig) -> str:
