@@ -38,7 +38,7 @@ OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale
 FileReader = Callable[[Path], CheckedFile]
 
 
-class Scales(NamedTuple):
+class FileScales(NamedTuple):
     """The scale_inv of codes, and which codes share one."""
 
     scale_inv: Tensor
@@ -85,10 +85,10 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
     for key, places in places_of_experts(model).items():
         if not places or any(name not in others or others[name].dtype != torch.uint8 for name in places):
             continue  # they are no codes: from_pretrained joins them
-        matrices = [(place, others.pop(name)) for name, place in places.items()]
+        matrices = [others.pop(name) for name in places]
         experts, rows, columns = model.get_parameter(key).shape
-        codes = stored[key] = matrices[0][1].new_empty(experts, rows, 1, columns)
-        for (expert, its_rows), matrix in matrices:
+        codes = stored[key] = matrices[0].new_empty(experts, rows, 1, columns)
+        for (expert, its_rows), matrix in zip(places.values(), matrices, strict=True):
             codes[expert, its_rows] = matrix
     for scale_name in [name for name in state_dict if name.endswith(SCALE_INV)]:
         weight_name = scale_name.removesuffix(SCALE_INV)
@@ -98,7 +98,7 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
     return stored, others
 
 
-class _Source(NamedTuple):
+class _OnDisk(NamedTuple):
     """A tensor of the checkpoint: its open file and key; those of its scales, or None; its shape; its dtype's name.
 
     ``matrices``: those of each expert, where these are tensors of their own.
@@ -121,7 +121,7 @@ class _ExpertMatrix(NamedTuple):
 
     expert: int
     rows: slice
-    tensor: _Source
+    tensor: _OnDisk
 
 
 def load_fp8(
@@ -209,14 +209,14 @@ def load_fp8(
 # --- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def _tensors(folder: Path, reader: FileReader) -> dict[str, _Source]:
+def _tensors(folder: Path, reader: FileReader) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     if weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
         raise ValueError(f"{folder}: {weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
-    tensors: dict[str, _Source] = {}
+    tensors: dict[str, _OnDisk] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
     for key, path in files.items():
@@ -227,7 +227,7 @@ def _tensors(folder: Path, reader: FileReader) -> dict[str, _Source]:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
         file = reader(path)
-        tensor = tensors[key] = _Source(file, key, scales_by_weight.get(key), *file.header(key))
+        tensor = tensors[key] = _OnDisk(file, key, scales_by_weight.get(key), *file.header(key))
         is_e4m3, has_scales = tensor.dtype == "F8_E4M3", tensor.scales is not None
         if (has_scales or tensor.dtype.startswith("F8")) and not (is_e4m3 and has_scales):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
@@ -281,7 +281,7 @@ def _files_of_tensors(folder: Path, reader: FileReader) -> dict[str, Path]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, checkpoint_tensors: dict[str, _Source], strict: bool) -> dict[str, _Source]:
+def _targets(model: nn.Module, checkpoint_tensors: dict[str, _OnDisk], strict: bool) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensor for each of the model's, by the model's names; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
@@ -310,11 +310,11 @@ def _targets(model: nn.Module, checkpoint_tensors: dict[str, _Source], strict: b
     return targets
 
 
-def _by_models_names(model: nn.Module, tensors: dict[str, Tensor], sources: dict[str, _Source]) -> dict[str, _Source]:
+def _by_models_names(model: nn.Module, tensors: dict[str, Tensor], sources: dict[str, _OnDisk]) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensors by the model's names; matrices of experts that are one parameter become one."""
     renamed = renaming(model, tensors)
     others = dict(sources)
-    tensors_by_name: dict[str, _Source] = {}
+    tensors_by_name: dict[str, _OnDisk] = {}
     for key, places in places_of_experts(model).items():
         matrices = tuple(_ExpertMatrix(*place, others.pop(name)) for name, place in places.items() if name in others)
         if matrices and len(matrices) == len(places):
@@ -329,7 +329,7 @@ def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
 
 
-def _check_target(model: nn.Module, key: str, source: _Source) -> None:
+def _check_target(model: nn.Module, key: str, source: _OnDisk) -> None:
     """Raise ValueError if the tensor of this name can't be loaded from a checkpoint's."""
     module, parameter = _owner(model, key)
     if tuple(parameter.shape) != source.shape:
@@ -365,7 +365,7 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
     return module, getattr(module, name)
 
 
-def _load(model: nn.Module, key: str, source: _Source, device: Any) -> bool:
+def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
     """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     local = on_this_rank(target)
@@ -384,7 +384,7 @@ def _load(model: nn.Module, key: str, source: _Source, device: Any) -> bool:
     return was_rounded
 
 
-def _read_values(source: _Source, part: tuple[slice, ...], place: torch.device, scales: Scales | None) -> Tensor:
+def _read_values(source: _OnDisk, part: tuple[slice, ...], place: torch.device, scales: FileScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if scales is None:
         return source.read(part, place)
@@ -403,7 +403,7 @@ def _read_values(source: _Source, part: tuple[slice, ...], place: torch.device, 
     return values[tuple(part_of_read)]
 
 
-def _as_stored(target: Tensor, local: StoredWeight, source: _Source, place: torch.device) -> tuple[StoredWeight, bool]:
+def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, place: torch.device) -> tuple[StoredWeight, bool]:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
@@ -426,7 +426,7 @@ def _stored_like(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: 
 
 
 def _experts_as_stored(
-    target: Tensor, local: StoredWeight, source: _Source, place: torch.device
+    target: Tensor, local: StoredWeight, source: _OnDisk, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
     experts = own_slices(target.shape, target)[0]
@@ -445,7 +445,7 @@ def _experts_as_stored(
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: Scales | None) -> bool:
+def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: FileScales | None) -> bool:
     """Write the scales of an expert's matrix into those of the expert, whose blocks have this height, if they fit.
 
     ``scale_inv`` is 0 where none were written; a scale of several matrices must be the same in all.
@@ -459,7 +459,7 @@ def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: Scales | None) 
     return agrees
 
 
-def _scales_of(source: _Source) -> Scales | None:
+def _scales_of(source: _OnDisk) -> FileScales | None:
     """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision."""
     if source.scales is None:
         return None
@@ -474,4 +474,4 @@ def _scales_of(source: _Source) -> Scales | None:
         scale_inv = scale_inv.reshape([1] * len(source.shape))
     elif scale_inv.ndim == 1:
         scale_inv = scale_inv.unsqueeze(1)
-    return Scales(scale_inv, granularity_of_file(torch.Size(source.shape), scale_inv, name))
+    return FileScales(scale_inv, granularity_of_file(torch.Size(source.shape), scale_inv, name))

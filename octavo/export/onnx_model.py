@@ -231,10 +231,11 @@ def to_onnx(
         raise ExportError(f"opset={opset}: use {OPSETS.start} to {OPSETS.stop - 1}")
     if weights is not None and weights not in _STORED:
         raise ExportError(f"weights={weights}: use torch.float32, torch.bfloat16 or torch.float16")
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    wide, inputs = _copy_in_float32(model), pytree.tree_map_only(Tensor, in_float32, inputs)
-    exported = _translate(wide, inputs, dynamic_shapes, opset)
-    _store(exported, dict(wide.named_parameters()), weights or _dtype_of(model))
+    example_inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    float32_model = _copy_in_float32(model)
+    inputs = pytree.tree_map_only(Tensor, in_float32, example_inputs)
+    exported = _translate(float32_model, inputs, dynamic_shapes, opset)
+    _store(exported, dict(float32_model.named_parameters()), weights or _dtype_of(model))
     for node in exported.graph:  # Python's stack traces, which take as many bytes as a small model
         node.metadata_props.clear()
     _write(exported, target)

@@ -52,15 +52,15 @@ class Convertible(NamedTuple):
     module: nn.Module
     new_class: type[nn.Module]
 
-    def weights(self) -> list[_Weight]:
+    def weights(self) -> list[_Matrix]:
         """Return the weights of the module that convert takes."""
         module, name = self.module, self.name
         if keys := keys_of(module):
-            return [_Weight(recipe_names(name, part, key), module._parameters[key], self) for part, key in keys.items()]
-        return [_Weight(module.names(name) if isinstance(module, RecipeModule) else (name,), weight_of(module), self)]
+            return [_Matrix(recipe_names(name, part, key), module._parameters[key], self) for part, key in keys.items()]
+        return [_Matrix(module.names(name) if isinstance(module, RecipeModule) else (name,), weight_of(module), self)]
 
 
-class _Weight(NamedTuple):
+class _Matrix(NamedTuple):
     """A weight of a module to convert, with the names that a RecipeMap's patterns may match.
 
     ``weight`` is None if it is computed from other parameters.

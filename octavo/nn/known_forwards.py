@@ -88,14 +88,15 @@ class FeedForward(KnownForward):
     def why_not(cls, module: nn.Module) -> str | None:
         names = cls.part_names
         is_gated = len(names.readers) == 2
-        if not isinstance(getattr(module, names.down, None), Linear):
+        down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
+        if not isinstance(down, Linear):
             return f"{names.down} is not converted"
-        if activation_name(act := getattr(module, names.act, None), is_gated) is None:
+        if name_of(function_of(act), is_gated) is None:
             return f"casts don't compute {type(act).__name__}{' as a gate' * is_gated}"
-        dropout = getattr(module, names.dropout, None)
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
-        return None if can_skip_dropout(dropout) else f"its {names.dropout} has hooks or another forward"
+        can_bypass = activation_name(act, is_gated) is not None and can_skip_dropout(dropout)
+        return None if can_bypass else "its activation or dropout has hooks or another forward"
 
     def why_bypassed(self) -> str | None:
         down = self.part_names.down

@@ -212,11 +212,11 @@ class _Shared:
 
     def say_first(self, names: Collection[str]) -> None:
         """Show which runs are trained, on which device, and in which dtype."""
-        dtype, for_each = self.config.run.dtype, " each" if len(names) > 1 else ""
+        dtype = self.config.run.dtype
         reason = "" if fast_dtype(self.device) == torch.bfloat16 else "this CPU has no instructions for bfloat16; "
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         self.progress.message(
-            f"{', '.join(names)}: {self.config.optimizer.steps} steps{for_each} on {self.device}; "
+            f"{', '.join(names)}: {self.config.optimizer.steps} steps{' each' * (len(names) > 1)} on {self.device}; "
             f"what is not FP8 is {dtype} ({reason}--dtype {other} decides otherwise)"
         )
 
