@@ -369,13 +369,13 @@ def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
     """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     local = on_this_rank(target)
-    place = torch.device(device) if local.is_meta else local.device
+    device = torch.device(device) if local.is_meta else local.device
     was_rounded = False
     value: Tensor
     if isinstance(local, StoredWeight):
-        value, was_rounded = (_experts_as_stored if source.matrices else _as_stored)(target, local, source, place)
+        value, was_rounded = (_experts_as_stored if source.matrices else _as_stored)(target, local, source, device)
     else:
-        value = source.read(own_slices(source.shape, target), place)
+        value = source.read(own_slices(source.shape, target), device)
         value = value.to(target.dtype) if target.is_floating_point() else value
     if local.is_meta and not isinstance(target, nn.Parameter):
         setattr(module, key.rpartition(".")[2], value)  # a buffer
@@ -384,10 +384,10 @@ def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
     return was_rounded
 
 
-def _read_values(source: _OnDisk, part: tuple[slice, ...], place: torch.device, scales: FileScales | None) -> Tensor:
+def _read_values(source: _OnDisk, part: tuple[slice, ...], device: torch.device, scales: FileScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if scales is None:
-        return source.read(part, place)
+        return source.read(part, device)
     scale_inv, granularity = scales
     read_slices, scale_slices, part_of_read = [*part], [slice(None)] * scale_inv.ndim, [slice(None)] * len(part)
     for dim, (size, count) in enumerate(zip(source.shape, scale_inv.shape, strict=True)):
@@ -397,13 +397,13 @@ def _read_values(source: _OnDisk, part: tuple[slice, ...], place: torch.device, 
             scale_slices[dim] = slice(start // step, -(-stop // step))
             read_slices[dim] = slice(scale_slices[dim].start * step, min(scale_slices[dim].stop * step, size))
             part_of_read[dim] = slice(start - read_slices[dim].start, stop - read_slices[dim].start)
-    codes = source.read(tuple(read_slices), place)
-    scales_of_codes = scale_inv[tuple(scale_slices)].to(place).contiguous()
+    codes = source.read(tuple(read_slices), device)
+    scales_of_codes = scale_inv[tuple(scale_slices)].to(device).contiguous()
     values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
     return values[tuple(part_of_read)]
 
 
-def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, place: torch.device) -> tuple[StoredWeight, bool]:
+def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device) -> tuple[StoredWeight, bool]:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
@@ -413,8 +413,8 @@ def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, place: torc
     scale_inv = None if scales is None else scales.scale_inv
     if scale_inv is not None and scale_inv.shape == local.scales_shape(target.shape) and local.may_have(scale_inv):
         scale_inv = scale_inv if local.has_one_scale else scale_inv[own_slices(scale_inv.shape, target)]
-        return _stored_like(local, source.read(part, place), scale_inv, target), False
-    values = _read_values(source, part, place, scales)
+        return _stored_like(local, source.read(part, device), scale_inv, target), False
+    values = _read_values(source, part, device, scales)
     values = values.to(target.dtype) if scales is None else values
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
@@ -426,7 +426,7 @@ def _stored_like(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: 
 
 
 def _experts_as_stored(
-    target: Tensor, local: StoredWeight, source: _OnDisk, place: torch.device
+    target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device
 ) -> tuple[StoredWeight, bool]:
     """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
     experts = own_slices(target.shape, target)[0]
@@ -435,11 +435,11 @@ def _experts_as_stored(
     scales_by_matrix = [(matrix, _scales_of(matrix.tensor)) for matrix in source.matrices]
     all_fit = all(_fit_in(scale_inv[expert], height, rows, scales) for (expert, rows, _), scales in scales_by_matrix)
     all_fit = all_fit and local.may_have(scale_inv)
-    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=place)
+    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
     for (expert, rows, matrix), scales in scales_by_matrix:
         if experts.start <= expert < experts.stop:
             whole = own_slices(matrix.shape, values)  # as values are no DTensor
-            values[expert - experts.start, rows] = _read_values(matrix, whole, place, None if all_fit else scales)
+            values[expert - experts.start, rows] = _read_values(matrix, whole, device, None if all_fit else scales)
     if all_fit:
         return _stored_like(local, values, scale_inv[experts], target), False
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
@@ -450,12 +450,12 @@ def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: FileScales | No
 
     ``scale_inv`` is 0 where none were written; a scale of several matrices must be the same in all.
     """
-    its_place = scale_inv[rows.start // height : -(-rows.stop // height)]
+    its_scales = scale_inv[rows.start // height : -(-rows.stop // height)]
     has_shared_block = len(scale_inv) > 1 and rows.start % height
-    if scales is None or scales.scale_inv.shape != its_place.shape or has_shared_block:
+    if scales is None or scales.scale_inv.shape != its_scales.shape or has_shared_block:
         return False
-    if agrees := bool(((its_place == 0) | (its_place == scales.scale_inv)).all()):
-        its_place.copy_(scales.scale_inv)
+    if agrees := bool(((its_scales == 0) | (its_scales == scales.scale_inv)).all()):
+        its_scales.copy_(scales.scale_inv)
     return agrees
 
 
