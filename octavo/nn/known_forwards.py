@@ -131,7 +131,8 @@ def can_skip_dropout(dropout: Any) -> bool:
     """Whether a module between an activation and a layer, if there is one, does nothing now, and may be bypassed."""
     if dropout is None:
         return True
-    if type(dropout).forward not in (nn.Dropout.forward, nn.Identity.forward) or not forward_is_bypassable(dropout):
+    forward = getattr(type(dropout), "forward", None)  # none of a plain function
+    if forward not in (nn.Dropout.forward, nn.Identity.forward) or not forward_is_bypassable(dropout):
         return False
     return isinstance(dropout, nn.Identity) or not (dropout.p and dropout.training)
 

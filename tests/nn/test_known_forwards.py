@@ -415,6 +415,14 @@ def test_a_dropout_that_has_to_be_called_is_not_bypassed() -> None:
     assert fused(again) == (1, 12)
 
 
+def test_an_activation_that_is_a_plain_function_is_not_fused() -> None:
+    net = new(*FAMILIES["llama"])
+    del net.model.layers[0].mlp.act_fn
+    net.model.layers[0].mlp.act_fn = nn.functional.silu
+    assert fused(octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)) == (1, 5)
+    assert [*octavo.summary(net).not_fused.values()] == ["casts don't compute function as a gate"]
+
+
 def test_bad_input_and_nothing_to_fuse() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(TypeError, match="fuse='yes': use True or False"):
