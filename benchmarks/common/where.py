@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common.pages import markdown
 from octavo import recipes
-from octavo.nn.where import ARCHITECTURES, described
+from octavo.nn.where import ARCHITECTURES, kernels_and_loss
 
 
 def where_table() -> str:
@@ -13,7 +13,7 @@ def where_table() -> str:
     in_fp8 = [name for name in recipes.NAMED if name != "high_precision"]
     for name in in_fp8:
         for architecture, capability in ARCHITECTURES.items():
-            description = described(getattr(recipes, name)(), capability)
+            description = kernels_and_loss(getattr(recipes, name)(), capability)
             rows.setdefault((f"`{name}()`", *description), []).append(architecture)
     header = ("recipe", "on", "its products are", "main slowdown")
     return markdown(header, ((name, ", ".join(on), who, loss) for (name, who, loss), on in rows.items()))

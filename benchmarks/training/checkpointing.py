@@ -38,9 +38,9 @@ def saved(in_fp8: bool) -> dict[str, Any]:
     model, inputs = build("Llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     octavo.nn.checkpoint_model_in_fp8(model)
-    with checkpointing.watched() as counts:
+    with checkpointing.region_counts() as counts:
         predicted_by_kind(model, (), inputs)
-    with checkpointing.watched(in_fp8):
+    with checkpointing.region_counts(in_fp8):
         whole = sum(predicted_by_kind(model, (), inputs).values())
     return {"MiB of inputs": f"{counts[''][1 + in_fp8] / 2**20:.3f}", "MiB in all": f"{whole / 2**20:.3f}"}
 
@@ -65,7 +65,7 @@ def trained(in_fp8: bool, seed: int) -> dict[str, Any]:
     model, batches = regions("dynamic", seed), Batches(load_corpus(None), SIZE.context, BATCH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / STEPS))
-    with checkpointing.watched(in_fp8):
+    with checkpointing.region_counts(in_fp8):
         for step in range(STEPS):
             gradient(model, batches.training(step))
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,7 +78,7 @@ def trained(in_fp8: bool, seed: int) -> dict[str, Any]:
     rounded = gradient(model, last)
     with mock.patch.object(checkpointing, "quantize", lambda x, *to, **_: octavo.quantize(x, *to)):
         by_float = gradient(model, last)
-    with checkpointing.watched(False):
+    with checkpointing.region_counts(False):
         exact, unrounded = gradient(model, last), gradient(high, last)
     pairs = {"SQNR, dB": (rounded, exact), "by float scales": (by_float, exact), "of dynamic": (exact, unrounded)}
     ratios = {name: f"{sqnr(*pair):.2f}" for name, pair in pairs.items()}

@@ -40,8 +40,10 @@ def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         child, _, kind = name.rpartition("_")
         follows_norm = f"{path}.layer_norm_weight".lstrip(".") in state_dict
         if kind in ("weight", "bias") and (follows_norm or child in ("query", "key", "value")):
-            child_path = _CHILDREN.get(child) or f"linear.{child}".removesuffix(".") if follows_norm else child
-            name = f"{child_path}.{kind}"
+            if follows_norm:
+                name = f"{_CHILDREN.get(child) or f'linear.{child}'.removesuffix('.')}.{kind}"
+            else:
+                name = f"{child}.{kind}"
         for their_path, octavo_path in _MODULES.items():
             if f".{path}".endswith(f".{their_path}"):
                 if their_path.endswith("layernorm_qkv") and not child:

@@ -84,7 +84,7 @@ def to_safetensors(
         >>> config["quant_method"], config["weight_block_size"], config["modules_to_not_convert"]
         ('fp8', [128, 128], ['2'])
     """
-    if (chosen := LAYOUTS.get(layout)) is None or chosen.config is None:
+    if (chosen_layout := LAYOUTS.get(layout)) is None or chosen_layout.config is None:
         names_of_file_layouts = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
         raise ValueError(f"layout={layout!r}: use {', '.join(names_of_file_layouts)}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
@@ -97,21 +97,22 @@ def to_safetensors(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         reason = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
         raise ExportError(f"{folder} {reason}; name a folder that is new or empty")
-    (written_entries, layers, skipped), pair_of = entries(model, layout), pair_reader(model)
-    if shard := next((entry.key for entry in written_entries if on_this_rank(entry.tensor) is not entry.tensor), None):
+    model_entries, layers, skipped = entries(model, layout)
+    if shard := next((entry.key for entry in model_entries if on_this_rank(entry.tensor) is not entry.tensor), None):
         raise ExportError(f"{shard} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
-    likes = dict(pair for entry in written_entries for pair in _keyed(entry.likes(), chosen))
-    if chosen.matches_ends:
+    empty = dict(pair for entry in model_entries for pair in _by_key(entry.empty_tensors(), chosen_layout))
+    if chosen_layout.matches_ends:
         _check_readers(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         partial = Path(scratch) / folder.name
         partial.mkdir()
-        _write_config(partial, model, chosen.config(layers, skipped))
-        plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
+        _write_config(partial, model, chosen_layout.config(layers, skipped))
+        pair_of = pair_reader(model)
+        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_bytes)
         waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
-        for entry in written_entries:
-            for key, tensor in _keyed(entry.read(False, pair_of), chosen):
+        for entry in model_entries:
+            for key, tensor in _by_key(entry.read(False, pair_of), chosen_layout):
                 file = plan.tensor_to_filename[key]
                 # in a storage of its own: safetensors takes no shared ones
                 waiting[file][key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -145,9 +146,9 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
         )
 
 
-def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _by_key(tensors: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Yield (key, tensor) for tensors and their scales."""
-    for name, tensor, scale_inv in written:
+    for name, tensor, scale_inv in tensors:
         yield name, tensor
         if scale_inv is not None:
             yield name + layout.scale_ending, scale_inv
@@ -155,14 +156,15 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:
     """Write a Hugging Face model's configuration, as its save_pretrained does, with the layout of the weights."""
-    path, written = folder / "config.json", {}
+    path = folder / "config.json"
+    config: dict[str, Any] = {}
     if (save := getattr(getattr(model, "config", None), "save_pretrained", None)) is not None:
         save(folder)
-        written = json.loads(path.read_text(encoding="utf-8"))
-        written["architectures"] = [type(model).__name__]
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["architectures"] = [type(model).__name__]
         if (dtype := getattr(model, "dtype", None)) is not None:
-            written["dtype"] = str(dtype).removeprefix("torch.")
-    _write_json(path, {**written, "quantization_config": quantization})
+            config["dtype"] = str(dtype).removeprefix("torch.")
+    _write_json(path, {**config, "quantization_config": quantization})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -213,7 +215,7 @@ def iterate_fp8(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, LAYOUTS))}")
-    model_entries, pair_of = entries(model, layout)[0], pair_reader(model)
-    wanted = (entry for entry in model_entries if entry.layer is not None or not fp8_only)
-    read = (entry.read(entry.layer is not None and entry.layer.training, pair_of) for entry in wanted)
-    return itertools.chain.from_iterable(read)
+    model_entries = [entry for entry in entries(model, layout)[0] if entry.layer is not None or not fp8_only]
+    pair_of = pair_reader(model)
+    tensors = (entry.read(entry.layer is not None and entry.layer.training, pair_of) for entry in model_entries)
+    return itertools.chain.from_iterable(tensors)

@@ -44,7 +44,7 @@ GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # w
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
-def written_names(model: nn.Module | None, key: str, tensor: Tensor) -> dict[str, Tensor]:
+def written_tensors(model: nn.Module | None, key: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a transformers model's save_pretrained writes for one of its tensors; else the tensor."""
     if (transformers := sys.modules.get("transformers")) is None or not isinstance(model, transformers.PreTrainedModel):
         return {key: tensor}
@@ -59,7 +59,7 @@ def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[
     It is empty if save_pretrained writes the parameter itself, or tensors that are no rows of it.
     """
     experts, rows, _ = shape
-    indices_by_name = written_names(model, key, torch.arange(experts * rows, device="cpu").view(experts, rows, 1))
+    indices_by_name = written_tensors(model, key, torch.arange(experts * rows, device="cpu").view(experts, rows, 1))
     places = {}
     for name, indices in indices_by_name.items():
         first = int(indices.flatten()[0])
@@ -77,7 +77,7 @@ def written_pairs(
 
     Raises ValueError if a block has rows of two matrices.
     """
-    codes_by_name = written_names(model, key, codes)
+    codes_by_name = written_tensors(model, key, codes)
     if list(codes_by_name) == [key]:
         return {key: (codes, scale_inv)}
     matrices_per_expert = len(codes_by_name) // len(codes)
@@ -86,9 +86,9 @@ def written_pairs(
         raise ValueError(
             f"blocks of {height} rows reach from one of its {matrices_per_expert} matrices of {rows} rows into the next"
         )
-    whole = cast.tile == TENSOR
-    scales = written_names(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if whole else scale_inv)
-    return {name: (each, scales[name].reshape(1) if whole else scales[name]) for name, each in codes_by_name.items()}
+    is_one = cast.tile == TENSOR  # of an expert, and so of each of its matrices
+    scales = written_tensors(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if is_one else scale_inv)
+    return {name: (each, scales[name].reshape(1) if is_one else scales[name]) for name, each in codes_by_name.items()}
 
 
 class Layout(NamedTuple):
@@ -138,7 +138,7 @@ class Entry(NamedTuple):
         codes, scale_inv = pair_of(self.layer, training)
         return self._written(codes.detach(), scale_inv.detach().view(weight_scale_shape(self.layer)))
 
-    def likes(self) -> WrittenTensors:
+    def empty_tensors(self) -> WrittenTensors:
         """Return ``read``'s tensors on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
@@ -149,7 +149,7 @@ class Entry(NamedTuple):
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
             scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
         if scale_inv is None or self.layer is None or tensor.ndim < 3:
-            return ((name, each, scale_inv) for name, each in written_names(self.model, self.key, tensor).items())
+            return ((name, each, scale_inv) for name, each in written_tensors(self.model, self.key, tensor).items())
         pairs = written_pairs(self.model, self.key, tensor, scale_inv, weight_cast(self.layer))
         return ((name, *pair) for name, pair in pairs.items())
 
@@ -160,20 +160,22 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
     Raises ExportError if the layout can't hold a layer or no server can read it, and for a model without FP8 layers.
     """
     layers, skipped = fp8_layers(model)
-    if misfits := {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}:
+    if misfits := {name: reason for name, module in layers.items() if (reason := _why_not_held(name, module, layout))}:
         name, reason = next(iter(misfits.items()))
         others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
         raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
     weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
-    if gone := weights.keys() - state.keys():
-        raise ExportError(f"{min(gone)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it")
-    dropped = _tied(model, state, weights)
-    dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
+    if missing := weights.keys() - state.keys():
+        raise ExportError(
+            f"{min(missing)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it"
+        )
+    unwritten = _unwritten_keys(model, state, weights)
+    unwritten |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     tensor_entries = []
     renaming_model = model if any(module.part_name for module in layers.values()) else None
     for key, tensor in state.items():
-        if key in dropped:
+        if key in unwritten:
             continue
         if not isinstance(tensor, Tensor) or hasattr(on_this_rank(tensor), "__tensor_flatten__"):
             raise ExportError(f"{key} is a {type(tensor).__name__}, not a plain tensor; take extra state out")
@@ -187,13 +189,13 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
         tensor_entries.append(Entry(key, tensor, layers[weights[key]] if key in weights else None, renaming_model))
     for entry in tensor_entries:
         try:
-            entry.likes()
+            entry.empty_tensors()
         except ValueError as error:
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
     if renaming_model is not None:
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
-        likes = (written_names(renaming_model, f"{name}.weight".removeprefix("."), empty) for name in skipped)
-        skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
+        renamed = (written_tensors(renaming_model, f"{name}.weight".removeprefix("."), empty) for name in skipped)
+        skipped = [next(iter(tensors)).removesuffix(".weight") for tensors in renamed]
     return tensor_entries, layers, skipped
 
 
@@ -207,13 +209,14 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
         )
     in_fp8 = {*layers.values(), *(module.holder for module in layers.values())}
     others = {name: m for name, m in modules_by_name.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
-    return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
+    return layers, [name for name, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
-def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
+def _why_not_held(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     """Return why the layout can't hold a layer's pair, and the remedy; None if it can."""
-    cast, chosen_layout = weight_cast(module), LAYOUTS[layout]
-    remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen_layout.recipe}()) makes weights that it holds"
+    cast = weight_cast(module)
+    remedy = f"octavo.set_recipe(model, octavo.recipes.{LAYOUTS[layout].recipe}()) makes weights that it holds"
+    without_it = f"keep it in high precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
     if module.part_name:
         holder: Any = module.holder
         leave_out = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
@@ -224,25 +227,19 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     elif (weight := module._parameters.get("weight")) is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     elif weight.ndim == 2 and not isinstance(module, nn.Linear):
-        return (
-            f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; keep it in high "
-            f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
-        )
+        return f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; {without_it}"
     if cast.format is not E4M3:
         return f"its weight is cast to {cast.format}, which no layout holds; {remedy}"
-    if cast.tile not in chosen_layout.tiles:
+    if cast.tile not in LAYOUTS[layout].tiles:
         other = next((name for name, candidate in LAYOUTS.items() if cast.tile in candidate.tiles), None)
         advice = remedy if other is None else f"layout={other!r} holds those"
         return f"its weight's scales are {cast.granularity}; {advice}"
     if cast.tile == MX and (columns := module.weight_parameter.shape[-1]) % MX[1]:
-        return (
-            f"it has {columns} in features, and readers take blocks of {MX[1]} that are whole; keep it in high "
-            f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
-        )
+        return f"it has {columns} in features, and readers take blocks of {MX[1]} that are whole; {without_it}"
     return None
 
 
-def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
+def _unwritten_keys(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
     """Return the keys that are not written: their parameter is written under another, if possible transformers' choice.
 
     Raises ExportError for an FP8 layer's parameter that another kind of module has too.
@@ -250,20 +247,22 @@ def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():
         keys_of.setdefault(id(tensor), []).append(key)
-    targets = getattr(model, "all_tied_weights_keys", None) or {}
-    dropped: set[str] = set()
+    targets = (
+        getattr(model, "all_tied_weights_keys", None) or {}
+    )  # transformers': {key that is not written: its source}
+    unwritten: set[str] = set()
     for keys in keys_of.values():
-        fp8 = [key for key in keys if key in weights]
-        if fp8 and len(fp8) < len(keys):
+        layers = [weights[key] for key in keys if key in weights]
+        if layers and len(layers) < len(keys):
             other = next(key for key in keys if key not in weights)
             raise ExportError(
-                f"{weights[fp8[0]]}: its weight is {other} too, which is read in high precision; give the layer high "
-                f"precision as well: octavo.RecipeMap(recipe, {{{weights[fp8[0]]!r}: None}})"
+                f"{layers[0]}: its weight is {other} too, which is read in high precision; give the layer high "
+                f"precision as well: octavo.RecipeMap(recipe, {{{layers[0]!r}: None}})"
             )
-        if not fp8:
+        if not layers:
             written_key = next((key for key in keys if key not in targets), keys[0])
-            dropped.update(key for key in keys if key != written_key)
-    return dropped
+            unwritten.update(key for key in keys if key != written_key)
+    return unwritten
 
 
 def weight_cast(module: RecipeModule) -> Cast:
@@ -280,13 +279,8 @@ def weight_scale_shape(module: RecipeModule) -> tuple[int, ...]:
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
     """Return transformers' FineGrainedFP8Config, with DeepSeek-V3's ``fmt``; inputs are cast by blocks as they come."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [*SQUARE],
-        "modules_to_not_convert": skipped,
-    }
+    casts = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*SQUARE]}
+    return {"quant_method": "fp8", **casts, "modules_to_not_convert": skipped}
 
 
 def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
@@ -323,13 +317,9 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
         for i, (tile, targets) in enumerate(names.items())
     }
     formats = {group["format"] for group in groups.values()}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if len(formats) > 1 else formats.pop(),
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": skipped,
-    }
+    format = "mixed-precision" if len(formats) > 1 else formats.pop()
+    config = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed"}
+    return {**config, "config_groups": groups, "ignore": skipped}
 
 
 # in the order in which errors propose them: a new one is the last of files

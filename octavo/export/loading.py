@@ -35,8 +35,14 @@ from octavo.weights.stored import StoredWeight, take_values
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
-OpenFile = Callable[[Path], CheckedFile]
-StoredScales = tuple[Tensor, Granularity]  # scale_inv, and which codes share one
+FileReader = Callable[[Path], CheckedFile]
+
+
+class FileScales(NamedTuple):
+    """The scale_inv of codes, and which codes share one."""
+
+    scale_inv: Tensor
+    granularity: Granularity
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -74,35 +80,48 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
     ``model``: a transformers model; ``state_dict``, perhaps with a hub's names, is left as it is.
     """
     renamed = renaming(model, model.state_dict())
-    stored, others = dict[str, Any](), dict(state_dict)
+    stored: dict[str, Any] = {}
+    others = dict(state_dict)
     for key, places in places_of_experts(model).items():
         if not places or any(name not in others or others[name].dtype != torch.uint8 for name in places):
             continue  # they are no codes: from_pretrained joins them
-        matrices = [(place, others.pop(name)) for name, place in places.items()]
+        matrices = [others.pop(name) for name in places]
         experts, rows, columns = model.get_parameter(key).shape
-        codes = stored[key] = matrices[0][1].new_empty(experts, rows, 1, columns)
-        for (expert, its_rows), matrix in matrices:
+        codes = stored[key] = matrices[0].new_empty(experts, rows, 1, columns)
+        for (expert, its_rows), matrix in zip(places.values(), matrices, strict=True):
             codes[expert, its_rows] = matrix
-    for scale in [name for name in state_dict if name.endswith(SCALE_INV)]:
-        weight = scale.removesuffix(SCALE_INV)
-        stored |= {scale.replace(weight, renamed(weight)): others.pop(scale)}
-        if weight in others:
-            stored[renamed(weight)] = others.pop(weight)
+    for scale_name in [name for name in state_dict if name.endswith(SCALE_INV)]:
+        weight_name = scale_name.removesuffix(SCALE_INV)
+        stored[scale_name.replace(weight_name, renamed(weight_name))] = others.pop(scale_name)
+        if weight_name in others:
+            stored[renamed(weight_name)] = others.pop(weight_name)
     return stored, others
 
 
-class _Stored(NamedTuple):
+class _OnDisk(NamedTuple):
     """A tensor of the checkpoint: its open file and key; those of its scales, or None; its shape; its dtype's name.
 
-    ``matrices``: (place in the parameter, tensor) of each expert's matrices, where these are tensors of their own.
+    ``matrices``: those of each expert, where these are tensors of their own.
     """
 
     file: CheckedFile
     key: str
-    scale: tuple[CheckedFile, str] | None
+    scales: tuple[CheckedFile, str] | None
     shape: tuple[int, ...]
     dtype: str
-    matrices: tuple[tuple[tuple[int, slice], _Stored], ...] = ()
+    matrices: tuple[_ExpertMatrix, ...] = ()
+
+    def read(self, part: tuple[slice, ...], device: torch.device) -> Tensor:
+        """Return a part of the tensor on this device; nothing else of the file is read."""
+        return self.file.read(self.key, part).to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+class _ExpertMatrix(NamedTuple):
+    """A matrix of an expert: its place in the parameter [E, N, K], and its tensor [some of N, K]."""
+
+    expert: int
+    rows: slice
+    tensor: _OnDisk
 
 
 def load_fp8(
@@ -172,11 +191,11 @@ def load_fp8(
         targets = _targets(model, _tensors(Path(folder), reader), strict)
         # _apply tells FSDP2 of new shards for those on the meta device; other tensors are replaced one by one
         model._apply(lambda x: x if on_this_rank(x) is x or not x.is_meta else torch.empty_like(x, device=device))
-        rounded = [name for name, stored in targets.items() if _load(model, name, stored, device)]
-    for module in model.modules():
-        if isinstance(module, RecipeModule):
-            module.reset_delayed_state()
-            module.weight_was_loaded(rounded)
+        rounded = [name for name, source in targets.items() if _load(model, name, source, device)]
+    this_load = object()
+    for _, module in RecipeModule.named_in(model):
+        module.reset_delayed_state()
+        module.weight_was_loaded(this_load)
     if rounded:
         warnings.warn(
             f"{len(rounded)} weights were rounded to new codes, first {rounded[0]}: the checkpoint has them in high "
@@ -190,14 +209,14 @@ def load_fp8(
 # --- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
+def _tensors(folder: Path, reader: FileReader) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     if weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
         raise ValueError(f"{folder}: {weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, _OnDisk] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
     for key, path in files.items():
@@ -208,15 +227,16 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
         file = reader(path)
-        tensors[key] = _Stored(file, key, scales_by_weight.get(key), *file.header(key))
-        is_e4m3, has_scale = tensors[key].dtype == "F8_E4M3", key in scales_by_weight
-        if (has_scale or tensors[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
+        tensor = tensors[key] = _OnDisk(file, key, scales_by_weight.get(key), *file.header(key))
+        is_e4m3, has_scales = tensor.dtype == "F8_E4M3", tensor.scales is not None
+        if (has_scales or tensor.dtype.startswith("F8")) and not (is_e4m3 and has_scales):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
-            raise ValueError(f"{folder}: {key} is {tensors[key].dtype}, {why}; only E4M3 codes with scales can be read")
+            raise ValueError(f"{folder}: {key} is {tensor.dtype}, {why}; only E4M3 codes with scales can be read")
     return tensors
 
 
 def _check_config(folder: Path) -> None:
+    """Raise an error if the checkpoint's config.json is missing, or names a format that ``load_fp8`` can't read."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint's folder (huggingface_hub.snapshot_download)")
@@ -225,14 +245,14 @@ def _check_config(folder: Path) -> None:
     config = _object(config.get("text_config") or {}, f"{path}: text_config") | config
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     quantization = _object(quantization, f"{path}: quantization_config")
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    method = quantization.get("quant_method")
     methods = [each.method for each in LAYOUTS.values() if each.method is not None]
     if method not in (*methods, "modelopt", None):
         raise ValueError(
             f"{path}: quant_method is {method!r}; load_fp8 reads {', '.join(map(repr, methods))}, 'modelopt' and "
             "checkpoints in high precision, which have none"
         )
-    if block not in (None, list(SQUARE), list(MX)):
+    if (block := quantization.get("weight_block_size")) not in (None, list(SQUARE), list(MX)):
         raise ValueError(f"{path}: weight_block_size is {block!r}; weights are stored in blocks of {SQUARE} or {MX}")
 
 
@@ -243,7 +263,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
+def _files_of_tensors(folder: Path, reader: FileReader) -> dict[str, Path]:
     """Return the file of each tensor; none lies outside of the folder."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -261,74 +281,77 @@ def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, checkpoint_tensors: dict[str, _Stored], strict: bool) -> dict[str, _Stored]:
+def _targets(model: nn.Module, checkpoint_tensors: dict[str, _OnDisk], strict: bool) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensor for each of the model's, by the model's names; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
     state = model.state_dict(keep_vars=True)
     scales = {f"{key}{SCALE_INV}" for key in state}
     tensors = {key: tensor for key, tensor in state.items() if key not in scales}
-    tensors_by_name = _joined(model, tensors, checkpoint_tensors)
+    tensors_by_name = _by_models_names(model, tensors, checkpoint_tensors)
     surplus = [key for key in tensors_by_name if key not in tensors]
     inputs = [key for key in surplus if OF_INPUTS.search(key)]
     ignored = [OF_INPUTS.pattern, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]  # transformers'
     surplus = [key for key in surplus if not any(re.search(pattern, key) for pattern in ignored)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    targets = {key: stored for key, stored in tensors_by_name.items() if key in tensors}
-    loaded = {id(parameters.get(key, tensors[key])) for key in targets}
-    missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded]
+    targets = {key: source for key, source in tensors_by_name.items() if key in tensors}
+    loaded_ids = {id(parameters.get(key, tensors[key])) for key in targets}
+    missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded_ids]
     if strict and (missing or surplus):
         raise ValueError(
             f"the model lacks {len(surplus)} of the checkpoint's tensors{_first(surplus)}, and the checkpoint "
             f"{len(missing)} of the model's{_first(missing)}; strict=False leaves them out"
         )
-    for key, stored in targets.items():
-        _check_target(model, key, stored)
-    _check_meta(model, loaded)
+    for key, source in targets.items():
+        _check_target(model, key, source)
+    _check_meta(model, loaded_ids)
     if inputs:
         warnings.warn(f"{len(inputs)} scales of inputs are not read: the recipe casts those itself", stacklevel=3)
     return targets
 
 
-def _joined(model: nn.Module, tensors: dict[str, Tensor], checkpoint_tensors: dict[str, _Stored]) -> dict[str, _Stored]:
+def _by_models_names(model: nn.Module, tensors: dict[str, Tensor], sources: dict[str, _OnDisk]) -> dict[str, _OnDisk]:
     """Return the checkpoint's tensors by the model's names; matrices of experts that are one parameter become one."""
-    renamed, others, tensors_by_name = renaming(model, tensors), dict(checkpoint_tensors), dict[str, _Stored]()
+    renamed = renaming(model, tensors)
+    others = dict(sources)
+    tensors_by_name: dict[str, _OnDisk] = {}
     for key, places in places_of_experts(model).items():
-        matrices = tuple((place, others.pop(name)) for name, place in places.items() if name in others)
+        matrices = tuple(_ExpertMatrix(*place, others.pop(name)) for name, place in places.items() if name in others)
         if matrices and len(matrices) == len(places):
             shape = tuple(model.get_parameter(key).shape)
-            tensors_by_name[key] = matrices[0][1]._replace(shape=shape, matrices=matrices)
+            tensors_by_name[key] = matrices[0].tensor._replace(shape=shape, matrices=matrices)
         elif matrices:
             raise ValueError(f"the checkpoint has {len(matrices)} of the {len(places)} tensors that make {key}")
-    return tensors_by_name | {renamed(key): stored for key, stored in others.items()}
+    return tensors_by_name | {renamed(key): tensor for key, tensor in others.items()}
 
 
 def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
 
 
-def _check_target(model: nn.Module, key: str, stored: _Stored) -> None:
+def _check_target(model: nn.Module, key: str, source: _OnDisk) -> None:
+    """Raise ValueError if the tensor of this name can't be loaded from a checkpoint's."""
     module, parameter = _owner(model, key)
-    if tuple(parameter.shape) != stored.shape:
-        raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
-    for (_, rows), matrix in stored.matrices:
+    if tuple(parameter.shape) != source.shape:
+        raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {source.shape} in the checkpoint")
+    for _, rows, matrix in source.matrices:
         if matrix.shape != (rows.stop - rows.start, parameter.shape[2]):
             raise ValueError(f"{matrix.key} is {matrix.shape}, and no {rows.stop - rows.start} rows of {key}")
         _scales_of(matrix)
-    if stored.matrices:
+    if source.matrices:
         return
-    if stored.scale is not None and not isinstance(on_this_rank(parameter), StoredWeight):
+    if source.scales is not None and not isinstance(on_this_rank(parameter), StoredWeight):
         raise ValueError(
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
         )
-    _scales_of(stored)
+    _scales_of(source)
 
 
-def _check_meta(model: nn.Module, loaded: set[int]) -> None:
-    """Raise ValueError if a tensor would stay on the meta device; ``loaded``: the ids of those that will not."""
+def _check_meta(model: nn.Module, loaded_ids: set[int]) -> None:
+    """Raise ValueError if a tensor would stay on the meta device; ``loaded_ids``: the ids of those that will not."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta and id(tensor) not in loaded:
+        if tensor.is_meta and id(tensor) not in loaded_ids:
             raise ValueError(
                 f"{name} is on the meta device and not in the checkpoint: make the model within accelerate's "
                 "init_empty_weights(), which keeps buffers on theirs"
@@ -342,103 +365,113 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
     return module, getattr(module, name)
 
 
-def _load(model: nn.Module, key: str, stored: _Stored, device: Any) -> bool:
+def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
     """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     local = on_this_rank(target)
-    place = torch.device(device) if local.is_meta else local.device
+    device = torch.device(device) if local.is_meta else local.device
+    was_rounded = False
     value: Tensor
-    if rounds := isinstance(local, StoredWeight):
-        value, rounds = (_experts_as_stored if stored.matrices else _as_stored)(target, local, stored, place)
+    if isinstance(local, StoredWeight):
+        value, was_rounded = (_experts_as_stored if source.matrices else _as_stored)(target, local, source, device)
     else:
-        value = _read(stored, own_slices(stored.shape, target), place)
+        value = source.read(own_slices(source.shape, target), device)
         value = value.to(target.dtype) if target.is_floating_point() else value
     if local.is_meta and not isinstance(target, nn.Parameter):
         setattr(module, key.rpartition(".")[2], value)  # a buffer
     else:
         take_values(target, value)
-    return rounds
+    return was_rounded
 
 
-def _read(stored: _Stored, part: tuple[slice, ...], place: torch.device) -> Tensor:
-    """Return a part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
-    return stored.file.read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
-
-
-def _read_values(stored: _Stored, part: tuple[slice, ...], place: torch.device, pair: StoredScales | None) -> Tensor:
+def _read_values(source: _OnDisk, part: tuple[slice, ...], device: torch.device, scales: FileScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
-    if pair is None:
-        return _read(stored, part, place)
-    scales, granularity = pair
-    read_slices, scale_slices, wanted = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
-    for dim, (size, count) in enumerate(zip(stored.shape, scales.shape, strict=True)):
+    if scales is None:
+        return source.read(part, device)
+    scale_inv, granularity = scales
+    read_slices, scale_slices, part_of_read = [*part], [slice(None)] * scale_inv.ndim, [slice(None)] * len(part)
+    for dim, (size, count) in enumerate(zip(source.shape, scale_inv.shape, strict=True)):
         if count > 1:
-            step, wanted_range = 1 if count == size else granularity.tile[dim - len(part)], part[dim]
-            scale_slices[dim] = slice(wanted_range.start // step, -(-wanted_range.stop // step))
+            step = 1 if count == size else granularity.tile[dim - len(part)]
+            start, stop = part[dim].start, part[dim].stop
+            scale_slices[dim] = slice(start // step, -(-stop // step))
             read_slices[dim] = slice(scale_slices[dim].start * step, min(scale_slices[dim].stop * step, size))
-            wanted[dim] = slice(wanted_range.start - read_slices[dim].start, wanted_range.stop - read_slices[dim].start)
-    codes = _read(stored, tuple(read_slices), place)
-    scales_of_codes = scales[tuple(scale_slices)].to(place).contiguous()
+            part_of_read[dim] = slice(start - read_slices[dim].start, stop - read_slices[dim].start)
+    codes = source.read(tuple(read_slices), device)
+    scales_of_codes = scale_inv[tuple(scale_slices)].to(device).contiguous()
     values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
-    return values[tuple(wanted)]
+    return values[tuple(part_of_read)]
 
 
-def _as_stored(target: Tensor, local: StoredWeight, stored: _Stored, place: torch.device) -> tuple[StoredWeight, bool]:
+def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device) -> tuple[StoredWeight, bool]:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
     """
-    part, pair = own_slices(target.shape, target), _scales_of(stored)
-    if pair is not None and pair[0].shape == local.scales_shape(target.shape) and local.may_have(pair[0]):
-        scales = pair[0] if local.has_one_scale else pair[0][own_slices(pair[0].shape, target)]
-        codes, scales = _read(stored, part, place), scales.to(place, local.scale_inv.dtype)
-        return StoredWeight(codes, scales, target.dtype, local.granularity, local is not target), False
-    values = _read_values(stored, part, place, pair)
-    values = values.to(target.dtype) if pair is None else values
+    part = own_slices(target.shape, target)
+    scales = _scales_of(source)
+    scale_inv = None if scales is None else scales.scale_inv
+    if scale_inv is not None and scale_inv.shape == local.scales_shape(target.shape) and local.may_have(scale_inv):
+        scale_inv = scale_inv if local.has_one_scale else scale_inv[own_slices(scale_inv.shape, target)]
+        return _stored_like(local, source.read(part, device), scale_inv, target), False
+    values = _read_values(source, part, device, scales)
+    values = values.to(target.dtype) if scales is None else values
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
+
+
+def _stored_like(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: Tensor) -> StoredWeight:
+    """Return codes and their scales as this rank's part of the target, which is now ``local``."""
+    scale_inv = scale_inv.to(codes.device, local.scale_inv.dtype)
+    return StoredWeight(codes, scale_inv, target.dtype, local.granularity, local is not target)
 
 
 def _experts_as_stored(
-    target: Tensor, local: StoredWeight, stored: _Stored, place: torch.device
+    target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device
 ) -> tuple[StoredWeight, bool]:
     """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
-    experts, all_fit = own_slices(target.shape, target)[0], True
-    scales = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
-    height, local_matrices = local.granularity.of_matrices(target.shape).tile[0], []
-    for (expert, rows), matrix in stored.matrices:
-        pair = _scales_of(matrix)
+    experts = own_slices(target.shape, target)[0]
+    scale_inv = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
+    height = local.granularity.of_matrices(target.shape).tile[0]
+    scales_by_matrix = [(matrix, _scales_of(matrix.tensor)) for matrix in source.matrices]
+    all_fit = all(_fit_in(scale_inv[expert], height, rows, scales) for (expert, rows, _), scales in scales_by_matrix)
+    all_fit = all_fit and local.may_have(scale_inv)
+    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
+    for (expert, rows, matrix), scales in scales_by_matrix:
         if experts.start <= expert < experts.stop:
-            local_matrices.append((expert - experts.start, rows, matrix, pair))
-        at = slice(rows.start // height, -(-rows.stop // height))
-        fits = pair is not None and pair[0].shape == scales[expert, at].shape
-        fits = fits and (scales.shape[1] == 1 or rows.start % height == 0)
-        all_fit = fits and all_fit and bool(((scales[expert, at] == 0) | (scales[expert, at] == pair[0])).all())  # type: ignore[index]
-        if all_fit:
-            scales[expert, at] = pair[0]  # type: ignore[index]
-    all_fit = all_fit and local.may_have(scales)
-    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=place)
-    for expert, rows, matrix, pair in local_matrices:
-        # values are no DTensor: the matrix is read whole
-        values[expert, rows] = _read_values(matrix, own_slices(matrix.shape, values), place, None if all_fit else pair)
+            whole = own_slices(matrix.shape, values)  # as values are no DTensor
+            values[expert - experts.start, rows] = _read_values(matrix, whole, device, None if all_fit else scales)
     if all_fit:
-        scales = scales[experts].to(place, local.scale_inv.dtype)
-        return StoredWeight(values, scales, target.dtype, local.granularity, local is not target), False
+        return _stored_like(local, values, scale_inv[experts], target), False
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _scales_of(stored: _Stored) -> StoredScales | None:
-    """Return the scale_inv of codes [N, K] or [E, N, K] and its granularity; None for a tensor in high precision."""
-    if stored.scale is None:
+def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: FileScales | None) -> bool:
+    """Write the scales of an expert's matrix into those of the expert, whose blocks have this height, if they fit.
+
+    ``scale_inv`` is 0 where none were written; a scale of several matrices must be the same in all.
+    """
+    its_scales = scale_inv[rows.start // height : -(-rows.stop // height)]
+    has_shared_block = len(scale_inv) > 1 and rows.start % height
+    if scales is None or scales.scale_inv.shape != its_scales.shape or has_shared_block:
+        return False
+    if agrees := bool(((its_scales == 0) | (its_scales == scales.scale_inv)).all()):
+        its_scales.copy_(scales.scale_inv)
+    return agrees
+
+
+def _scales_of(source: _OnDisk) -> FileScales | None:
+    """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision."""
+    if source.scales is None:
         return None
-    file, name = stored.scale
-    scales = file.read(name)
-    if scales.dtype == torch.uint8:
-        scales = scales.view(torch.float8_e8m0fnu)
-    if not scales.is_floating_point():
-        raise ValueError(f"{name} is {scales.dtype}: store scales as float32, or as E8M0 (float8_e8m0fnu, uint8)")
-    scales = scales.to(torch.float32, copy=True)
-    if scales.numel() == 1:
-        scales = scales.reshape([1] * len(stored.shape))
-    elif scales.ndim == 1:
-        scales = scales.unsqueeze(1)
-    return scales, granularity_of_file(torch.Size(stored.shape), scales, name)
+    file, name = source.scales
+    scale_inv = file.read(name)
+    if scale_inv.dtype == torch.uint8:
+        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
+    if not scale_inv.is_floating_point():
+        raise ValueError(f"{name} is {scale_inv.dtype}: store scales as float32, or as E8M0 (float8_e8m0fnu, uint8)")
+    scale_inv = scale_inv.to(torch.float32, copy=True)
+    if scale_inv.numel() == 1:
+        scale_inv = scale_inv.reshape([1] * len(source.shape))
+    elif scale_inv.ndim == 1:
+        scale_inv = scale_inv.unsqueeze(1)
+    return FileScales(scale_inv, granularity_of_file(torch.Size(source.shape), scale_inv, name))

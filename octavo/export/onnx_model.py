@@ -115,13 +115,13 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
             lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs
         )
     with torch.no_grad():
-        graph = _traced(model.eval(), example_inputs, dynamic_shapes).module()
+        graph = _trace(model.eval(), example_inputs, dynamic_shapes).module()
         assert isinstance(graph, fx.GraphModule)
         _fold(graph)
-        return _traced(graph, example_inputs, dynamic_shapes)
+        return _trace(graph, example_inputs, dynamic_shapes)
 
 
-def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+def _trace(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
     try:
         return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch documents no type: the model or the tracer may raise any
@@ -231,10 +231,11 @@ def to_onnx(
         raise ExportError(f"opset={opset}: use {OPSETS.start} to {OPSETS.stop - 1}")
     if weights is not None and weights not in _STORED:
         raise ExportError(f"weights={weights}: use torch.float32, torch.bfloat16 or torch.float16")
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    wide, inputs = _copy_in_float32(model), pytree.tree_map_only(Tensor, in_float32, inputs)
-    exported = _translated(wide, inputs, dynamic_shapes, opset)
-    _store(exported, dict(wide.named_parameters()), weights or _dtype_of(model))
+    example_inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    float32_model = _copy_in_float32(model)
+    inputs = pytree.tree_map_only(Tensor, in_float32, example_inputs)
+    exported = _translate(float32_model, inputs, dynamic_shapes, opset)
+    _store(exported, dict(float32_model.named_parameters()), weights or _dtype_of(model))
     for node in exported.graph:  # Python's stack traces, which take as many bytes as a small model
         node.metadata_props.clear()
     _write(exported, target)
@@ -272,7 +273,7 @@ def _copy_in_float32(model: nn.Module) -> nn.Module:
     return wide.cpu().float()
 
 
-def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
+def _translate(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
     """Return the model as an onnx_ir.Model."""
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)

@@ -151,7 +151,7 @@ class WhatIf:
             ValueError: unless exactly one of the two is given, and is at least 0.
         """
         budget = keep if loss is None else loss
-        if budget is None or budget < 0 or (keep is not None and loss is not None):
+        if budget is None or not budget >= 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
         plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(plain_recipes) < len(self.recipes):

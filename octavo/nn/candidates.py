@@ -103,7 +103,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, without the subclasses that fully_shard and torch's parametrize put in its place."""
     kind = type(module)
     while True:
-        if is_sharded(kind):
+        if is_fsdp_class(kind):
             kind = kind.__mro__[2]
         elif kind.__name__.startswith("Parametrized") and parametrize.is_parametrized(module):
             kind = kind.__bases__[0]
@@ -116,7 +116,7 @@ def is_called_like(kind: type[nn.Module], words: Iterable[str]) -> bool:
     return any(word in kind.__name__ for word in words)
 
 
-def is_sharded(kind: type[nn.Module]) -> bool:
+def is_fsdp_class(kind: type[nn.Module]) -> bool:
     """Whether fully_shard has made this class for a module that it was applied to."""
     return kind.__mro__[1].__name__ == "FSDPModule"
 
@@ -181,7 +181,7 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def why_left_alone(module: nn.Module) -> str | None:
     """Return why a module of a convertible class must not be converted, or None."""
-    if is_sharded(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
+    if is_fsdp_class(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
         return SHARDED
     if "forward" in module.__dict__:
         return REPLACED
@@ -197,15 +197,15 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
+def why_not(module: nn.Module, converted: Sequence[nn.Module] = ()) -> str | None:
     """Return why convert with its default select leaves a module alone; None if it doesn't.
 
-    ``taken``: the model's converted layers. If a small one is among them, the caller's select has decided.
+    ``converted``: the model's converted layers. If a small one is among them, the caller's select has decided.
     """
     if fp8_class(module) is not None or keys_of(module):
-        if (why := why_left_alone(module)) is not None and not (taken and why == SHARDED):
+        if (why := why_left_alone(module)) is not None and not (converted and why == SHARDED):
             return why
-        if large_enough(module, "") or not all(large_enough(layer, "") for layer in taken):
+        if large_enough(module, "") or not all(large_enough(layer, "") for layer in converted):
             return None if why is None else "not selected, or sharded before octavo.convert"
         shape = " x ".join(map(str, features(module) if keys_of(module) else shape_of(module)))
         return f"{shape} features; the default select converts from {MIN_FEATURES} on"
@@ -217,16 +217,16 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
 
 
 # attributes of a layer; code that reads one doesn't call the layer
-_LAYERS = {"weight", "bias", "in_features", "out_features"}
+_LAYER_ATTRIBUTES = {"weight", "bias", "in_features", "out_features"}
 # attributes of a weight; code that reads one doesn't read the weight's values
-_APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
+_METADATA = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
 
 
 class PastReads(NamedTuple):
     """The class whose methods read the values of a layer's weight; whether they also call the layer or pass it on."""
 
     reader: str
-    called: bool
+    is_called: bool
 
     def __str__(self) -> str:
         return f"a {self.reader} reads its weight without calling it"
@@ -257,24 +257,36 @@ def library_of_forward(module: nn.Module) -> str:
     return "" if library == defining_class.__module__ else library.partition(".")[0]
 
 
+class _Instruction(NamedTuple):
+    """An instruction of Python's bytecode, and the name that it reads or writes (two names if it is two loads)."""
+
+    op: str = ""
+    argument: Any = ""
+
+    def loads_self(self) -> bool:
+        """Whether it leaves ``self`` on the top of the stack."""
+        last = self.argument[-1] if isinstance(self.argument, tuple) else self.argument
+        return bool(last == "self")
+
+
 @functools.cache  # by code, and not by class: a library may replace a class's methods
 def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
     uses_by_name: dict[str, set[str]] = {}
-    nothing = [("", "")]
     for code in _with_inner(codes):
-        steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
-        # such as: isinstance, self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
-        for before, owner, (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
-            if op not in ("LOAD_ATTR", "LOAD_METHOD"):
+        instructions = [_Instruction(each.opname, each.argval) for each in dis.get_instructions(code)]
+        padded = [_Instruction(), *instructions, _Instruction(), _Instruction()]
+        # such as: LOAD_GLOBAL isinstance, LOAD_FAST self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
+        for earlier, owner, layer, attribute, later in zip(*(padded[start:] for start in range(5)), strict=False):
+            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or not owner.loads_self():
                 continue
-            if (owner[1][-1] if isinstance(owner[1], tuple) else owner[1]) != "self":  # a tuple: two loads in one
-                continue
-            if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
-                uses_by_name.setdefault(name, set()).add("called")
-            elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
-                if before[1] != "isinstance":
-                    uses_by_name.setdefault(name, set()).add("read")
+            uses = uses_by_name.setdefault(layer.argument, set())
+            reads_attribute = attribute.op in ("LOAD_ATTR", "STORE_ATTR") and attribute.argument in _LAYER_ATTRIBUTES
+            if layer.op == "LOAD_METHOD" or not reads_attribute:
+                uses.add("called")
+            elif attribute == ("LOAD_ATTR", "weight") and earlier.argument != "isinstance":
+                if later.op != "STORE_ATTR" and later.argument not in _METADATA:
+                    uses.add("read")
     return uses_by_name
 
 
@@ -283,8 +295,8 @@ def _methods(module: nn.Module) -> tuple[types.CodeType, ...]:
 
     These are its class's, and the forward that the instance has in place of its class's.
     """
-    kind, replaced_forward = class_of(module), module.__dict__.get("forward")
-    functions: list[Any] = [getattr(replaced_forward, "__func__", None)]
+    kind = class_of(module)
+    functions: list[Any] = [getattr(module.__dict__.get("forward"), "__func__", None)]
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [value for name, value in vars(base).items() if "init" not in name]
     return tuple(function.__code__ for value in functions if inspect.isfunction(function := inspect.unwrap(value)))

@@ -26,8 +26,9 @@ from octavo.nn.candidates import MIXTURE, ROUTER, is_called_like
 from octavo.private import FakeTensor, top_hooks, tracing_state, untraced
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
-ROW, SMALL = 32, 1024  # elements: a row's scale is 4 bytes, and a smaller tensor is not worth a kernel
-WAYS = "checkpoint_fn", "_gradient_checkpointing_func"  # of torch's CheckpointWrapper, of transformers' modules
+LEAST_FEATURES = 32  # a row's scale is 4 bytes
+LEAST_ELEMENTS = 1024  # a smaller tensor is not worth a kernel
+CHECKPOINTERS = "checkpoint_fn", "_gradient_checkpointing_func"  # of torch's CheckpointWrapper, transformers' modules
 
 
 def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
@@ -58,7 +59,7 @@ def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, use_reentrant: b
         >>> torch.equal(octavo.checkpoint_in_fp8(block, x), block(x))
         True
     """
-    return _keeping_pairs(checkpoint, function, *args, use_reentrant=use_reentrant, **options)
+    return _run_region(checkpoint, function, *args, use_reentrant=use_reentrant, **options)
 
 
 def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
@@ -79,55 +80,56 @@ def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
         >>> model = torch.nn.Sequential(*(checkpoint_wrapper(torch.nn.Linear(64, 64)) for _ in range(2)))
         >>> model = octavo.nn.checkpoint_model_in_fp8(model)
     """
-    regions = [(module, name) for module in model.modules() for name in WAYS if vars(module).get(name) is not None]
+    regions = [(module, name) for module in model.modules() for name in CHECKPOINTERS if vars(module).get(name)]
     if not regions:
         raise ValueError(
             "no module has checkpointed regions: before, call model.gradient_checkpointing_enable(), or wrap layers by "
             "torch's checkpoint_wrapper; in code of your own, call octavo.checkpoint_in_fp8"
         )
     for module, name in regions:
-        way = getattr(module, name)
-        if getattr(way, "func", None) not in (_keeping_pairs, checkpoint_in_fp8):
-            setattr(module, name, functools.partial(_keeping_pairs, way))
+        checkpointer = getattr(module, name)
+        if getattr(checkpointer, "func", None) not in (_run_region, checkpoint_in_fp8):
+            setattr(module, name, functools.partial(_run_region, checkpointer))
     return model
 
 
 # torch 2.14 asks whether hooks see what a selective region keeps, and warns where nobody says. A region's own see its
 # arguments alone.
-_ASKED = {"respect_saved_tensors_hooks": False} if "respect_saved" in str(inspect.signature(checkpoint)) else {}
+_HOOKS_OPTION = {"respect_saved_tensors_hooks": False} if "respect_saved" in str(inspect.signature(checkpoint)) else {}
 _in_fp8: bool = True
-_counts: dict[str, tuple[int, int, int]] | None = None  # those of ``watched``
+_counts: dict[str, tuple[int, int, int]] | None = None  # those of ``region_counts``
 
 
 @untraced
-def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _run_region(checkpointer: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a checkpoint function so that its region keeps its input as a pair."""
-    hooks = _Region(_choosing(function))
-    around = torch.autograd.graph.saved_tensors_hooks(hooks.keep, hooks.bring_back)
-    if "context_fn" in {**getattr(way, "keywords", {}), **options}:
-        options = {**_ASKED, **options}
-    with around if _in_fp8 and tracing_state() is None else contextlib.nullcontext():  # a trace has no backward
-        return way(function, *args, **options)
+    region = _Region(_why_exact(function))
+    hooks = torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack)
+    if "context_fn" in {**getattr(checkpointer, "keywords", {}), **options}:
+        options = {**_HOOKS_OPTION, **options}
+    with hooks if _in_fp8 and tracing_state() is None else contextlib.nullcontext():  # a trace has no backward
+        return checkpointer(function, *args, **options)
 
 
 class _Region:
     """Hooks of one region: keep its first input that can be a pair; outer hooks, which may move or count, come next."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why_exact: str) -> None:
         self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
-        self.why = why  # the input stays as it is; "" if it need not
+        self.why_exact = why_exact  # why the input stays as it is; "" if it may be rounded
 
-    def keep(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
-        why, parts = _why_not(x) or self.why, [x]
-        if not why:
+    def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
+        parts = [x]
+        if not (why := _why_not(x) or self.why_exact):
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
-            parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
+            parts = [pair.qdata, pair.scale_inv]
+            self.why_exact = "not the first"
         if _counts is not None and x.numel():  # torch 2.11 saves an empty tensor too
             count, plain_bytes, kept_bytes = _counts.get(why, (0, 0, 0))
             _counts[why] = count + 1, plain_bytes + x.nbytes, kept_bytes + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
-    def bring_back(self, dtype_and_parts: tuple[torch.dtype | None, list[Any]]) -> Tensor:
+    def unpack(self, dtype_and_parts: tuple[torch.dtype | None, list[Any]]) -> Tensor:
         dtype, parts = dtype_and_parts
         qdata, *scale_inv = map(self.outer[1], parts)
         return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
@@ -143,10 +145,10 @@ def _why_not(x: Tensor) -> str:
         return "needs no gradient"
     if type(x) not in (Tensor, FakeTensor):
         return f"a {type(x).__name__}"
-    return "small" if x.ndim < 2 or x.shape[-1] < ROW or x.numel() < SMALL else ""
+    return "small" if x.ndim < 2 or x.shape[-1] < LEAST_FEATURES or x.numel() < LEAST_ELEMENTS else ""
 
 
-def _choosing(function: Any) -> str:
+def _why_exact(function: Any) -> str:
     """Return why no argument of a region may be rounded; "" if one may, or if the function hides its module."""
     parts = [function.func, *function.args] if isinstance(function, functools.partial) else [function]
     parts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -156,7 +158,7 @@ def _choosing(function: Any) -> str:
 
 
 @contextlib.contextmanager
-def watched(in_fp8: bool = True) -> Iterator[dict[str, tuple[int, int, int]]]:
+def region_counts(in_fp8: bool = True) -> Iterator[dict[str, tuple[int, int, int]]]:
     """Yield counts of what regions keep meanwhile, as summary's ``regions``; ``in_fp8``: whether they keep pairs."""
     global _in_fp8, _counts
     previous = _in_fp8, _counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from octavo.nn.candidates import (
     expert_weights,
     experts_class,
     fp8_class,
-    is_sharded,
+    is_fsdp_class,
     past_reads,
     restore_class,
     why_left_alone,
@@ -52,6 +51,24 @@ class Convertible(NamedTuple):
     name: str
     module: nn.Module
     new_class: type[nn.Module]
+
+    def weights(self) -> list[_Matrix]:
+        """Return the weights of the module that convert takes."""
+        module, name = self.module, self.name
+        if keys := keys_of(module):
+            return [_Matrix(recipe_names(name, part, key), module._parameters[key], self) for part, key in keys.items()]
+        return [_Matrix(module.names(name) if isinstance(module, RecipeModule) else (name,), weight_of(module), self)]
+
+
+class _Matrix(NamedTuple):
+    """A weight of a module to convert, with the names that a RecipeMap's patterns may match.
+
+    ``weight`` is None if it is computed from other parameters.
+    """
+
+    names: tuple[str, ...]
+    weight: nn.Parameter | None
+    target: Convertible
 
 
 def convert(
@@ -119,11 +136,11 @@ def convert(
     if fuse:
         _fuse(model)
     choose_fast_path(model)
-    converted = _modules(model)
-    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
-    for _, module in converted:
+    converted = [module for _, module in RecipeModule.named_in(model)]
+    other_weights = _weights_of_others(model, {id(module.holder) for module in converted})
+    for module in converted:
         # with an embedding, say, which needs it in high precision
-        module.fp8.gather.share(id(weight_of(module)) in others)
+        module.fp8.gather.share(id(weight_of(module)) in other_weights)
     gather_anew(model)
     return model
 
@@ -132,14 +149,14 @@ def _convert_weights(
     model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible], weight_storage: str | None
 ) -> None:
     """Store these modules' weights as ``convert`` does, or raise ValueError and change none."""
-    stored = {} if weight_storage is None else _granularities_in_fp8(model, recipe, targets)
-    if stored:
+    granularities = {} if weight_storage is None else _granularities_in_fp8(model, recipe, targets)
+    if granularities:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     for target in targets:
-        for names, weight in _weights(target):
-            if weight not in stored:
+        for names, weight, _ in target.weights():
+            if weight not in granularities:
                 check_readable(recipe.of(*names), weight)
-    for weight, granularity in stored.items():
+    for weight, granularity in granularities.items():
         store(weight, granularity)
 
 
@@ -157,21 +174,22 @@ def _convert_modules(recipe: Recipe | RecipeMap, targets: Sequence[Convertible])
             module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)
-            if (stored := local_stored(weight_of(module))) is not None:
-                stored.layer_name = module_name
+            if (stored_weight := local_stored(weight_of(module))) is not None:
+                stored_weight.layer_name = module_name
 
 
 def _fuse(model: nn.Module) -> None:
     """Fuse the modules of a converted model; warn, for ``convert``, which calls this, if there is none."""
     refused = fuse_known(model)
     takes_loss = any(has_loss(module) for module in model.modules())
-    if not any(isinstance(module, KnownForward) for module in model.modules()) and (refused or not takes_loss):
-        why = _listed(refused) or "the model has no module that it knows"
+    is_fused = any(isinstance(module, KnownForward) for module in model.modules())
+    if not is_fused and (refused or not takes_loss):
+        why = _text_of(refused) or "the model has no module that it knows"
         warnings.warn(f"octavo.convert fused nothing{' but the loss' * takes_loss}: {why}", stacklevel=3)
 
 
-def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
-    """Return as one text why modules of these names stay as they are."""
+def _text_of(reasons: Mapping[str, Sequence[str]]) -> str:
+    """Return as one text why modules stay as they are, from {reason: their names}."""
     return "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
 
 
@@ -179,13 +197,14 @@ def _granularities_in_fp8(
     model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[Convertible]
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
-    matrices = [(*each, target) for target in targets for each in _weights(target)]
-    matrices = [each for each in matrices if not recipe.of(*each[0]).is_high_precision]
-    others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, (_, module, _) in matrices})
+    candidates = [w for target in targets for w in target.weights() if not recipe.of(*w.names).is_high_precision]
+    owners = [getattr(w.target.module, "holder", w.target.module) for w in candidates]
+    other_weights = _weights_of_others(model, set(map(id, owners)))
     stored: dict[nn.Parameter, Granularity] = {}
-    for names, weight, (_, module, new_class) in matrices:
-        name, recipe_of_module = names[-1] or "the model", recipe.of(*names)
-        if id(weight) in others:
+    for names, weight, (_, module, new_class) in candidates:
+        name = names[-1] or "the model"
+        recipe_of_module = recipe.of(*names)
+        if id(weight) in other_weights:
             continue
         if not issubclass(new_class, nn.Linear | Grouped | ConvertedExperts):
             raise ValueError(f"{name}: a {new_class.__name__}'s weight can't be stored in FP8: leave it out by select=")
@@ -207,15 +226,6 @@ def _granularities_in_fp8(
         if (why := why_cut_blocks(weight, granularity)) is not None:
             raise ValueError(why)
     return granularities
-
-
-def _weights(target: Convertible) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
-    """Return a module's weights that convert takes, each with the names that a RecipeMap's patterns may match."""
-    name, module, _ = target
-    if isinstance(module, RecipeModule):
-        return [(module.names(name), weight_of(module))]
-    keys = keys_of(module).items()
-    return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
 
 def storage_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
@@ -251,16 +261,13 @@ def storage_after(
 
 def _weights_of(model: nn.Module) -> list[tuple[str, RecipeModule, nn.Parameter]]:
     """Return (name, module, weight) for each of a model's RecipeModules whose weight is a parameter."""
-    return [(name, module, weight) for name, module in _modules(model) if (weight := weight_of(module)) is not None]
-
-
-def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+    modules = RecipeModule.named_in(model)
+    return [(name, module, weight) for name, module in modules if (weight := weight_of(module)) is not None]
 
 
 def _octavo_modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     """Return (name, module) for each octavo module; ValueError if the model has none."""
-    if not (modules := _modules(model)):
+    if not (modules := RecipeModule.named_in(model)):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     return modules
 
@@ -349,7 +356,7 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
         >>> layer.recipe.name
         'delayed'
     """
-    converted = [module for _, module in _modules(model)] if isinstance(model, nn.Module) else []
+    converted = [module for _, module in RecipeModule.named_in(model)] if isinstance(model, nn.Module) else []
     with contextlib.ExitStack() as afterwards:
         if converted:
             afterwards.callback(gather_anew, model)
@@ -385,17 +392,17 @@ def restore(model: nn.Module) -> nn.Module:
         give_back_loss(module)
         if isinstance(module, RecipeModule):
             store(weight_of(module), None)
-            split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
-            if split or isinstance(module, Grouped):
+            stays = isinstance(module, Linear) and (module.splits is not None or is_fsdp_class(type(module)))
+            if stays or isinstance(module, Grouped):
                 module.recipe = high_precision()
             else:
                 del module.fp8
                 restore_class(module, WeightOwner)
-        elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
+        elif isinstance(module, ConvertedExperts) and not (is_fsdp_class(type(module)) or module.is_parallel):
             for part in module.parts:
                 del module._modules[part.part_name]
             restore_class(module, WeightOwner)
-        elif isinstance(module, KnownForward) and not is_sharded(type(module)):
+        elif isinstance(module, KnownForward) and not is_fsdp_class(type(module)):
             restore_class(module, KnownForward)
     choose_fast_path(model)
     gather_anew(model)
@@ -406,37 +413,38 @@ def gather_anew(model: nn.Module) -> None:
     """Under FSDP2, have the next gathers follow the recipes that modules have now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    for held in forget_gathered(model):
-        for reader in readers_of(held) if isinstance(held, WeightOwner) else ():
+    for owner in forget_gathered(model):
+        for reader in readers_of(owner) if isinstance(owner, WeightOwner) else ():
             reader.fp8.gather.sent_as, reader.fp8.gather.settings_agree = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     """Return the ids of the parameters of all modules but those whose ids are ``ours``."""
-    others = (module for module in model.modules() if id(module) not in ours)
-    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    other_modules = (module for module in model.modules() if id(module) not in ours)
+    return {id(parameter) for module in other_modules for parameter in module.parameters(recurse=False)}
 
 
 def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
+    """Return the recipe that an argument stands for; TypeError for no model, a warning for patterns that match none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     recipe = as_recipe(recipe)
     names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
-        names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())
+        names += [each for part_and_key in keys_of(module).items() for each in recipe_names(name, *part_and_key)]
     if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(names)):
         warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)
     return recipe
 
 
 def _chosen(model: nn.Module, select: Select | None) -> list[Convertible]:
-    """Return the modules that convert, which calls this, would convert; warn of those that one would expect, too."""
+    """Return the modules to convert, for convert, which calls this; warn of layers that stay in high precision."""
     if select is not None and not callable(select):
         raise TypeError(
             f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
             "{'blocks.0.up', 'blocks.0.down'}"
         )
-    past = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.called}
+    reasons_by_id = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.is_called}
     targets: list[Convertible] = []
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -444,25 +452,25 @@ def _chosen(model: nn.Module, select: Select | None) -> list[Convertible]:
         new_class: Any = type(module) if is_converted else fp8_class(module) or experts_class(module)
         if new_class is None and not isinstance(module, nn.Linear):
             continue
-        if (reason := _why_not_chosen(name, module, select, past)) is None:
+        if (reason := _why_not_chosen(name, module, select, reasons_by_id)) is None:
             targets.append(Convertible(name, module, new_class))
         else:
             reasons.setdefault(reason, []).append(name or "the model")
     if not targets:
-        why = _listed(reasons) or "the model has no linear layer"
+        why = _text_of(reasons) or "the model has no linear layer"
         warnings.warn(f"octavo.convert converted nothing: {why}", stacklevel=3)
         return targets
-    for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
-        late = reasons[reason]
-        warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {reason}", stacklevel=3)
+    for reason in sorted({SHARDED, REPLACED, *reasons_by_id.values()} & reasons.keys()):
+        names = reasons[reason]
+        warnings.warn(f"{len(names)} layers stay in high precision, first {names[0]}: {reason}", stacklevel=3)
     _warn_of_unknown_experts(model)
     return targets
 
 
-def _why_not_chosen(name: str, module: nn.Module, select: Select | None, past: Mapping[int, str]) -> str | None:
+def _why_not_chosen(name: str, module: nn.Module, select: Select | None, by_id: Mapping[int, str]) -> str | None:
     """Return why a linear layer, experts or an FP8 module is not converted; None if it is.
 
-    ``past``: why layers are not, by ``id``, whose weights the model reads without calling them.
+    ``by_id``: the reason for each layer whose weight the model reads without calling it.
     """
     if isinstance(module, RecipeModule):
         return None if select is None or select(module, name) else LEFT_OUT
@@ -470,17 +478,18 @@ def _why_not_chosen(name: str, module: nn.Module, select: Select | None, past: M
         reason = why_not(module)
     elif (reason := why_left_alone(module)) in (None, REPLACED) and not select(module, name):
         reason = LEFT_OUT
-    return past.get(id(module)) if reason is None else reason
+    return by_id.get(id(module)) if reason is None else reason
 
 
 def _warn_of_unknown_experts(model: nn.Module) -> None:
     """Warn of modules whose parameters may be experts' weights, and stay in high precision."""
-    unknown = {name: held for name, module in model.named_modules() if (held := expert_weights(module))}
-    if unknown:
+    weights_by_module = {name: weights for name, m in model.named_modules() if (weights := expert_weights(m))}
+    if weights_by_module:
         elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        share = sum(p.numel() for held in unknown.values() for p in held.values()) / elements
+        share = sum(p.numel() for weights in weights_by_module.values() for p in weights.values()) / elements
         warnings.warn(
-            f"experts stay in high precision: {len(unknown)} modules' weights, first {next(iter(unknown))}'s, are 3-D "
+            f"experts stay in high precision: {len(weights_by_module)} modules' weights, first "
+            f"{next(iter(weights_by_module))}'s, are 3-D "
             f"parameters of no kind that octavo knows, {100 * share:.1f} % of the elements of the model's matrices; "
             "octavo.summary(model, *inputs) says how much of a forward pass is in FP8",
             stacklevel=4,
@@ -489,14 +498,14 @@ def _warn_of_unknown_experts(model: nn.Module) -> None:
 
 # nn.TransformerEncoderLayer has a fast path: in evaluation torch computes the whole layer in one function of its own,
 # which reads the weights of its linear layers and calls none of them: no FP8, and nothing that it could read where
-# weights are stored in FP8. What torch asks before it takes that path, and the answer that keeps it from doing so:
-# which activation it is (0: one that the function can't compute; nothing else reads it), and whether to make padded
-# sequences nested tensors.
+# weights are stored in FP8. Here is the attribute that torch reads before it takes that path, and the value that keeps
+# it from doing so: which activation it is (0: one that the function can't compute; nothing else reads it), and whether
+# to make padded sequences nested tensors.
 _FAST_PATH_SWITCHES: dict[type[nn.Module], tuple[str, int | bool]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-_SAVED_SWITCH = "_answer_before_octavo"
+_SAVED_SWITCH = "_switch_before_octavo"
 
 
 def choose_fast_path(model: nn.Module) -> None:

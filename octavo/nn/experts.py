@@ -29,7 +29,7 @@ from octavo.autograd.rows import Rows
 from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, activation_of
 from octavo.kernels.reference.activation import activate
 from octavo.nn.fused import can_fuse, run_as_one
-from octavo.nn.inputs import grouped_dtype, no_tensor
+from octavo.nn.inputs import grouped_dtype, not_a_tensor_error
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import assert_async, tracing_state
@@ -75,7 +75,7 @@ def mix(
     Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. Raises as Experts does.
     """
     if not isinstance(x, Tensor):
-        raise no_tensor(x)
+        raise not_a_tensor_error(x)
     x_TH = as_rows(x)
     if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or top_k_index.shape[0] != x_TH.shape[0]:
         raise ValueError(
@@ -89,12 +89,13 @@ def mix(
     if top_k_index.device.type == "cpu":  # a GPU would have to be waited for
         in_range = (top_k_index >= 0).logical_and(top_k_index < limit).all()
         assert_async(in_range, f"top_k_index holds numbers of experts that are not below {limit}")
-    routing, k = Routing.by_expert(top_k_index.reshape(-1), experts), top_k_index.shape[1]
+    routing = Routing.by_expert(top_k_index.reshape(-1), experts)
+    k = top_k_index.shape[1]
     rows = _gather_rows(x_TH, routing.order, routing.inverse, k)
     y = _gather_rows(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
     by_token = *x.shape[:-1], k
-    mixed = (y.view(*by_token, y.shape[1]) * top_k_weights.reshape(*by_token, 1)).sum(-2)
-    return mixed.to(x.dtype)  # no view, of which FSDP2 warns
+    weighted_sum = (y.view(*by_token, y.shape[1]) * top_k_weights.reshape(*by_token, 1)).sum(-2)
+    return weighted_sum.to(x.dtype)  # no view, of which FSDP2 warns
 
 
 def feed_forward(
@@ -103,22 +104,22 @@ def feed_forward(
     gate_up: Grouped,
     down: Grouped,
     activation: str | None,
-    between: Callable[[Tensor], Tensor],
+    activate_alone: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return down's product of an activation of gate_up's; known activations and their gradients are fused into casts.
 
     ``rows`` [S, H] are sorted by expert and end at ``offsets``. ``activation``: a name of kernels/activations.py, or
-    None if ``between``, which computes it alone, is none of them.
+    None if ``activate_alone``, which computes it without a product, is none of them.
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         linears = gate_up, down
         if activation is None or not can_fuse(linears):
-            return down(between(gate_up(rows, offsets)), offsets)
+            return down(activate_alone(gate_up(rows, offsets)), offsets)
         tensors = [linear.layer_tensors() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
-        placed = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
-        return run_as_one(placed, None, linears, activation, dtype)
+        parts = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
+        return run_as_one(parts, None, linears, activation, dtype)
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)
@@ -179,9 +180,9 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        wide = intermediate_size * (2 if activation_of(activation).gated else 1)
+        rows = intermediate_size * (2 if activation_of(activation).gated else 1)
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.gate_up = GroupedLinear(experts, hidden_size, wide, **options, recipe=recipe_for(recipe, "gate_up"))
+        self.gate_up = GroupedLinear(experts, hidden_size, rows, **options, recipe=recipe_for(recipe, "gate_up"))
         self.down = GroupedLinear(experts, intermediate_size, hidden_size, **options, recipe=recipe_for(recipe, "down"))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -217,9 +218,9 @@ def keys_of(module: nn.Module) -> dict[str, str]:
     return keys if all(parameters[key].ndim == 3 for key in keys.values()) else {}
 
 
-def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
-    """Return the names of an experts' part that a RecipeMap's patterns may match; ``module``: the name of the whole."""
-    return module, *(f"{module}.{suffix}".lstrip(".") for suffix in (part, key))
+def recipe_names(module_name: str, part: str, key: str) -> tuple[str, ...]:
+    """Return the names of an experts' part that a RecipeMap's patterns may match."""
+    return module_name, *(f"{module_name}.{suffix}".lstrip(".") for suffix in (part, key))
 
 
 class ExpertsPart(Grouped):
@@ -303,8 +304,8 @@ class TransformersExperts(ConvertedExperts):
         """Return the weighted sum over experts, as octavo.nn.Experts does."""
 
         def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-            between: Any = self._apply_gate if self.has_gate else self.act_fn
-            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), between)
+            activate_alone: Any = self._apply_gate if self.has_gate else self.act_fn
+            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), activate_alone)
             return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
 
         # under transformers' expert parallelism the number E stands for every expert of other ranks
@@ -336,7 +337,7 @@ def function_of(act: nn.Module | None) -> str | None:
 def name_of(function: str | None, gated: bool) -> str | None:
     """Return the name in kernels/activations.py of a function, or of a gate by it; or None."""
     # not `known == (function, gated)`, which is False where torch 2.11 compiles it
-    return next((name for name, of in ACTIVATIONS.items() if of.function == function and of.gated == gated), None)
+    return next((name for name, it in ACTIVATIONS.items() if it.function == function and it.gated == gated), None)
 
 
 def _activation_of(module: nn.Module) -> str | None:

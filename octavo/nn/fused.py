@@ -28,7 +28,7 @@ from octavo.kernels.activations import activation_of
 from octavo.kernels.reference.activation import activate
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
-from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, style_of
+from octavo.nn.tensor_parallel import FusedParts, as_styles_return, fused_parts, hooks_on, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.gathered import check_layers_agree
 
@@ -120,7 +120,7 @@ def can_fuse(linears: Sequence[Any]) -> bool:
 
 
 def run_as_one(
-    placed: FusedParts,
+    parts: FusedParts,
     norm: Any,
     linears: Sequence[Any],
     activation: str,
@@ -130,20 +130,21 @@ def run_as_one(
 ) -> Any:
     """Return the results, of this dtype, of one or two linear layers, behind a norm if there is one, run as one chain.
 
-    ``placed``: their input and parameters; ``positions``: by which the heads of one layer's result are turned.
+    ``parts``: their input and parameters; ``positions``: by which the heads of one layer's result are turned.
     """
-    x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
-    read = [gamma, beta]
-    for weight, bias, parameter in placed.linears:
-        parameters.append((weight, bias))
-        read += [parameter, bias]
-    refuse_for_fp8(x, *read)
+    x = parts.input
+    gamma, beta = parts.norm
+    leaves, operands, layers = [gamma, beta], [], []
+    for weight, bias, parameter in parts.linears:
+        leaves += [parameter, bias]
+        operands.append((weight, bias))
+    refuse_for_fp8(x, *leaves)
     needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
-    for linear, tensors, rows in zip(linears, placed.linears, placed.rows, strict=False):
+    for linear, tensors, rows in zip(linears, parts.linears, parts.rows, strict=False):
         layers.append(linear.layer_of(x, tensors, needs_grad, rows))
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
-    return run_chain(x, placed.norm, parameters, chain, None if placed.shape is None else placed.shape[:-1])
+    return run_chain(x, parts.norm, operands, chain, None if parts.shape is None else parts.shape[:-1])
 
 
 class Fused(nn.Module):
@@ -153,7 +154,7 @@ class Fused(nn.Module):
     norm: LayerNorm | RMSNorm
     linear_parts: tuple[str, ...]  # in order
 
-    def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
+    def _run_fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
@@ -165,10 +166,10 @@ class Fused(nn.Module):
             return None
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])
-        if (placed := fused_parts(norm, linears, weights, input)) is None:
+        if (parts := fused_parts(norm, linears, weights, input)) is None:
             return None
-        results = run_as_one(placed, norm, linears, activation, dtype, returns_norm)
-        return finished(placed, norm, linears[-1], *(results if returns_norm else (results, None)))
+        results = run_as_one(parts, norm, linears, activation, dtype, returns_norm)
+        return as_styles_return(parts, norm, linears[-1], *(results if returns_norm else (results, None)))
 
 
 class _NormLinear(Fused):
@@ -197,8 +198,8 @@ class _NormLinear(Fused):
 
     def whole(self, input: Tensor) -> tuple[Any, Any]:
         """Return (the output of all splits side by side, or a tuple of them if they are separate; the norm's)."""
-        if (fused := self._fused(input, "", self.return_norm_output)) is not None:
-            return fused
+        if (results := self._run_fused(input, "", self.return_norm_output)) is not None:
+            return results
         normed = self.norm(input)
         output = self.linear(normed)
         if self.return_norm_output:  # as the fused parts return it: under autocast a norm's own dtype differs
@@ -283,13 +284,13 @@ class _NormMLP(Fused):
         super().__init__()
         self.activation = activation
         gated = activation_of(activation).gated
-        halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if gated else ffn_hidden_size
+        inner_size = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if gated else ffn_hidden_size
         self.norm = self.norm_class(hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
+        self.fc1 = Linear(hidden_size, inner_size, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
     def forward(self, input: Tensor) -> Tensor:
-        if (results := self._fused(input, self.activation, False)) is not None:
+        if (results := self._run_fused(input, self.activation, False)) is not None:
             return results[0]
         return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
 

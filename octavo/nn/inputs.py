@@ -27,7 +27,7 @@ def is_parallel(weight: Tensor) -> bool:
 def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
     """Return the dtype that products with ``input`` compute in: its own, or autocast's, which the meta device lacks."""
     if not isinstance(input, Tensor | GatheredInput):
-        raise no_tensor(input)
+        raise not_a_tensor_error(input)
     if weight_NK.is_meta and not input.is_meta:
         raise ValueError(
             "the weight is on the meta device and has no values: call model.to_empty(device=...), then load or "
@@ -49,7 +49,7 @@ def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
     """Return the dtype that products of GroupedLinear compute in; raise the errors that its docstring lists."""
     if not isinstance(input, Tensor):
-        raise no_tensor(input)
+        raise not_a_tensor_error(input)
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
     if (dtype := product_dtype(input, weight_ENK)) not in HIGH_PRECISION:
@@ -60,7 +60,7 @@ def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.d
     return dtype
 
 
-def no_tensor(input: object) -> Exception:
+def not_a_tensor_error(input: object) -> Exception:
     """Return the error for an input that is no tensor, as what torch.fx.symbolic_trace passes in place of one."""
     if isinstance(input, torch.fx.Proxy):
         return UnsupportedOpError(

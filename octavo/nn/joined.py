@@ -28,7 +28,7 @@ def _facade_of(weights: Sequence[Tensor]) -> Tensor:
     return weights[0].new_empty(1).expand(sum(weight.shape[0] for weight in weights), weights[0].shape[1])
 
 
-class _JoinedRows(torch.autograd.Function):
+class _JoinedWeights(torch.autograd.Function):
     """A facade of weights [N_i, K] joined by rows, [N, K]; its gradient flows to each weight, as a view."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class Joined(NamedTuple):
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
         weights = [linear.weight for linear in self.linears]
-        facade: Tensor = _JoinedRows.apply(*weights) if is_recorded(*weights) else _facade_of(weights)
+        facade: Tensor = _JoinedWeights.apply(*weights) if is_recorded(*weights) else _facade_of(weights)
         return facade, bias, first.weight
 
     def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
@@ -100,10 +100,10 @@ class Joined(NamedTuple):
         if (state := first.fp8.state_on(device)) is None:
             return
         for linear in others:
-            if (other := linear.fp8.state_on(device)) is not state and other is not None:
+            if (its_state := linear.fp8.state_on(device)) is not state and its_state is not None:
                 # no_modes: a mode must see the same ops in a recomputed forward. A scale that is not set yet is 0
                 with no_modes(), torch.no_grad():
-                    state.scale.copy_(torch.minimum(state.scale, other.scale))
-                    state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))
+                    state.scale.copy_(torch.minimum(state.scale, its_state.scale))
+                    state.amax_history.copy_(torch.maximum(state.amax_history, its_state.amax_history))
                 note_empty(state.scale)
                 linear.fp8.state = state

@@ -11,8 +11,8 @@ activation and its last layer compute together. The class's own forward runs ins
 
     the last layer is no octavo.nn.Linear (adapted, quantised, restored), has hooks or another forward, is tensor
     parallel, or has its ``output`` product in high precision
-    the activation has hooks, or is one that casts don't compute
-    dropout is active between the two
+    the activation has hooks or another forward, or is one that casts don't compute
+    dropout is active between the two, or has hooks or another forward
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from octavo.autograd.chain import activated_linear
 from octavo.autograd.norm import norm_and_branch
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
-from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
+from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_fsdp_class, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
-from octavo.nn.fused import forward_is_bypassable, run_as_one
+from octavo.nn.fused import can_fuse, forward_is_bypassable, run_as_one
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
@@ -86,15 +86,17 @@ class FeedForward(KnownForward):
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        names, is_gated = cls.part_names, len(cls.part_names.readers) == 2
+        names = cls.part_names
+        is_gated = len(names.readers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
         if not isinstance(down, Linear):
             return f"{names.down} is not converted"
-        if activation_name(act, is_gated) is None:
+        if name_of(function_of(act), is_gated) is None:
             return f"casts don't compute {type(act).__name__}{' as a gate' * is_gated}"
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
-        return None
+        can_bypass = activation_name(act, is_gated) is not None and can_skip_dropout(dropout)
+        return None if can_bypass else "its activation or dropout has hooks or another forward"
 
     def why_bypassed(self) -> str | None:
         down = self.part_names.down
@@ -105,10 +107,9 @@ class FeedForward(KnownForward):
         (x,) = *args, *kwargs.values()
         names, readers = self.part_names, self.readers
         down: Any = getattr(self, names.down)
-        dropout: Any = getattr(self, names.dropout) if names.dropout else None
-        if not is_bypassable_linear(down) or (dropout is not None and dropout.p and dropout.training):
-            return super(KnownForward, self).forward(*args, **kwargs)
-        if (activation := activation_name(getattr(self, names.act), len(readers) == 2)) is None:
+        dropout = getattr(self, names.dropout) if names.dropout else None
+        activation = activation_name(getattr(self, names.act), len(readers) == 2)
+        if activation is None or not is_bypassable_linear(down) or not can_skip_dropout(dropout):
             return super(KnownForward, self).forward(*args, **kwargs)
         tensors = weight, bias, parameter = down.layer_tensors()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
@@ -126,11 +127,19 @@ class FeedForward(KnownForward):
         return activated_linear(gate, up, weight, bias, down.layer_of(gate, tensors, needs_grad), activation)
 
 
+def can_skip_dropout(dropout: Any) -> bool:
+    """Whether a module between an activation and a layer, if there is one, does nothing now, and may be bypassed."""
+    if dropout is None:
+        return True
+    forward = getattr(type(dropout), "forward", None)  # none of a plain function
+    if forward not in (nn.Dropout.forward, nn.Identity.forward) or not forward_is_bypassable(dropout):
+        return False
+    return isinstance(dropout, nn.Identity) or not (dropout.p and dropout.training)
+
+
 def is_bypassable_linear(layer: Any) -> bool:
     """Whether a layer is octavo's, with one result by a product in FP8, and nothing has to call it."""
-    if not isinstance(layer, Linear) or layer.splits is not None or layer.fp8.recipe.output is None:
-        return False
-    return forward_is_bypassable(layer)
+    return isinstance(layer, Linear) and layer.splits is None and can_fuse((layer,))
 
 
 def as_one_layer(layers: Sequence[Any]) -> Any:
@@ -139,7 +148,8 @@ def as_one_layer(layers: Sequence[Any]) -> Any:
         return layers[0] if is_bypassable_linear(layers[0]) and not is_parallel(layers[0].weight) else None
     if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
-    return joined if (joined := Joined(tuple(layers))).can_join() else None
+    joint_layer = Joined(tuple(layers))
+    return joint_layer if joint_layer.can_join() else None
 
 
 class LlamaFeedForward(FeedForward):
@@ -219,17 +229,19 @@ class LeanRMSNorm(KnownForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = *args, *kwargs.values()
-        return self.lean_with(x)[0] if self.is_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
+        return (
+            self.norm_and_residual(x)[0] if self.can_be_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
+        )
 
-    def is_lean(self, x: Tensor) -> bool:
+    def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
         if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x):
             return False
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 
-    def lean_with(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (the norm of x, or of x + residual if there is one; that norm's input, for the residual branch)."""
+    def norm_and_residual(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (the norm of x, or of x + residual if there is one; the norm's input, for the residual branch)."""
         return norm_and_branch(x, self.weight, self.variance_epsilon, residual)
 
 
@@ -249,16 +261,9 @@ class DecoderLayer(KnownForward):
 
     fused_kind = "residual"
 
-    def library_forward(
-        self: Any,
-        hidden_states: Any,
-        attention_mask: Any,
-        position_ids: Any,
-        cache: Any,
-        use_cache: Any,
-        position_embeddings: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def library_forward(  # type: ignore[no-untyped-def]
+        self: Any, hidden_states, attention_mask, position_ids, cache, use_cache, position_embeddings, **kwargs
+    ):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
@@ -280,25 +285,26 @@ class DecoderLayer(KnownForward):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
-        fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
-        return None if fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
+        are_fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
+        return None if are_fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
 
     def why_bypassed(self: Any) -> str | None:
-        alone = forward_is_bypassable(self.input_layernorm) and forward_is_bypassable(self.post_attention_layernorm)
-        return super().why_bypassed() or (None if alone else "its norms have hooks or other forwards")
+        norms = self.input_layernorm, self.post_attention_layernorm
+        why = None if all(map(forward_is_bypassable, norms)) else "its norms have hooks or other forwards"
+        return super().why_bypassed() or why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
-        first, second = norms = self.input_layernorm, self.post_attention_layernorm
+        norms = self.input_layernorm, self.post_attention_layernorm
         if args or not all(
-            isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.is_lean(hidden_states)
+            isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.can_be_lean(hidden_states)
             for norm in norms
         ):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
-        normed, residual = first.lean_with(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        normed, residual = second.lean_with(attended, residual)
-        return residual + self.mlp(normed)
+        x, residual = norms[0].norm_and_residual(hidden_states)
+        x, _ = self.self_attn(hidden_states=x, **kwargs)
+        x, residual = norms[1].norm_and_residual(x, residual)
+        return residual + self.mlp(x)
 
 
 # An attention's forward, as transformers writes it in several variants: the function that turns positions and the table
@@ -317,19 +323,10 @@ def forward(self, hidden_states, position_embeddings, attention_mask, cache, **k
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
     if cache is not None:
         key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
-    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-        self.config._attn_implementation, eager_attention_forward
-    )
-    attn_output, attn_weights = attention_interface(
-        self,
-        query_states,
-        key_states,
-        value_states,
-        attention_mask,
-        dropout=0.0 if not self.training else self.attention_dropout,
-        scaling=self.scaling,
-        {window}
-        **kwargs,
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+    attn_output, attn_weights = attend(
+        self, query_states, key_states, value_states, attention_mask,
+        dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, {window} **kwargs,
     )
     attn_output = attn_output.reshape(*input_shape, -1).contiguous()
     attn_output = self.o_proj(attn_output)
@@ -356,7 +353,7 @@ class Attention(KnownForward):
     fused_kind = "attention"
     part_names = PartNames(QKV)
     head_dim: int
-    interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
+    attention_functions: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
     library_forward: Any = _attention_forward()
 
@@ -365,7 +362,7 @@ class Attention(KnownForward):
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
         if plain is not nn.Module:  # nn.Module follows in the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
-            cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
+            cls.attention_functions = names["ALL_ATTENTION_FUNCTIONS"]
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     @classmethod
@@ -376,7 +373,7 @@ class Attention(KnownForward):
         if any(layer.recipe != layers[0].recipe for layer in layers):
             return f"{', '.join(QKV)} have different recipes"
         # a fused one calls none of the library's functions for that, also if they are replaced since
-        if not isinstance(module, KnownForward) and not _turns_halves(inspect.unwrap(class_of(module).forward)):
+        if not isinstance(module, KnownForward) and not _turns_as_kernels_do(inspect.unwrap(class_of(module).forward)):
             return "its rotary positions are none that octavo knows"
         return None
 
@@ -384,35 +381,36 @@ class Attention(KnownForward):
         why = f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return super().why_bypassed() or (why if as_one_layer(self.readers) is None else None)
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         """Return the further keyword arguments that the class passes to the function of attention."""
         return {}
 
-    def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
+    def heads_from(self, run: Callable[..., Any], positions: Positions) -> Attended:
         """Return queries, keys and values for attention; ``run`` computes the joined layers' product, as run_as_one."""
         return run(positions=positions)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it for arguments by position, or by an old name."""
         layers = self.readers
-        angles: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")  # its own renames that
-        is_turned = not (args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]))
-        if not is_turned or hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
+        # its own class gives past_key_values their new name, cache
+        tables: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")
+        can_turn_here = not (args or tables is None or requires_grad(tables[0]) or requires_grad(tables[1]))
+        if not can_turn_here or hidden_states.ndim != 3 or (joint_layer := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         del kwargs["position_embeddings"]
-        tensors = joined.layer_tensors()
+        tensors = joint_layer.layer_tensors()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
-        run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
-        heads = [layer.out_features // self.head_dim for layer in layers]
-        query, key, value = self.turned(run, Positions(angles[0], angles[1], (heads[0], heads[1]), x.shape[0]))
+        run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joint_layer], "", x.dtype)
+        heads, kv_heads, _ = [layer.out_features // self.head_dim for layer in layers]
+        query, key, value = self.heads_from(run, Positions(tables[0], tables[1], (heads, kv_heads), x.shape[0]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
             if torch.is_grad_enabled():  # a view of all three would be saved beside the cache's copies of two
                 query = query.contiguous()
-        attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
+        attend = self.attention_functions.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling, **self.window()}
+        options = {"dropout": dropout, "scaling": self.scaling, **self.attention_options()}
         output, weights = attend(self, query, key, value, mask, **options, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
@@ -422,7 +420,7 @@ class AttentionOfMistral(Attention):
 
     library_forward = _attention_forward(window="sliding_window=getattr(self.config, 'sliding_window', None),")
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
 
 
@@ -432,7 +430,7 @@ class AttentionOfQwen2(Attention):
     sliding_window: int | None
     library_forward = _attention_forward(window="sliding_window=self.sliding_window,")
 
-    def window(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window}
 
 
@@ -443,7 +441,7 @@ class AttentionOfQwen3(AttentionOfQwen2):
     k_norm: nn.Module
     library_forward = _attention_forward(window="sliding_window=self.sliding_window,", norms_heads=True)
 
-    def turned(self, run: Callable[..., Any], positions: Positions) -> Attended:
+    def heads_from(self, run: Callable[..., Any], positions: Positions) -> Attended:
         cos, sin, counts, _ = positions
         query, key, value = heads_apart(run(), counts, self.head_dim)
         query, key = self.q_norm(query), self.k_norm(key)
@@ -466,7 +464,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
     return q_embed, k_embed
 
 
-def _turns_halves(forward: Any) -> bool:
+def _turns_as_kernels_do(forward: Any) -> bool:
     """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
     turns = rotate_half, apply_rotary_pos_emb
     return all(_same_code(forward.__globals__.get(turn.__name__), turn) for turn in turns)
@@ -477,13 +475,13 @@ _ATTENTIONS = (Attention, AttentionOfMistral, AttentionOfQwen2, AttentionOfQwen3
 _KINDS: tuple[type[KnownForward], ...] = (*_FEED_FORWARDS, LeanRMSNorm, LeanT5Norm, DecoderLayer, *_ATTENTIONS)
 
 
-def activation_name(act: nn.Module | None, gated: bool) -> str | None:
+def activation_name(act: Any, gated: bool) -> str | None:
     """Return the name in kernels/activations.py of an activation module's function, or of a gate by it; or None."""
-    return name_of(function_of(act), gated) if act is not None and forward_is_bypassable(act) else None
+    return name_of(function_of(act), gated) if isinstance(act, nn.Module) and forward_is_bypassable(act) else None
 
 
 @functools.cache  # by function, and not by class: a library may replace a class's forward
-def _class_knowing(forward: Any) -> type[KnownForward] | None:
+def _class_for(forward: Any) -> type[KnownForward] | None:
     """Return the class of this file whose ``library_forward`` has a forward's code; or None."""
     return next((kind for kind in _KINDS if _same_code(forward, kind.library_forward)), None)
 
@@ -494,15 +492,18 @@ def _same_code(candidate: Any, known: Any) -> bool:
     Docstrings don't count, nor do defaults of None and False: the forwards of this file have none, and take an argument
     left out as None.
     """
-    is_function, candidate = inspect.isfunction(candidate), inspect.unwrap(candidate)
+    if not inspect.isfunction(candidate):
+        return False
+    candidate = inspect.unwrap(candidate)
     docs = candidate.__doc__, known.__doc__
 
     def meaning(function: Any) -> tuple[Any, ...]:
-        code, defaults = function.__code__, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        code = function.__code__
         constants = [constant for constant in code.co_consts if constant not in docs]
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
 
-    return is_function and meaning(candidate) == meaning(known)
+    return bool(meaning(candidate) == meaning(known))
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -513,9 +514,9 @@ def refusal(module: nn.Module) -> str | None:
     if isinstance(module, KnownForward):
         return module.why_bypassed()
     kind = class_of(module)
-    if (known_class := _class_knowing(inspect.unwrap(kind.forward))) is None:
+    if (known_class := _class_for(inspect.unwrap(kind.forward))) is None:
         return f"octavo does not know the forward of {kind.__name__}" if _looks_alike(module, kind) else ""
-    if is_sharded(type(module)):
+    if is_fsdp_class(type(module)):
         return SHARDED
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance before octavo.convert"
@@ -543,7 +544,8 @@ def fused_modules(model: nn.Module) -> Iterator[FusedModule]:
         if has_loss(module):
             yield FusedModule(name, "loss")
         if isinstance(module, KnownForward):
-            names, is_joined = module.part_names, as_one_layer(module.readers) is not None
+            names = module.part_names
+            is_joined = as_one_layer(module.readers) is not None
             norms_heads = isinstance(module, AttentionOfQwen3)
             yield FusedModule(name, module.fused_kind, names.readers, names.down, is_joined, norms_heads)
 
@@ -554,7 +556,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
     for name, module in model.named_modules():
         if (why := refusal(module)) is None and not isinstance(module, KnownForward):
             kind = class_of(module)
-            module.__class__ = of_subclass(_class_knowing(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
+            module.__class__ = of_subclass(_class_for(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)

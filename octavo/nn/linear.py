@@ -146,9 +146,9 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
     if isinstance(out_features, int):
         return out_features, None
     splits = dict(out_features)
-    wrong = [name for name in splits if not name.isidentifier() or name in ("weight", "bias")]
-    if not splits or wrong:
-        raise ValueError(f"out_features={splits!r}: splits need names like 'query', not {wrong or 'none'}")
+    wrong_names = [name for name in splits if not name.isidentifier() or name in ("weight", "bias")]
+    if not splits or wrong_names:
+        raise ValueError(f"out_features={splits!r}: splits need names like 'query', not {wrong_names or 'none'}")
     if min(splits.values()) < 0:
         raise ValueError(f"out_features={splits!r}: a split's size can't be negative")
     return sum(splits.values()), splits
@@ -173,16 +173,17 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
     """
     if in_fp8 := [key for name in splits if (key := f"{prefix}{name}.weight{SCALE_INV}") in state_dict]:
         return [f"{', '.join(in_fp8)}: splits in FP8 have scales of their own: octavo.nn.separate_splits(model) first"]
-    wrong = []
+    errors: list[str] = []
     for parameter in ("weight", "bias"):
         keys = {f"{prefix}{name}.{parameter}": size for name, size in splits.items()}
         if f"{prefix}{parameter}" in state_dict or not all(key in state_dict for key in keys):
             continue
-        other = {key: list(state_dict[key].shape) for key, size in keys.items() if state_dict[key].shape[:1] != (size,)}
-        wrong += [f"{key} is {shape}, but its split has {keys[key]} rows" for key, shape in other.items()]
-        if not other:
+        shapes = {key: list(state_dict[key].shape) for key in keys}
+        misfits = [key for key, size in keys.items() if shapes[key][:1] != [size]]
+        errors += [f"{key} is {shapes[key]}, but its split has {keys[key]} rows" for key in misfits]
+        if not misfits:
             state_dict[f"{prefix}{parameter}"] = torch.cat([state_dict.pop(key) for key in keys])
-    return wrong
+    return errors
 
 
 class Grouped(RecipeModule):
@@ -322,8 +323,8 @@ def rows_of_splits(tensor: Tensor, splits: Splits) -> Sequence[Tensor]:
 def separate(layer: Linear, ranks: int = 1) -> None:
     """Turn a Linear with splits into SeparateSplits in place, for sharding over so many ranks, or raise ValueError."""
     assert layer.splits is not None
-    if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
-        raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")
+    if uneven := {name: size for name, size in layer.splits.items() if size % ranks}:
+        raise ValueError(f"splits {uneven} do not divide into {ranks} ranks: each rank has as many rows of every split")
     weight, bias = layer.weight, layer.bias
     if type(weight) not in (nn.Parameter, StoredWeight):
         raise ValueError(
@@ -337,20 +338,22 @@ def separate(layer: Linear, ranks: int = 1) -> None:
             f"splits {layer.splits} of a weight {tuple(weight.shape)} in blocks of {step} rows: on {ranks} ranks each "
             f"split needs a multiple of {step} rows a rank; or use a recipe with one scale a weight (dynamic, delayed)"
         )
-    start, others = 0, {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
+    options: dict[str, Any] = {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
+    start = 0
     for name, size in layer.splits.items():
-        split, rows = Linear(layer.in_features, size, recipe=layer.recipe, **others), slice(start, start + size)  # type: ignore[arg-type]
-        part = weight.rows(start, start + size) if isinstance(weight, StoredWeight) else weight.detach()[rows].clone()
+        end = start + size
+        split = Linear(layer.in_features, size, recipe=layer.recipe, **options)
+        part = weight.rows(start, end) if isinstance(weight, StoredWeight) else weight.detach()[start:end].clone()
         split._parameters["weight"] = nn.Parameter(part, weight.requires_grad)
         if bias is not None:
-            split._parameters["bias"] = nn.Parameter(bias.detach()[rows].clone(), bias.requires_grad)
+            split._parameters["bias"] = nn.Parameter(bias.detach()[start:end].clone(), bias.requires_grad)
         split.is_split, split.training = True, layer.training
         if layer.fp8.state is not None:
             split.fp8.state = layer.fp8.state.clone()
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)
-        start += size
+        start = end
     del layer.fp8
     layer._parameters.clear()
     layer.__class__ = SeparateSplits  # type: ignore[assignment]

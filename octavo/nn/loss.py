@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo import recipes
 from octavo.autograd.casts import CastRequest, as_rows, cast_role
 from octavo.autograd.cross_entropy import cross_entropy_of_rows
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
@@ -21,6 +20,7 @@ from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, refuse_sharded
+from octavo.recipes import AnyRecipe, as_recipe, high_precision
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands
 
@@ -73,6 +73,7 @@ def cross_entropy(
 
 
 def _check(input: Tensor, reduction: str, label_smoothing: float, softcap: float | None) -> None:
+    """Raise the errors that both losses' docstrings list for these arguments."""
     if input.dtype not in HIGH_PRECISION:
         raise TypeError(f"input is {input.dtype}: use bfloat16, float16 or float32")
     if reduction not in _REDUCTIONS:
@@ -94,7 +95,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
 ) -> Tensor:
     """Return the cross entropy of a head's logits, of which those of 4,096 rows exist at a time.
 
@@ -113,7 +114,8 @@ def linear_cross_entropy(
         reduction: "mean" over the rows that count, or "sum".
         ignore_index: rows with this target add nothing; None is -100.
         label_smoothing, softcap: as of ``octavo.nn.cross_entropy``.
-        recipe: with a weight, the recipe of the three products; None: high precision. A Delayed rule needs a head.
+        recipe: with a weight, the recipe of the three products, or its name; None: high precision. A Delayed rule needs
+            a head.
 
     Returns:
         a float32 scalar.
@@ -145,15 +147,15 @@ def linear_cross_entropy(
             f"target {list(target.shape)} of {target.dtype} needs a column's number, int64, for each row of input "
             f"{list(input.shape)}"
         )
-    ignored = -100 if ignore_index is None else ignore_index
-    rows = target.reshape(-1)
-    divisor = (rows != ignored).sum() if reduction == "mean" else None
-    loss = LossOfRows(rows, ignored, label_smoothing, softcap or 0.0, divisor)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    targets = target.reshape(-1)
+    divisor = (targets != ignore_index).sum() if reduction == "mean" else None
+    loss = LossOfRows(targets, ignore_index, label_smoothing, softcap or 0.0, divisor)
     if isinstance(linear_weight, Linear):
         if linear_bias is not None or recipe is not None:
             raise ValueError("linear_bias and recipe are for a weight: a head has its own")
         return linear_weight(as_rows(input), loss=loss)
-    recipe = recipes.high_precision() if recipe is None else recipe
+    recipe = high_precision() if recipe is None else as_recipe(recipe).of("")
     return _loss_with_weight(as_rows(input), linear_weight, linear_bias, loss, recipe)
 
 
@@ -169,7 +171,8 @@ def _loss_with_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: 
             f"the recipe {recipe.name!r} is delayed, and a weight has no history: give an octavo.nn.Linear"
         )
     refuse_sharded(weight)
-    x, operands = input.to(product_dtype(input, weight)), Operands()
+    x = input.to(product_dtype(input, weight))
+    operands = Operands()
     if not recipe.is_high_precision:
         refuse_for_fp8(x, weight, bias)
         needs_dx = torch.is_grad_enabled() and x.requires_grad

@@ -12,7 +12,7 @@ from octavo import recipes
 from octavo.kernels.capability import compute_capability, runs_natively
 from octavo.kernels.cpu import library
 from octavo.kernels.devices import triton_kernels
-from octavo.nn.where import described
+from octavo.nn.where import kernels_and_loss
 from octavo.private import fused_sdp_choice, sdp_priority_order
 
 
@@ -25,8 +25,9 @@ def described_on(devices: Sequence[torch.device]) -> list[str]:
 def recipes_on(device: torch.device) -> list[str]:
     """Return lines that say what casts on a CPU; whose kernels multiply for each recipe, and what slows it most."""
     words_by_name = {"casts": library.describe()} if device.type == "cpu" else {}
+    capability = compute_capability(device)
     for name in recipes.NAMED:
-        words_by_name[name] = "; lost: ".join(described(getattr(recipes, name)(), compute_capability(device)))
+        words_by_name[name] = "; lost: ".join(kernels_and_loss(recipes.as_recipe(name).of(""), capability))
     width = max(map(len, words_by_name))
     return ["", f"recipes on {device}", *(f"  {name:<{width}}  {words}" for name, words in words_by_name.items())]
 

@@ -100,6 +100,11 @@ class RecipeModule(WeightOwner):
     part_name = ""  # this part's name in the module that owns the weight, if that is another
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
+    @staticmethod
+    def named_in(model: nn.Module) -> list[tuple[str, RecipeModule]]:
+        """Return (name, module) of a model's RecipeModules, in the order of ``named_modules``."""
+        return [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+
     @property
     def parameters_device(self) -> torch.device:
         """The device of the parameters, of which the weight need not be one (weight_norm)."""
@@ -111,8 +116,8 @@ class RecipeModule(WeightOwner):
         return self.fp8.recipe
 
     @recipe.setter
-    def recipe(self, setting: Recipe | str) -> None:
-        if not isinstance(recipe := as_recipe(setting), Recipe):
+    def recipe(self, recipe_or_name: Recipe | str) -> None:
+        if not isinstance(recipe := as_recipe(recipe_or_name), Recipe):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
@@ -281,13 +286,14 @@ class RecipeModule(WeightOwner):
         """
         fp8 = self.fp8
         facts = None if fp8.state is None else facts_of(fp8.state.scale)
-        loads = {} if facts is None else facts.loads  # of all layers that share the state
+        # of all layers that share the state; read before a reset, which clears what is known of the state
+        loads_by_layer = {} if facts is None else facts.loads
         if facts is None or not facts.is_of(self, load):
             self.reset_delayed_state()
         else:
             self.state_was_loaded()
         if fp8.state is not None:
-            facts_of(fp8.state.scale).loads = {**loads, id(self): load}
+            facts_of(fp8.state.scale).loads = {**loads_by_layer, id(self): load}
         fp8.kept_operands = None
         fp8.gather.was_written()
 
@@ -329,7 +335,8 @@ class RecipeModule(WeightOwner):
     def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
-        fp8, grad_enabled = self.fp8, torch.is_grad_enabled() and tracing_state() is None
+        fp8 = self.fp8
+        grad_enabled = torch.is_grad_enabled() and tracing_state() is None
         state = fresh_state(self, parameter, self.training, input.device)
         parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
@@ -373,6 +380,5 @@ def invalidate(model: nn.Module) -> None:
         >>> _ = layer.weight.data.mul_(20)
         >>> octavo.nn.invalidate(layer)
     """
-    for module in model.modules():
-        if isinstance(module, RecipeModule):
-            module.fp8.forget_weight()
+    for _, module in RecipeModule.named_in(model):
+        module.fp8.forget_weight()

@@ -55,7 +55,7 @@ def kind_of(module: nn.Module) -> str | None:
     return next((matching for matching, words in _WORDS.items() if is_called_like(kind, words)), None)
 
 
-class _Origins(OperationCounter):
+class _KindsByCast(OperationCounter):
     """Records the kinds of storages that casts to FP8 and copies to another dtype write."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -88,7 +88,7 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     not_counted = (*model.parameters(), *model.buffers(), *argument_tensors)
     excluded = {OperationCounter.storage_of(part) for tensor in not_counted for part in inner(tensor)}
     saved_parts: dict[int, tuple[str, Tensor]] = {}
-    origins = _Origins(list(model.parameters()))
+    casts = _KindsByCast(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}
     stack = [_OTHER]
 
@@ -108,12 +108,12 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     entering, leaving = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with entering, leaving, saving, origins, torch.enable_grad():
+    with entering, leaving, saving, casts, torch.enable_grad():
         output = model(*args, **kwargs)
     saved = dict.fromkeys(SAVED_KINDS, 0)
     for key, (kind, part) in saved_parts.items():
         if key not in excluded:
-            saved[origins.kinds.get(key, kind)] += part.untyped_storage().nbytes()
+            saved[casts.kinds.get(key, kind)] += part.untyped_storage().nbytes()
     del output
     return saved
 

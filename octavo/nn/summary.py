@@ -22,7 +22,7 @@ from octavo.nn.candidates import (
     shape_of,
     why_not,
 )
-from octavo.nn.checkpointing import watched
+from octavo.nn.checkpointing import region_counts
 from octavo.nn.convert import restore
 from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ExpertsPart
@@ -181,22 +181,22 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           0  Embedding [16, 8]  left alone: Embedding is not a linear layer
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
-    flops = products = saved = in_training = None
+    flops = products = saved = counts_in_training = None
     if args or kwargs:
-        in_evaluation = forward_flops(model, args, kwargs)
-        saved, in_training = _in_training(model, args, kwargs)
-        flops, in_fp8 = in_training or in_evaluation
+        counts_in_evaluation = forward_flops(model, args, kwargs)
+        saved, counts_in_training = _count_in_training(model, args, kwargs)
+        flops, in_fp8 = counts_in_training or counts_in_evaluation
         names = model.named_modules(remove_duplicate=False)  # the counter may use a shared module's last name
         products = {id(module): in_fp8[name] for name, module in names if name in in_fp8}
-    rows = tuple(_rows(model, _Reasons(model, products, in_training is not None)))
+    rows = tuple(_rows(model, _Reasons(model, products, counts_in_training is not None)))
     return Summary(rows, flops, saved, *_fused(model))
 
 
 def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
     """Yield a row for each matrix of a model."""
-    computing: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
+    parametrization_ids: set[int] = set()  # of what computes a linear layer's weight, which counts as one matrix
     for name, module in model.named_modules():
-        if id(module) in computing or isinstance(module, ExpertsPart):  # whose matrix is another module's
+        if id(module) in parametrization_ids or isinstance(module, ExpertsPart):  # whose matrix is another module's
             continue
         readers: Mapping[str, Any] = module.weight_readers if isinstance(module, WeightOwner) else {}
         parameters = dict(module.named_parameters(recurse=False)).items()
@@ -205,7 +205,7 @@ def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
         if (isinstance(module, RecipeModule) or fp8_class(module) is not None) and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v or weight_orig
             if parametrize.is_parametrized(module, "weight"):
-                computing.add(id(module.parametrizations.weight))
+                parametrization_ids.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
             reader = readers.get(key, module)
@@ -226,17 +226,17 @@ class _Reasons:
     def __init__(self, model: nn.Module, products: Mapping[int, bool] | None, in_training: bool) -> None:
         self.products, self.in_training = products, in_training
         self.past_reads, self.parts_of_fused = past_reads(model), _parts_of_fused(model)
-        self.taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
+        self.converted = [module for _, module in RecipeModule.named_in(model) if isinstance(module, nn.Linear)]
 
     def reason(self, module: nn.Module, key: str, recipe: Recipe | None) -> str:
         """Return ``ModuleSummary.reason`` of a module's parameter ``key``, which is converted with this recipe."""
         reads = self.past_reads.get(id(module))
-        if reads is not None and not reads.called:
+        if reads is not None and not reads.is_called:
             return str(reads)
         if recipe is None:
             if key in expert_weights(module):
                 return "a 3-D parameter (expert weights) is not a linear layer"
-            return why_not(module, self.taken) or "not selected"
+            return why_not(module, self.converted) or "not selected"
         if "forward" in module.__dict__:
             why = REPLACED_SINCE
         elif reads is not None:
@@ -255,19 +255,19 @@ def _fused(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Return ``Summary.fused`` and ``Summary.not_fused``."""
     modules = [*model.named_modules()]
     known = [(name, module) for name, module in modules if isinstance(module, KnownForward)]
-    kinds = {name: class_of(module).__name__ for name, module in known if module.why_bypassed() is None}
+    fused = {name: class_of(module).__name__ for name, module in known if module.why_bypassed() is None}
     with_loss = [(name, module) for name, module in modules if has_loss(module)]
-    refused = {name: why for name, module in modules if (known or with_loss) and (why := refusal(module))}
+    not_fused = {name: why for name, module in modules if (known or with_loss) and (why := refusal(module))}
     for name, module in with_loss:
         label = f"{name}.loss_function".lstrip(".")
         if library := library_of_forward(module):
-            refused[label] = f"the model's forward is {library}'s, which may compute the loss itself"
+            not_fused[label] = f"the model's forward is {library}'s, which may compute the loss itself"
         else:
-            kinds[label] = "causal_lm_loss"
-    return kinds, refused
+            fused[label] = "causal_lm_loss"
+    return fused, not_fused
 
 
-def _in_training(
+def _count_in_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[SavedBytes, _ForwardCounts | None]:
     """Return (bytes saved as the model is and unconverted, ``forward_flops`` in training or None if it can't run)."""
@@ -275,9 +275,9 @@ def _in_training(
 
     counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
-        with watched(in_fp8=False):
+        with region_counts(in_fp8=False):
             plain = predicted_by_kind(model, args, kwargs, restore)
-        with watched() as regions:
+        with region_counts() as regions:
             converted = predicted_by_kind(model, args, kwargs, watching=counter)
     except Exception as error:  # of a model's own forward, which may ask tensors for their values
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -308,14 +308,14 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Return the floating-point operations of a forward in evaluation, without gradients."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-    training = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in model.modules()}
     counter = FlopCounterMode(display=False, custom_mapping=OperationCounter.formulas())
     try:
         with counter, torch.no_grad():
             model.eval()(*args, **kwargs)
     finally:
-        for module, was in training.items():
-            module.training = was
+        for module, is_training in modes.items():
+            module.training = is_training
     return _counts_of(counter)
 
 

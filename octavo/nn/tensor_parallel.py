@@ -83,7 +83,7 @@ def sending_of(module: object) -> Sending | None:
     return None if style is None else style.sending
 
 
-# This rank's weight [N, K] and bias [N], and the parameter, a leaf of autograd's graph, that the weight is a view of.
+# this rank's weight [N, K] and bias [N], and the parameter, a leaf of autograd's graph, that the weight is a view of
 LayerTensors = tuple[Tensor, Tensor | None, Tensor]
 
 
@@ -116,41 +116,40 @@ class FusedParts(NamedTuple):
     rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
 
 
-def _why_not_fused(styles: Sequence[Style | None], norm: Any, weights: Sequence[Any], input: Any) -> str | None:
-    """Return why a norm and linear layers under tensor parallelism run one by one; None if they run as one.
+def _can_run_as_one(styles: Sequence[Style | None], norm: Any, weights: Sequence[Any], input: Any) -> bool:
+    """Whether a norm and linear layers under tensor parallelism run as one, and not one by one.
 
     ``styles``: the norm's, then the layers'.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
+    mesh = getattr(weights[0], "device_mesh", None)
+    last = input.ndim - 1
     norm_style, first, *later = styles
-    if mesh is None or mesh.ndim != 1:
-        return "the first weight is on no mesh of one dimension"
-    if first is None or None in later:
-        return "a linear layer is under no style of octavo.distributed"
+    if mesh is None or mesh.ndim != 1 or first is None or None in later:
+        return False  # octavo.distributed's styles are not over all linear layers, on one mesh of one dimension
     if (norm_style is None) == is_parallel(norm.weight):
-        return "only one of the norm and its weight is parallel"
+        return False  # only one of the norm and its weight is parallel
     for weight, expected in zip(weights, (Shard(0), Shard(1)), strict=False):
         if not is_parallel(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
-            return "the first weight is not cut by rows, the second by columns, over one mesh"
+            return False  # the first weight is not cut by rows, or the second by columns
     if later and not (_is_shard(first.output, last, last) and _is_shard(later[0].input, last, last)):  # type: ignore[union-attr]
-        return "the activation is not cut by features"
+        return False  # the activation is not cut by features
     placement = first.input if norm_style is None else norm_style.input
-    tokens = any(_is_shard(placement, dim, last) for dim in range(last))
-    if first.input != placement or not (tokens or placement == Replicate()):
-        return "the norm and the first layer don't both take tokens that are cut, or whole ones"
+    tokens_are_cut = any(_is_shard(placement, dim, last) for dim in range(last))
+    if first.input != placement or not (tokens_are_cut or placement == Replicate()):
+        return False  # the norm and the first layer don't both take tokens that are cut, or whole ones
     if not isinstance(input, DTensor):
-        return None
+        return True
     if norm_style is None or input.placements != (placement,) or input.device_mesh != mesh:
-        return "the input is a DTensor that the norm's style does not take"
-    return "ranks have unequal tokens" if tokens and input.shape[placement.dim] % mesh.size() else None
+        return False  # the norm's style does not take such an input
+    return not (tokens_are_cut and input.shape[placement.dim] % mesh.size())  # else ranks have unequal tokens
 
 
 def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> FusedParts | None:
     """Return this rank's tensors for a norm and one or two linear layers that run as one.
 
-    None if the parts run one by one: see _why_not_fused; or tokens are cut that can't be gathered in FP8.
+    None if the parts run one by one: see _can_run_as_one; or tokens are cut that can't be gathered in FP8.
     """
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
@@ -158,13 +157,15 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     from torch.distributed.tensor import Partial
 
     styles = [style_of(part) for part in (norm, *linears)]
-    if _why_not_fused(styles, norm, weights, input) is not None:
+    if not _can_run_as_one(styles, norm, weights, input):
         return None
     assert styles[1] is not None
     mesh, placement, sending = weights[0].device_mesh, styles[1].input, styles[1].sending
     group = mesh.get_group().group_name
     x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
-    wire, norm_grad, shape = None, placement, [*x.shape]
+    shape = [*x.shape]
+    norm_grad = Partial() if placement.is_shard() else placement
+    wire = None
     if placement.is_shard():
         assert sending is not None
         dim = placement.dim % x.ndim
@@ -174,7 +175,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         # counting casts needs tokens in memory; sums in FP8 end a graph
         if _is_counted(linears[0]) or (sending.reduce is not None and torch.compiler.is_compiling()):
             return None
-        wire, norm_grad = sending.wire(mesh, x, dim), Partial()
+        wire = sending.wire(mesh, x, dim)
         shape[dim] *= mesh.size()
     gamma, beta = (
         parameter.to_local(grad_placements=[norm_grad]) if is_parallel(parameter) else parameter
@@ -190,22 +191,28 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     return FusedParts(x, (gamma, beta), local_linears, mesh, shape, rows)
 
 
-def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
-    """Return (a fused module's output, its norm's), as the styles of its parts return them."""
-    if placed.mesh is None or placed.shape is None:
+def as_styles_return(parts: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
+    """Return (a fused module's output, its norm's), as the styles of its parts return them.
+
+    ``y`` and ``normed`` are this rank's results, of the ``last`` layer and of the norm.
+    """
+    mesh = parts.mesh
+    if mesh is None or parts.shape is None:
         return y, normed
     from torch.distributed.tensor import Partial, Shard
 
-    norm_style, last_style, shape = style_of(norm), style_of(last), [*placed.shape[:-1], last.out_features]
+    norm_style, last_style = style_of(norm), style_of(last)
     assert last_style is not None
-    if len(placed.linears) == 2:
-        needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
-        if (scattered := _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)) is not None:
-            return last_style.finish(last, scattered, placed.mesh), None
-    y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
+    if len(parts.linears) == 2:
+        needs_dx = any(map(requires_grad, (parts.input, *parts.norm, *parts.linears[0])))
+        weight, bias, _ = parts.linears[1]
+        if (output := _scatter_sum(last, y, needs_dx, weight, bias, mesh)) is not None:
+            return last_style.finish(last, output, mesh), None
+    shape = [*parts.shape[:-1], last.out_features]
+    output = as_dtensor(y, shape, mesh, Shard(len(shape) - 1) if len(parts.linears) == 1 else Partial())
     if normed is not None and norm_style is not None:
-        normed = norm_style.finish(norm, spread(normed, placed.shape, placed.mesh, norm_style.input), placed.mesh)
-    return last_style.finish(last, y, placed.mesh), normed
+        normed = norm_style.finish(norm, as_dtensor(normed, parts.shape, mesh, norm_style.input), mesh)
+    return last_style.finish(last, output, mesh), normed
 
 
 def _is_counted(module: ShardedLayer) -> bool:
@@ -236,21 +243,22 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> Gather
     has (in a first forward, and in compiled ones), it is the scale that all readers have in common, else the input's
     own.
     """
+    mesh = input.device_mesh
+    dim = input.placements[0].dim % input.ndim
     earlier_readers = [reader for reader in readers if getattr(style_of(reader), "reads_gathered", False)]
-    reading = earlier_readers or readers
-    first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
-    recipe, x = first.recipe, input.to_local()
-    arguments = input_cast_arguments(recipe)
+    deciding_readers = earlier_readers or readers
+    first = deciding_readers[0]
+    arguments = input_cast_arguments(first.recipe)
     if any(input_cast_arguments(reader.recipe) != arguments for reader in readers) or input.shape[dim] % mesh.size():
         return None
-    trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
-    observers = [(reader.recipe, reader.observing) for reader in reading if reader.observing is not None]
-    reader = GatherReader(
-        recipe, first.state_of_input() if earlier_readers else _state_of_all(readers), trains, tuple(observers)
-    )
-    if not can_gather(reader, INPUT, sending.exact):
+    trains = torch.is_grad_enabled() and any(p.requires_grad for reader in readers for p in reader.parameters())
+    observers = tuple((reader.recipe, reader.observing) for reader in deciding_readers if reader.observing is not None)
+    state = first.state_of_input() if earlier_readers else _state_of_all(readers)
+    gather_reader = GatherReader(first.recipe, state, trains, observers)
+    if not can_gather(gather_reader, INPUT, sending.exact):
         return None
-    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, sending.wire(mesh, x, dim))
+    x = input.to_local()
+    return gather_input(x.to(product_dtype(input, first.weight)), dim, gather_reader, sending.wire(mesh, x, dim))
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:
@@ -262,7 +270,7 @@ def _state_of_all(readers: Sequence[Any]) -> State | None:
     return states[0]._replace(scale=torch.where((scales == scales[0]).all(0), scales[0], 0.0))
 
 
-def _scattered_for(
+def _scatter_sum(
     module: ShardedLayer, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any
 ) -> Any:
     """Return the sum over ranks of their outputs y [..., N], a DTensor whose gradient is gathered in FP8.
@@ -282,8 +290,8 @@ def _scattered_for(
     fits = fits and can_gather(reader, GRAD_OUTPUT, sending.exact)
     if not fits and sending.reduce is None:
         return None
-    rows = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
-    return DTensor.from_local(rows, mesh, [sending.output], run_check=False)
+    part_of_sum = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    return DTensor.from_local(part_of_sum, mesh, [sending.output], run_check=False)
 
 
 def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -> Any:
@@ -304,19 +312,21 @@ def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -
             "dimension; shard over others by fully_shard"
         )
     (weight_placement,), (input_placement,) = weight.placements, input.placements
-    places, rowwise = _placements(weight_placement, input_placement, input.ndim - 1), _is_shard(weight_placement, 1, 1)
+    places = _placements(weight_placement, input_placement, input.ndim - 1)
+    rowwise = _is_shard(weight_placement, 1, 1)
     if places.input != input_placement:
         input = input.redistribute(placements=[places.input])
     x = input.to_local(grad_placements=[places.input_grad])
-    local = weight.to_local(grad_placements=[places.weight_grad])
-    b = _local_bias(bias, rowwise, mesh, None if places.weight_grad == weight_placement else places.weight_grad)
+    local_weight = weight.to_local(grad_placements=[places.weight_grad])
+    bias_grad = None if places.weight_grad == weight_placement else places.weight_grad
+    local_bias = _local_bias(bias, rowwise, mesh, bias_grad)
     # ranks that share scales cast together, and then layers share no casts
     read = None if places.roles[INPUT] else read_by(x, module, is_view=True)
     parts = Parts(mesh.get_group().group_name, places.roles, rank=mesh.get_local_rank())
-    y = module.local_product(x, (local, b, weight), read, Rows(parts=parts))
-    if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
-        return scattered
-    return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, places.output)
+    y = module.local_product(x, (local_weight, local_bias, weight), read, Rows(parts=parts))
+    if rowwise and (output := _scatter_sum(module, y, requires_grad(x), local_weight, local_bias, mesh)) is not None:
+        return output
+    return as_dtensor(y, (*input.shape[:-1], weight.shape[0]), mesh, places.output)
 
 
 class _Placements(NamedTuple):
@@ -339,8 +349,8 @@ def _placements(weight: Any, input: Any, last: int) -> _Placements:
     columns = Shard(last)
     if isinstance(weight, Replicate):
         rows = Replicate() if isinstance(input, Partial) or input == columns else input
-        tokens = isinstance(rows, Shard)
-        return _Placements(rows, rows, Partial() if tokens else weight, rows, (tokens, False, tokens))
+        is_cut = isinstance(rows, Shard)
+        return _Placements(rows, rows, Partial() if is_cut else weight, rows, (is_cut, False, is_cut))
     if _is_shard(weight, 1, 1):
         return _Placements(columns, columns, weight, Partial(), _ROWWISE_ROLES)
     if _is_shard(weight, 0, 1):
@@ -348,14 +358,14 @@ def _placements(weight: Any, input: Any, last: int) -> _Placements:
     raise ValueError(f"a weight with placement {weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
 
 
-def spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
+def as_dtensor(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
     """Return the DTensor of this shape whose part on this rank is y."""
     from torch.distributed.tensor import DTensor
 
-    whole: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     if placement.is_shard() and shape[placement.dim] % mesh.size():  # torch would assume parts of equal size
-        whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(y, mesh, [placement], run_check=False, **whole)
+        sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(y, mesh, [placement], run_check=False, **sizes)
 
 
 def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any, bias: Any) -> Any:
@@ -372,6 +382,6 @@ def _product_of_gathered(module: ShardedLayer, input: GatheredInput, weight: Any
     if not torch.compiler.is_compiling() and style is not None and not style.reads_gathered:
         module.__dict__[STYLE] = replace(style, reads_gathered=True)
     parts = Parts(input.wire.group, _COLUMNWISE_ROLES, rank=weight.device_mesh.get_local_rank())
-    local = None if bias is None else bias.to_local()
-    y = module.local_product(input, (weight.to_local(), local, weight), None, Rows(parts=parts))
-    return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))
+    local_bias = None if bias is None else bias.to_local()
+    y = module.local_product(input, (weight.to_local(), local_bias, weight), None, Rows(parts=parts))
+    return as_dtensor(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.autograd.products import requires_grad
-from octavo.autograd.rotary import rotary as turned
+from octavo.autograd.rotary import rotary as turn_queries_and_keys
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, forward_is_bypassable
-from octavo.nn.inputs import is_parallel, no_tensor
+from octavo.nn.inputs import is_parallel, not_a_tensor_error
 from octavo.nn.linear import Linear, split_output
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
+RotaryTables = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
 ROTARY_BASE = 10_000.0
 _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (RMSNormLinear, RMSNormMLP),
@@ -29,7 +29,7 @@ _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def rotary_table(
     positions: int, head_width: int, base: float = ROTARY_BASE, device: torch.device | str | None = None
-) -> Rotary:
+) -> RotaryTables:
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv 2104.09864).
 
     Args:
@@ -41,20 +41,25 @@ def rotary_table(
     Returns:
         cos and sin, each [C, D / 2] float32.
 
+    Raises:
+        ValueError: for a head_width that is not even: features are turned in pairs.
+
     Example:
         >>> cos, sin = rotary_table(128, 64)
         >>> cos.shape
         torch.Size([128, 32])
     """
+    if head_width < 2 or head_width % 2:
+        raise ValueError(f"head_width={head_width} is not even: rotary positions turn pairs of features")
     steps = torch.arange(0, head_width, 2, dtype=torch.float64, device=device)
-    angle = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * base ** (-steps / head_width)
-    return angle.cos().float(), angle.sin().float()
+    angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * base ** (-steps / head_width)
+    return angles.cos().float(), angles.sin().float()
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def rotate(x: Tensor, rotary_tables: RotaryTables) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) of x [..., C, D] by its position's angle: q . k depends on distance alone."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = (table.to(x.dtype) for table in rotary)
+    cos, sin = (table.to(x.dtype) for table in rotary_tables)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
@@ -76,10 +81,11 @@ class SelfAttention(nn.Module):
         dtype: bfloat16, float16 or float32.
 
     Raises:
-        ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads.
+        ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads; in forward for
+            rotary tables of fewer positions or features.
 
     Shape:
-        input [B, S, W], result the same, dtype of the input or autocast's; S positions, each sees those before.
+        input [B, C, W], result the same, dtype of the input or autocast's; C positions, each sees those before.
 
     Example:
         >>> import torch, octavo
@@ -108,37 +114,41 @@ class SelfAttention(nn.Module):
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, hidden_size // heads
-        shared = kv_heads * self.head_width
-        splits = {"query": hidden_size, "key": shared, "value": shared}
+        kv_size = kv_heads * self.head_width
+        splits = {"query": hidden_size, "key": kv_size, "value": kv_size}
         if norm not in _PARTS:
             raise ValueError(f"norm={norm!r}: use 'layer_norm' or 'rms_norm'")
         self.qkv = _PARTS[norm][0](hidden_size, splits, eps, bias, device, dtype, recipe=under(recipe, "qkv"))
         self.out = Linear(hidden_size, hidden_size, bias, device, dtype, recipe=under(recipe, "out"))
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTables | None = None) -> Tensor:
         """Return attention's output [B, C, W] for x [B, C, W].
 
         ``rotary`` has at least C positions; it is computed here if a model has none to share between its blocks.
         """
         if not isinstance(x, Tensor):
-            raise no_tensor(x)
+            raise not_a_tensor_error(x)
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
-        attended = F.scaled_dot_product_attention(
-            *self._turned(x, rotary), is_causal=True, enable_gqa=self.kv_heads != self.heads
-        )
-        return self.out(attended.transpose(1, 2).flatten(2))
+        query, key, value = self._heads(x, rotary)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.out(y.transpose(1, 2).flatten(2))
 
-    def _turned(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, rotary_tables: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys turned by positions, and values, [B, H or G, C, D]; by one launch if possible."""
         output = self.qkv.whole(x)[0] if forward_is_bypassable(self.qkv) else self.qkv(x)
         first = output if isinstance(output, Tensor) else output[0]
         positions = first.shape[1]  # of which x has a part under sequence parallelism
-        if rotary is None:
-            rotary = rotary_table(positions, self.head_width, device=x.device)
-        cos, sin = (table[:positions] for table in rotary)
+        if rotary_tables is None:
+            rotary_tables = rotary_table(positions, self.head_width, device=x.device)
+        cos, sin = (table[:positions] for table in rotary_tables)
+        needed = [positions, self.head_width // 2]
+        if any(
+            table.shape[0] < needed[0] or table.shape[1] < needed[1] for table in (cos, sin)
+        ):  # 1 would be broadcast
+            raise ValueError(f"rotary tables {list(cos.shape)} and {list(sin.shape)}: each needs at least {needed}")
         if isinstance(output, Tensor) and not is_parallel(output) and not (requires_grad(cos) or requires_grad(sin)):
-            return turned((output,), cos[None], sin[None], (self.heads, self.kv_heads))
+            return turn_queries_and_keys((output,), cos[None], sin[None], (self.heads, self.kv_heads))
         parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output
         query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
         return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value
@@ -162,7 +172,7 @@ class TransformerBlock(nn.Module):
         dtype: bfloat16, float16 or float32.
 
     Shape:
-        input [B, S, W], result the same, dtype of the input or autocast's.
+        input [B, C, W], result the same, dtype of the input or autocast's.
 
     Raises:
         ValueError: as SelfAttention and LayerNormMLP.
@@ -196,7 +206,7 @@ class TransformerBlock(nn.Module):
         )
         self.mlp = _PARTS[norm][1](hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTables | None = None) -> Tensor:
         """Return the block's output [B, C, W] for x [B, C, W]; ``rotary`` as SelfAttention takes it."""
         x = x + self.attention(x, rotary)
         return x + self.mlp(x)

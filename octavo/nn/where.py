@@ -71,7 +71,7 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
             yield Maker(product, TRITON, "torch's product, which does not mix these two scales")
 
 
-def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
+def kernels_and_loss(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     """Return (whose kernels compute the three products, the loss of the first product that has one), in words."""
     all_makers = [*makers(recipe, capability)]
     owners = dict.fromkeys(PRODUCTS, "high precision") | {maker.product: maker.kernel for maker in all_makers}

@@ -76,29 +76,40 @@ def choices(field: Field[Any]) -> tuple[str, ...]:
     return tuple(word for literal in literals for word in typing.get_args(literal))
 
 
-def remedy(field: Field[Any], value: object) -> str | None:
-    """Return the values that a field takes, in words, if this is none of them; None if it is."""
+def why_refused(field: Field[Any], value: object) -> str | None:
+    """Return "choose " and the values that a field takes, if this value is none of them; None if it is one.
+
+    The kind of a field is seen by its default, and by the words of its annotation, a Literal:
+
+        bool             true, false, or one of the words
+        a word           one of the words
+        int              a whole number from its limit on
+        float            a number within its two limits
+        None, or a str   a Path or None, or any string
+    """
     default, limits, words = field.default, field.metadata["limits"], choices(field)
     if isinstance(default, bool):
-        return None if isinstance(value, bool) or value in words else " or ".join(("true", "false", *words))
-    if words:
-        return None if value in words else f"{', '.join(words[:-1])} or {words[-1]}"
-    if isinstance(default, int):
+        fits, choice = isinstance(value, bool) or value in words, " or ".join(("true", "false", *words))
+    elif words:
+        fits, choice = value in words, f"{', '.join(words[:-1])} or {words[-1]}"
+    elif isinstance(default, int):
         fits = type(value) is int and limits[0] <= value <= LARGEST
-        return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
-    if not isinstance(default, float):
-        return None if isinstance(value, field.type) else "a Path" if default is None else "a string"  # type: ignore[arg-type]
-    low, high = limits
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    return None if fits else f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
+        choice = f"a whole number from {limits[0]} to {LARGEST}"
+    elif isinstance(default, float):
+        low, high = limits
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        choice = f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
+    else:
+        fits, choice = isinstance(value, field.type), "a Path" if default is None else "a string"  # type: ignore[arg-type]
+    return None if fits else f"choose {choice}"
 
 
 class _Checked:
     def __post_init__(self) -> None:
         for checked in fields(self):  # type: ignore[arg-type]
             value = getattr(self, checked.name)
-            if (choice := remedy(checked, value)) is not None:
-                raise ValueError(f"{checked.name} is {value!r}: choose {choice}")
+            if (why := why_refused(checked, value)) is not None:
+                raise ValueError(f"{checked.name} is {value!r}: {why}")
 
 
 @dataclass(frozen=True)
@@ -436,8 +447,8 @@ def _section(section: str, values: Any) -> dict[str, Any]:
     for name, value in values.items():
         is_path = fields_by_name[name].default is None and isinstance(value, str) and value
         options[name] = Path(value) if is_path else value
-        if (choice := remedy(fields_by_name[name], options[name])) is not None:
-            raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
+        if (why := why_refused(fields_by_name[name], options[name])) is not None:
+            raise ValueError(f"{section}.{name} is {value!r}: {why}")
     return options
 
 

@@ -137,10 +137,10 @@ def run(
     recipe = chosen_recipe(recipe)
     shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
     name = name or shared.config.called(recipe)
-    with shared.opened:
-        opened_run = _Run(shared, name, recipe)
+    with shared.run_folders:
+        open_run = _OpenRun(shared, name, recipe)
         shared.say_first([name])
-        return opened_run.train()
+        return open_run.train()
 
 
 def compare(
@@ -164,13 +164,13 @@ def compare(
     for name in names:
         shared.rehearse(name)
     results: list[RunResult] = []
-    with shared.opened:
+    with shared.run_folders:
         # all folders are opened before the first run, so that the second does not fail after minutes of training
-        runs = [_Run(shared, name, name) for name in names]
+        open_runs = [_OpenRun(shared, name, name) for name in names]
         shared.say_first(names)
         for index, name in enumerate(names):
             shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
-            results.append(runs.pop(0).train(runs))  # nothing else holds the run, so its model is freed
+            results.append(open_runs.pop(0).train(open_runs))  # nothing else holds the run, so its model is freed
             if results[-1].interrupted:
                 break
     return results
@@ -184,7 +184,7 @@ class _Shared:
     ) -> None:
         """Load the text, settle the dtype, and check that the model fits the device and the text is long enough."""
         self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
-        self.opened = contextlib.ExitStack()  # the runs' folders, until this is closed
+        self.run_folders = contextlib.ExitStack()  # has the runs' folders locked until it is closed
         require_even_batches(config, ranks)
         config.require_phases(recipes)
         with ranks.together():
@@ -212,16 +212,16 @@ class _Shared:
 
     def say_first(self, names: Collection[str]) -> None:
         """Show which runs are trained, on which device, and in which dtype."""
-        dtype, for_each = self.config.run.dtype, " each" if len(names) > 1 else ""
+        dtype = self.config.run.dtype
         reason = "" if fast_dtype(self.device) == torch.bfloat16 else "this CPU has no instructions for bfloat16; "
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         self.progress.message(
-            f"{', '.join(names)}: {self.config.optimizer.steps} steps{for_each} on {self.device}; "
+            f"{', '.join(names)}: {self.config.optimizer.steps} steps{' each' * (len(names) > 1)} on {self.device}; "
             f"what is not FP8 is {dtype} ({reason}--dtype {other} decides otherwise)"
         )
 
 
-class _Run:
+class _OpenRun:
     """One run, with its folder locked; if it is resumed, its checkpoint is read."""
 
     def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
@@ -233,11 +233,12 @@ class _Run:
         self.saved: Content = {}
         if config.run.out is not None:
             self.folder = RunFolder(config.run.out / name, shared.ranks, config)
-            shared.opened.enter_context(self.folder.open(bool(config.run.resume)))
+            shared.run_folders.enter_context(self.folder.open(bool(config.run.resume)))
             self.saved = (self.folder.load(self.identity) if config.run.resume else None) or {}
         self.rows: list[StepRow] = self.saved.get("rows", [])
-        steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
-        self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
+        tokens = config.data.batch * config.model.context
+        sizes = config.model.parameters, tokens
+        self.result = RunResult(name, config.optimizer.steps, self.rows, *sizes, config.run.dtype)
         self.result.folder = self.folder.path if self.folder is not None else None
         self.result.switches = [Switch(**values) for values in self.saved.get("schedule", {}).get("switches", ())]
 
@@ -246,8 +247,8 @@ class _Run:
         """The steps that are not done yet; a run's first step is 0."""
         return range(len(self.rows), self.result.steps)
 
-    def train(self, later: Sequence[_Run] = ()) -> RunResult:
-        """Train to the end, or until the run is stopped; `later`: the runs after it."""
+    def train(self, later_runs: Sequence[_OpenRun] = ()) -> RunResult:
+        """Train to the end, or until the run is stopped; `later_runs`: the runs after it."""
         if not self.steps_ahead:
             return self.result
         config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
@@ -259,7 +260,7 @@ class _Run:
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
-        self.later = [len(run.steps_ahead) for run in later if run.steps_ahead]
+        self.later_steps = [len(run.steps_ahead) for run in later_runs if run.steps_ahead]
         self.forecast_at = len(self.rows) + FORECAST_AFTER
         self.recorder = RunRecorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)
@@ -330,11 +331,11 @@ class _Run:
         for row in new:
             self.shared.hooks.on_step(row)
         if new:
-            left = self.recorder.seconds_left(len(self.steps_ahead) + sum(self.later))
+            seconds_left = self.recorder.seconds_left(len(self.steps_ahead) + sum(self.later_steps))
             if len(self.rows) - len(new) < self.forecast_at <= len(self.rows):
-                runs = f"{1 + len(self.later)} runs" if self.later else "this run"
-                self.progress.message(f"about {in_words(left)} for {runs}")
-            self.progress.update(new[-1], left)
+                runs = f"{1 + len(self.later_steps)} runs" if self.later_steps else "this run"
+                self.progress.message(f"about {in_words(seconds_left)} for {runs}")
+            self.progress.update(new[-1], seconds_left)
         if save and self.folder is not None:
             self.trainer.save(self.folder, self.identity, self.rows)
         self.recorder.restart_clock()
@@ -343,7 +344,7 @@ class _Run:
 class _Inspection:
     """The recorder and fault trace of a run with `--inspect` and layers in FP8; a record needs a folder."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _OpenRun) -> None:
         """Begin to record a run whose model is loaded; do nothing without the option or without layers in FP8."""
         self._recorder: octavo.inspect.Recorder | None = None
         self._trace: octavo.inspect.FaultTrace | None = None
@@ -376,7 +377,8 @@ class _Inspection:
 
     def close(self) -> str:
         """Finish the record and remove the hooks; return "; " and where the first fault was, or ""."""
-        (trace, self._trace), (recorder, self._recorder) = (self._trace, None), (self._recorder, None)
+        trace, recorder = self._trace, self._recorder
+        self._trace = self._recorder = None
         if trace is not None:
             trace.close()
         fault = None if trace is None else trace.fault
@@ -393,11 +395,11 @@ def _due(step: int, interval: int) -> bool:
 
 def run_in(path: Path) -> Path:
     """Return the run's folder in a folder with just one run, as `octavo train` makes it; else the path itself."""
-    runs = [] if RunFolder(path).holds_run() else _runs_in(path)
-    return runs[0] if len(runs) == 1 else path
+    folders = [] if RunFolder(path).holds_run() else _folders_of_runs(path)
+    return folders[0] if len(folders) == 1 else path
 
 
-def _runs_in(path: Path) -> list[Path]:
+def _folders_of_runs(path: Path) -> list[Path]:
     return sorted(folder for folder in path.glob("*/") if RunFolder(folder).holds_run())
 
 
@@ -409,10 +411,10 @@ def trained_model(path: Path) -> GPT:
     path = run_in(path)
     folder = RunFolder(path)
     if (content := folder.load(None)) is None:
-        runs = _runs_in(path)
+        folders = _folders_of_runs(path)
         why = f"{'is no run of octavo' if path.exists() else 'does not exist'}: give a run's folder"
-        if runs:
-            why = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        if folders:
+            why = f"holds {len(folders)} runs: choose one of {', '.join(map(str, folders))}"
         elif folder.holds_run():
             why = "has no checkpoint, as the run ended before its first: train again with a smaller --checkpoint-every"
         raise RunCheckpointError(f"{path} {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -39,18 +40,19 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise TrainError(f"shard {shard} trains on ranks that torchrun starts: {LAUNCH} --shard {shard} ...")
-    accelerated, ended = device_name(config).startswith("cuda"), False
+    on_cuda = device_name(config).startswith("cuda")
+    succeeded = False
     try:
         with Ranks.as_rank_errors():
             # gloo besides NCCL, as ranks compare their options by tensors on the CPU
-            backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
             timeout = timedelta(seconds=config.ranks.timeout)
             store, rank, size = _fresh_store(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         yield Ranks(dist.group.WORLD)
-        ended = True
+        succeeded = True
     finally:
-        if dist.is_initialized() and (ended or not accelerated):  # NCCL would wait for the ranks that are gone
+        if dist.is_initialized() and (succeeded or not on_cuda):  # NCCL would wait for the ranks that are gone
             dist.destroy_process_group()
 
 
@@ -62,12 +64,14 @@ def _fresh_store(timeout: timedelta) -> tuple[Any, int, int]:
     earlier start left. Only ranks of this start read their answer and confirm it; rank 0 waits for all of them.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    token, missing, deadline = secrets.token_hex(8), {*range(1, size)}, time.monotonic() + timeout.total_seconds()
+    token = secrets.token_hex(8)
     if rank > 0:
         store.set(f"octavo/question/{rank}", token)
         name = store.get(f"octavo/answer/{token}").decode()
         store.set(f"octavo/{name}/{rank}", "")
         return dist.PrefixStore(name, store), rank, size
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = {*range(1, size)}
     while missing := {other for other in missing if not store.check([f"octavo/{token}/{other}"])}:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"timeout: ranks {sorted(missing)} did not join")
@@ -96,8 +100,8 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
     if ranks.group is None:
         return ranks
     with Ranks.as_rank_errors():
-        members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(seconds=config.ranks.timeout)
-        return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
+        options: Any = {"timeout": timedelta(seconds=config.ranks.timeout), "use_local_synchronization": True}
+        return Ranks(dist.new_group(dist.get_process_group_ranks(ranks.group), **options))
 
 
 def device_name(config: TrainConfig) -> str:
@@ -112,12 +116,12 @@ def require_even_batches(config: TrainConfig, ranks: Ranks) -> None:
     sharing = config.ranks.tensor_parallel
     if ranks.size % sharing:
         raise TrainError(f"{ranks.size} ranks do not divide by tensor_parallel {sharing}: start a multiple of it")
-    data, size = config.data, ranks.size // sharing
-    divisor = size * data.micro_batches
-    if data.batch % divisor:
+    batch, micro_batches = config.data.batch, config.data.micro_batches
+    groups = ranks.size // sharing
+    if batch % (groups * micro_batches):
         raise TrainError(
-            f"batch {data.batch} does not divide into {size} ranks x {data.micro_batches} micro_batches: "
-            f"choose a batch of {-(-data.batch // divisor) * divisor}"
+            f"batch {batch} does not divide into {groups} ranks x {micro_batches} micro_batches: "
+            f"choose a batch of {math.ceil(batch / (groups * micro_batches)) * groups * micro_batches}"
         )
 
 
@@ -185,16 +189,16 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model, Ranks(mesh.get_group())
-    called: Any = torch.compile(model) if config.run.compile else model
+    compiled_model: Any = torch.compile(model) if config.run.compile else model
     if config.ranks.shard == ALONE:
-        return called, ranks
-    return nn.parallel.DistributedDataParallel(called, process_group=ranks.group), ranks
+        return compiled_model, ranks
+    return nn.parallel.DistributedDataParallel(compiled_model, process_group=ranks.group), ranks
 
 
-def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:
+def syncing(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """Return a context for the forward and backward of a micro-batch: gradients are sent only after the last one."""
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(called, FSDPModule):
-        called.set_requires_gradient_sync(last)
-    return called.no_sync() if isinstance(called, nn.parallel.DistributedDataParallel) and not last else nullcontext()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) and not is_last else nullcontext()

@@ -78,7 +78,7 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
 def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger: Any) -> Phase:
     if name in UNCONVERTED:
         return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
-    casts = recipe if name == "fp8" else getattr(octavo.recipes, name)()
+    casts = recipe if name == "fp8" else octavo.recipes.as_recipe(name)
     return Phase(casts, state.moments, or_none(state.master), or_none(state.weight_storage), **trigger)  # type: ignore[arg-type]
 
 
@@ -96,11 +96,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, state: StateConfi
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas, is_muon = (config.beta1, config.beta2), state.algorithm == "muon"
+    betas = config.beta1, config.beta2
     if state == StateConfig(master=state.master) and not state.bf16_weights:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     state_formats: Any = {"moments": state.moments, "master": or_none(state.master)}
-    if not is_muon:
+    if state.algorithm == "adamw":
         return octavo.optim.AdamW(groups, config.lr, betas, **state_formats)
     hidden = {model.get_parameter(name) for name in muons_names(model)}
     groups[0]["params"] = [p for p in matrices if p not in hidden]
@@ -174,14 +174,15 @@ def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
     """Return the recipe with this name, or the recipe itself; None: the model stays as it is built."""
     if not isinstance(recipe, str):
         return recipe
-    return None if check_recipe_name(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
+    return None if check_recipe_name(recipe) in UNCONVERTED else octavo.recipes.as_recipe(recipe)
 
 
 class Trainer:
     """The model, which is on its device and converted, its optimizer and one step of both.
 
     On several ranks the model, the same on each, is sharded or replicated here. ``recipe`` is the model's, for the
-    phases of the config's schedule; without one there is no FP8, and there are no phases.
+    phases of the config's schedule; without one there is no FP8, and there are no phases. ``wrapped_model`` is what a
+    step calls, and ``batch_ranks`` are those that share a batch: see ``shard``.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Trainer:
         self.batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
         self.device = model.head.weight.device
         self.config = config = settle_dtype(config, self.device)
-        self.called, self.data = shard(model, config, self.ranks)
+        self.wrapped_model, self.batch_ranks = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
         self.optimizer: Any
         with train_errors():
@@ -216,7 +217,7 @@ class Trainer:
         """Return the loss of a batch, in autocast if the dtype is bfloat16; inputs and targets [B, C] uint8."""
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.run.dtype == "bfloat16"):
-            return next_byte_loss(self.called(inputs), targets)
+            return next_byte_loss(self.wrapped_model(inputs), targets)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
         """Take a step; return loss and gradients' norm, over all ranks and on the device, and the learning rate."""
@@ -225,14 +226,14 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        inputs, targets = (share_of(whole_batch, self.data) for whole_batch in self.batches.training(step))
+        inputs, targets = (share_of(whole_batch, self.batch_ranks) for whole_batch in self.batches.training(step))
         count = self.config.data.micro_batches
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         for index, micro_batch in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-            last = index == count - 1
+            is_last = index == count - 1
             # updates in backward wait for the backward of the last micro-batch
-            waits = isinstance(optimizer, CompactOptimizer) and not last
-            with syncing(self.called, last), optimizer.accumulate() if waits else nullcontext():
+            waits = isinstance(optimizer, CompactOptimizer) and not is_last
+            with syncing(self.wrapped_model, is_last), optimizer.accumulate() if waits else nullcontext():
                 loss = self.loss(*micro_batch) / count
                 loss.backward()
             total += loss.detach()
@@ -242,11 +243,11 @@ class Trainer:
         if mixtures := self.model.mixtures:
             balance(mixtures, self.ranks)
         if self.schedule is not None:
-            self.schedule.step(inputs.numel() * self.data.size)
+            self.schedule.step(inputs.numel() * self.batch_ranks.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm
             norm = torch.zeros((), dtype=torch.float32, device="cpu") if norm is None else norm
-        return self.data.mean(total), whole(norm), lr
+        return self.batch_ranks.mean(total), whole(norm), lr
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -255,12 +256,12 @@ class Trainer:
         windows = list(self.batches.validation(self.config.data.eval_windows))
         losses = []
         for batch in windows:
-            count = len(share_of(batch[0], self.data))
+            count = len(share_of(batch[0], self.batch_ranks))
             # a rank without sequences computes one all the same: under fsdp other ranks wait for it
-            inputs, targets = (share_of(part, self.data) if count else part[:1] for part in batch)
+            inputs, targets = (share_of(part, self.batch_ranks) if count else part[:1] for part in batch)
             losses.append(self.loss(inputs, targets) * count)
         self.model.train()
-        return sum(float(self.data.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
+        return sum(float(self.batch_ranks.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
 
     def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
         """Replace the folder's checkpoint."""

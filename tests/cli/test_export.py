@@ -58,6 +58,14 @@ def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch
     [
         (["no", "--onnx", "m.onnx"], "no does not exist"),
         (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
+        (
+            ["runs/delayed", "--onnx", "m.onnx", "--layout", "mxfp8"],
+            "--layout would change nothing here: only --safetens",
+        ),
+        (
+            ["runs/delayed", "--safetensors", "served", "--opset", "21", "--data", "text.py"],
+            "--opset, --data would change",
+        ),
         (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 21 to 24"),
         (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),
         (["runs/delayed", "--safetensors", "served", "--layout", "mxfp8"], "layout='compressed-tensors' holds those"),
@@ -66,6 +74,7 @@ def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch
 def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     before = sorted(trained.rglob("*"))
-    assert cli.main(["export", "--data", "text.py", *arguments]) == 2
+    data = [] if "--data" in arguments or "--safetensors" in arguments else ["--data", "text.py"]
+    assert cli.main(["export", *data, *arguments]) == 2
     assert says in one_line(capsys)
     assert sorted(trained.rglob("*")) == before

@@ -211,7 +211,7 @@ def test_paths_that_can_not_be_written_and_a_failure_that_keeps_what_was_there(s
             to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
     path = tmp_path / "m.onnx"
     path.write_text("before")
-    monkeypatch.setattr(onnx_model, "_translated", lambda *_: importlib.import_module("onnx_ir").load(small_bf16[1]))
+    monkeypatch.setattr(onnx_model, "_translate", lambda *_: importlib.import_module("onnx_ir").load(small_bf16[1]))
     monkeypatch.setattr(onnx.checker, "check_model", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
@@ -224,7 +224,7 @@ def test_paths_that_can_not_be_written_and_a_failure_that_keeps_what_was_there(s
         patch.setattr("os.access", lambda folder, mode: False)  # root may write anywhere
         to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path)
     assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"] and path.read_text() == "before"
-    monkeypatch.setattr(onnx_model, "_translated", lambda *_: model_of({"x": torch.arange(4.0)}))
+    monkeypatch.setattr(onnx_model, "_translate", lambda *_: model_of({"x": torch.arange(4.0)}))
     assert to_onnx(nn.Linear(4, 4), torch.randn(2, 4), path) == path
     assert [written.name for written in tmp_path.iterdir()] == ["m.onnx"]  # small enough to hold its weights
     assert onnx.numpy_helper.to_array(onnx.load(path).graph.initializer[0]).tolist() == [0, 1, 2, 3]

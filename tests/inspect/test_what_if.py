@@ -254,6 +254,8 @@ def test_a_map_is_measured_as_a_whole():
     assert check(model, loss, batches(1), nothing, select=every_layer).cosine == pytest.approx(1, abs=1e-15)
     with pytest.raises(ValueError, match="recipes by layer were compared: compare recipes, to choose among them"):
         compared(model, octavo.RecipeMap(recipes.dynamic(), {"0": None})).recipe_map(keep=1)
+    with pytest.raises(ValueError, match="keep=None, loss=nan: give one of them, of at least 0"):
+        result.recipe_map(loss=math.nan)
 
 
 def test_a_layer_that_no_gradient_reaches_has_no_effect():

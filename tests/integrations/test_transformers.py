@@ -12,7 +12,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.nn.checkpointing import watched
+from octavo.nn.checkpointing import region_counts
 from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.schedule_situations import PROMOTING, SWITCHING
@@ -119,7 +119,7 @@ def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
     for in_fp8 in (False, True):
         callback = fp8(recipes.dynamic(), checkpoint_in_fp8=in_fp8)
-        with watched() as bytes_of_layers:
+        with region_counts() as bytes_of_layers:
             losses.append(trained(trainer_of(tmp_path, "llama", [callback], **changes, **HOW["not reentrant"])).losses)
         assert ("" in bytes_of_layers) is in_fp8
     assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import octavo
 from octavo import recipes
-from octavo.nn.checkpointing import watched
+from octavo.nn.checkpointing import region_counts
 from tests.support.helpers import assert_equal, gradients, to_fp8
 from tests.support.regions import by_hand, region_by_hand
 
@@ -103,7 +103,7 @@ def test_what_a_region_reads_again(use_reentrant: bool) -> None:
     x = torch.randn(T, K)
     exact = (torch.arange(T * K).view(T, K), torch.full((T, K), -1e30), weight, weight.t())  # the second is a mask
     rounded_args = enter(x)[:4], enter(x).double(), enter(x), enter(2 * x)
-    with watched() as bytes_by_reason:
+    with region_counts() as bytes_by_reason:
         ours(region, *exact, *rounded_args, use_reentrant=use_reentrant).sum().backward()
     first, again = read
     assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True] * 6 + [False] + [True] * 2
@@ -148,14 +148,14 @@ def test_a_region_that_chooses_is_left_alone() -> None:
     x, inner = torch.randn(T, K, requires_grad=True), nn.Sequential(experts)
     functions = experts, inner, inner.forward, partial(inner), partial(Block.forward, experts), lambda x: inner(x)
     for function in functions:
-        with watched() as bytes_by_reason:
+        with region_counts() as bytes_by_reason:
             ours(function, x)
         assert bytes_by_reason == {"a TopExperts chooses by it": (1, 4 * T * K, 4 * T * K)}
 
 
 def test_a_tensor_of_a_class_of_its_own_stays_as_it_is() -> None:
     x = TwoTensor(torch.randn(T, K), torch.randn(T, K)).requires_grad_()
-    with watched() as bytes_by_reason:
+    with region_counts() as bytes_by_reason:
         ours(lambda x: x * 2, x)
     assert list(bytes_by_reason) == ["a TwoTensor"]
 

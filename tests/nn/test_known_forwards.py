@@ -397,6 +397,32 @@ def test_dropout_between_and_a_scan() -> None:
     assert set(mamba.not_fused.values()) == {"octavo does not know the forward of MambaMixer"}
 
 
+def test_a_dropout_that_has_to_be_called_is_not_bypassed() -> None:
+    net = build("t5", recipes.dynamic())
+    expected = step(net, "t5")
+    identity, hooked, replaced, active = [module for module in net.modules() if isinstance(module, FeedForward)]
+    identity.dropout = nn.Identity()  # which does as little as a dropout of 0
+    assert_equal(step(net, "t5"), expected)
+    calls: list[Any] = []
+    hooked.dropout.register_forward_hook(lambda *_: calls.append("dropout"))
+    active.act.register_forward_hook(lambda *_: calls.append("act"))
+    replaced.dropout = type("Doubling", (nn.Dropout,), {"forward": lambda self, x: calls.append("forward") or x})(0.0)
+    step(net, "t5")
+    assert calls == ["dropout", "forward", "act"] and refusal(identity) is None
+    not_fused = {name for name, why in octavo.summary(net).not_fused.items() if "or dropout has hooks" in why}
+    assert not_fused == {name for name, module in net.named_modules() if module in (hooked, replaced, active)}
+    again = octavo.convert(octavo.restore(net), recipes.dynamic(), every_layer, fuse=True)
+    assert fused(again) == (1, 12)
+
+
+def test_an_activation_that_is_a_plain_function_is_not_fused() -> None:
+    net = new(*FAMILIES["llama"])
+    del net.model.layers[0].mlp.act_fn
+    net.model.layers[0].mlp.act_fn = nn.functional.silu
+    assert fused(octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)) == (1, 5)
+    assert [*octavo.summary(net).not_fused.values()] == ["casts don't compute function as a gate"]
+
+
 def test_bad_input_and_nothing_to_fuse() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(TypeError, match="fuse='yes': use True or False"):

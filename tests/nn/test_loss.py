@@ -164,6 +164,15 @@ def test_a_heads_weight_that_is_sharded_is_refused(lone_mesh: Any) -> None:
         linear_cross_entropy(torch.ones(2, 8), weight, torch.zeros(2).long())
 
 
+def test_a_weights_recipe_may_be_a_name() -> None:
+    x, weight, target = torch.randn(6, 32), torch.randn(48, 32), torch.arange(6)
+    for name in ("dynamic", "high_precision"):
+        expected = linear_cross_entropy(x, weight, target, recipe=getattr(octavo.recipes, name)())
+        assert torch.equal(linear_cross_entropy(x, weight, target, recipe=name), expected)
+    with pytest.raises(ValueError, match="'fast' is no recipe: choose "):
+        linear_cross_entropy(x, weight, target, recipe="fast")
+
+
 def test_it_says_its_options() -> None:
     loss = CrossEntropyLoss(ignore_index=3, label_smoothing=0.1)
     assert "ignore_index=3" in repr(loss) and "label_smoothing=0.1" in repr(loss)

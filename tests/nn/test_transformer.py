@@ -84,6 +84,21 @@ def test_a_table_to_share_is_the_one_it_makes():
     assert not torch.equal(module(x, rotary_table(C, W // H, base=50.0)), module(x))
 
 
+@pytest.mark.parametrize("recipe", ["high_precision", "dynamic"])
+@pytest.mark.parametrize("shape", [(1, W // H), (C - 1, W // H), (C, 2)])
+def test_tables_that_are_too_small_are_refused(recipe, shape):
+    with pytest.raises(
+        ValueError, match=rf"rotary tables \[{shape[0]}, {shape[1] // 2}\].* at least \[{C}, {W // H // 2}\]"
+    ):
+        SelfAttention(W, H, recipe=recipe)(torch.randn(B, C, W), rotary_table(*shape))
+
+
+@pytest.mark.parametrize("head_width", [0, 5])
+def test_an_odd_width_of_heads_is_refused(head_width):
+    with pytest.raises(ValueError, match=f"head_width={head_width} is not even"):
+        rotary_table(4, head_width)
+
+
 @each_pair(
     recipe=[*FP8_RECIPES],
     norm=["rms_norm", "layer_norm"],

@@ -17,7 +17,7 @@ from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
 from octavo.cost.mesh.step import RankStep
-from octavo.nn.checkpointing import watched
+from octavo.nn.checkpointing import region_counts
 from tests.support.meshes import BF16, LLAMA, SHAPES
 
 
@@ -88,6 +88,6 @@ def test_another_mesh_is_named_where_this_one_is_too_small_and_no_link_where_non
 
 def test_what_checkpointed_layers_keep_in_fp8() -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
-    with watched() as bytes_of_layers:
+    with region_counts() as bytes_of_layers:
         checkpoint_in_fp8(torch.sin, x)
     assert bytes_of_layers[""] == (1, 2 * x.numel(), in_pairs(96) * x.numel())
