@@ -1,7 +1,7 @@
 """Loading of checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
 It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 or 1 x 32 blocks, of a whole weight or
-of its rows, in float32, bfloat16 or E8M0 (its bytes too), named ``weight_scale_inv`` or ``weight_scale``; and weights
+of its rows, in float32, bfloat16 or E8M0 (its bytes too), named as ``layouts.LAYOUTS`` says; and weights
 in high precision. Names may be those on the hub where transformers' model has others. Of a sharded model each rank
 reads its own part of a file.
 """

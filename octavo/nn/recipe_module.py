@@ -343,13 +343,14 @@ class RecipeModule(WeightOwner):
             rows = rows._replace(parts=parts._replace(begins=state is not None and may_be_empty(state.scale)))
         weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
         training = self.training and grad_enabled
-        if training and state is not None and finds_shapes():
-            if torch.compiler.is_compiling():
+        if training and (state is not None or fp8.observer is not None) and finds_shapes():
+            if torch.compiler.is_compiling() and state is not None:
                 raise UnsupportedOpError(
                     "a compiled stage of a pipeline finds shapes by a forward over memory that nobody wrote, which "
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
-            training = False  # nothing enters the history
+            # nothing enters the history, and no observer counts; a graph that is compiled now runs again later
+            training = torch.compiler.is_compiling()
         observers = (fp8.observer,) if training and fp8.observer is not None else ()
         return Layer(weight, fp8.recipe, state, training, observers, rows)
 

@@ -76,3 +76,17 @@ def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:
     assert (trace.fault.step, trace.fault.role) == (1, "input") and trace.fault.before[0]["input amax"] == x.abs().max()
     assert layer.fp8.observer is None
     assert octavo.inspect.load(tmp_path).measures["amax"][0, 0] == x.abs().max()
+
+
+def test_a_forward_by_which_a_pipeline_finds_shapes_is_not_counted(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.pipelining.stage")
+    layer, x = octavo.nn.Linear(32, 48, recipe=recipes.dynamic()), torch.randn(40, 32)
+
+    def _shape_inference(unwritten: torch.Tensor) -> None:  # the name of torch's function
+        layer(unwritten)
+
+    with octavo.inspect.record(layer, tmp_path) as recorder:
+        _shape_inference(1e6 * x)
+        layer(x).sum().backward()
+        recorder.step()
+    assert octavo.inspect.load(tmp_path).measures["amax"][0, 0] == x.abs().max()
