@@ -65,8 +65,8 @@ class Momentum(SGD):
         super().__init__(params, lr, momentum, **options)
 @ octavo/optim/__init__.py <<SGD\n
 Momentum,
-@ octavo/optim/__init__.py <    "SGD",
-    "Momentum",
+@ octavo/optim/__init__.py <"SGD"
+"Momentum",
 """,
     "a master": r"""
 @ octavo/kernels/reference/optimizer_state.py <}\n\n\n@dataclass(eq=False)  # launches
