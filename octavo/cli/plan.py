@@ -63,9 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help += "as is fastest)"
     parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
     help = (
-        "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0; without --mesh the faster "
+        "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0; without --mesh 0 or 1, the "
     )
-    help += "of 0 and 1)"
+    help += "faster)"
     parser.add_argument("--recompute", type=float, metavar="SHARE", help=help)
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)

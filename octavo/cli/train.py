@@ -38,8 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser, flag: str, text: str, default: str, **options: Any) -> None:
     """Add the flag of a run's recipe or recipes, --config, and a flag for each field of a TrainConfig."""
     parser.usage = f"{parser.prog} [OPTIONS]"
-    without = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
-    help = f"{text}; {without} (default: {default})"
+    baselines_note = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
+    help = f"{text}; {baselines_note} (default: {default})"
     parser.add_argument(flag, metavar="RECIPE", default=argparse.SUPPRESS, help=help, **options)
     help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help)

@@ -169,10 +169,11 @@ class _Times:
         of_blocks = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward_traffic
         traffic = [of_blocks, self.work.traffic.less(of_blocks)]
         for module, part, elements in fused:
-            forward, backward, forward_launches, backward_launches = map(operator.sub, kernels[part], PARTS[part].plain)
+            change = Moved(*map(operator.sub, kernels[part], PARTS[part].plain))  # mostly below 0
             span = self._forward_span(module)
-            traffic[span] = traffic[span].plus(Traffic(elements * forward, forward_launches, compiled=0))
-            traffic[AFTER] = traffic[AFTER].plus(Traffic(elements * backward, backward_launches, compiled=0))
+            traffic[span] = traffic[span].plus(Traffic(elements * change.forward, change.forward_launches, compiled=0))
+            in_backward = Traffic(elements * change.backward, change.backward_launches, compiled=0)
+            traffic[AFTER] = traffic[AFTER].plus(in_backward)
         return traffic
 
     def _forward_span(self, name: str) -> int:

@@ -75,9 +75,12 @@ PARTS = {
     # queries and keys, which norms read each by itself; in backward a launch turns back, another joins norms' gradients
     "norms of heads": Part(fused=Moved(forward=4, forward_launches=2, backward=4, backward_launches=2)),
     "heads side by side": Part(fused=by_launch([], [4, 4])),  # queries, keys and values
-    # a block's input, and two sums; fused, the norm behind attention also reads the residual and writes the first sum,
-    # and norms' gradients read the residual's
-    "residual": Part(by_launch([6, 6], [6, 6]), Moved(READ + WRITE + 2 * READ + WRITE, 2 * READ, forward_launches=1)),
+    # a block's input, and two sums; fused, the norm behind attention also reads the residual and writes the first sum
+    # (no launch of its own), a launch adds the second, and the gradients of both norms read the residual's
+    "residual": Part(
+        by_launch([6, 6], [6, 6]),
+        Moved(forward=(READ + WRITE) + (2 * READ + WRITE), backward=2 * READ, forward_launches=1),
+    ),
     "loss": Part(_LOSS, by_launch([2], [4])),  # the logits
     # The logits, computed with the head: a chunk's are read for the loss and for their gradient, which is written as
     # codes, as they lie and transposed; the launches of one chunk.

@@ -64,10 +64,11 @@ class Tuned(NamedTuple):
 
 
 def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
-    """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
+    """Return octavo's own configuration, and others in which each number is halved, doubled or as it is.
 
-    Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile of
-    a kind that transposes has 16 rows or more, and of large tensors 32: a sector's bytes.
+    The elements of a thread are at most halved or doubled, too. Of a product the third number is how many stages are in
+    flight, of which there may be one less or more. A tile of a kind that transposes has 16 rows or more, and of large
+    tensors 32: a sector's bytes.
     """
     base = TileTable.read(None).config(kind, bucket)
     factors, configs = (1.0, 0.5, 2.0), [base]

@@ -150,8 +150,9 @@ def expert(rank: Rank) -> Wait:
     visited = min(MOST_SERVERS, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.as_megatron else used
     here = min(layout.expert, hardware.server)
     layers = rank.shapes.layers * experts[0].share
-    numbers = rank.tokens / layout.tensor * rank.whole.width * layers
+    token_elements = rank.tokens / layout.tensor * rank.whole.width * layers
     slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
     waits = (4 + 2 * rank.precision.pairs) * layers * hardware.latency  # also of the scales
-    seconds = numbers * 2 * (rank.precision.operand_bytes + BF16) * slowest + waits
+    # forward dispatches tokens and combines results, backward the gradients of both
+    seconds = token_elements * 2 * (rank.precision.operand_bytes + BF16) * slowest + waits
     return Wait(seconds, seconds, link)

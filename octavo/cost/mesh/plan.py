@@ -110,7 +110,7 @@ def limit(rank: RankStep) -> str:
 def flags(rank: RankStep) -> str:
     """Return the command's flags for a step."""
     now = rank.layout
-    in_fp8 = " --checkpoint-in-fp8" * (rank.precision.regions < BF16)
+    in_fp8 = " --checkpoint-in-fp8" * (rank.precision.region_bytes < BF16)
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
@@ -160,8 +160,8 @@ def plan(
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=recipe is not None and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
         in_fp8 = recipe is not None
-        regions = in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
-        precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, regions=regions, algorithm=algorithm)
+        region_bytes = in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
+        precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, region_bytes=region_bytes, algorithm=algorithm)
         return RankStep(shapes, layout, precision, hardware)
 
     compiled = [rank_step(name, True) for name in (IN_BF16, *RECIPES)]
@@ -231,8 +231,8 @@ def _neighbours(rank: RankStep) -> Iterator[tuple[str, Iterator[RankStep]]]:
     layout, ranks = rank.layout, rank.layout.ranks
     yield "checkpoint activations (--recompute 1)", with_changes(rank, recomputed=1.0)
     yield "keep activations (--recompute 0)", with_changes(rank, recomputed=0.0)
-    regions = {"regions": in_pairs(rank.whole.width)}
-    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(rank, regions)
+    in_fp8 = {"region_bytes": in_pairs(rank.whole.width)}
+    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(rank, in_fp8)
     for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
         yield f"micro-batches of {size} sequences", with_changes(rank, micro_batch_size=size)
     yield "twice as many tokens a step", with_changes(rank, sequences=2 * layout.sequences)

@@ -171,7 +171,7 @@ class Rank:
         keeps its input, and one such layer at a time has all.
         """
         layout, recomputed = self.layout, self.layout.recomputed
-        input_bytes = self.precision.regions * self.tokens * self.whole.width / layout.tensor
+        input_bytes = self.precision.region_bytes * self.tokens * self.whole.width / layout.tensor
         saved = self._saved_by_layer()
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
         layers = self.shapes.layers * min(under_way, layout.micro_batches)

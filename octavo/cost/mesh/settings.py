@@ -113,7 +113,7 @@ class Precision:
     pairs: bool = False
     as_megatron: bool = False
     state: str = "float32"  # weights, masters and moments: one of rank.STATE_BYTES
-    regions: float = BF16  # bytes of an element that a recomputed layer keeps
+    region_bytes: float = BF16  # of each element of the input that a recomputed layer keeps
     algorithm: str = "adamw"  # "muon": of the blocks' matrices
 
     @property

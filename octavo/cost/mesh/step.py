@@ -48,7 +48,8 @@ class RankStep(Rank):
         flop = 2.0 * self.tokens * layout.sequence_length * whole.attention_features / layout.tensor
         backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
         attention = flop / hardware.attention_forward + backward / hardware.attention_backward
-        passes = self.shapes.layers * (1 + layout.recomputed / 3)  # forward runs again in recomputed layers
+        # forward, a third of forward and backward, runs again in recomputed layers
+        passes = self.shapes.layers * (1 + layout.recomputed / 3)
         logits = self.tokens * whole.head.rows / (layout.tensor * layout.pipeline)
         head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.head.cols)
         return {

@@ -17,7 +17,7 @@ def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives
     saved, again = rank_step(), rank_step(recomputed=1.0)
     assert again.memory["activations"] < saved.memory["activations"] and again.compute > saved.compute
     assert again.kinds["attention"] == pytest.approx(4 / 3 * saved.kinds["attention"])
-    in_fp8 = replace(again, precision=replace(again.precision, regions=1))
+    in_fp8 = replace(again, precision=replace(again.precision, region_bytes=1))
     inputs = 2 * LAYOUT.micro_batch_size * LAYOUT.sequence_length * SHAPES.width * SHAPES.layers  # of a micro-batch
     assert again.memory["activations"] - in_fp8.memory["activations"] == pytest.approx(inputs / 2)
     larger = rank_step(micro_batch_size=2)
