@@ -32,6 +32,7 @@ AnySource = Tensor | Castable  # see above
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
 # changes); a plain tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
+_Committed = Sequence[Any]  # the op's arguments between x and the output: state, amaxes, scaling, how to make scales
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
@@ -42,7 +43,10 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = False) -> Cast | None:
-    """Return the cast that serves the layouts of a role that products read; None: rows are sent in high precision."""
+    """Return the cast that serves the layouts of a role that products read; None: rows are sent in high precision.
+
+    ``exact``: None too where two scalings differ, as one product would else read a cast of the codes' values.
+    """
     cast, second = casts.as_is, casts.transposed if transposed else None
     if cast is None or not (as_is or transposed) or (transposed and second is None):
         return None
@@ -113,20 +117,20 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
     cast_t = casts.transposed if request.transposed else None
     if (one_cast := cast or cast_t) is None:
         return Operands()
-    read = _op_input(source, request, rows, one_cast, cast_t or one_cast)
+    op_input = _op_input(source, request, rows, one_cast, cast_t or one_cast)
     if cast is None or cast_t is None or casts.coincide:
         has_scale = one_cast.is_delayed or parts is not None
         scale = scale_for(source, one_cast, state, role, parts) if has_scale else None
-        return _cast(read, one_cast, scale, request, (cast is not None, cast_t is not None))
+        return _cast(op_input, one_cast, scale, request, (cast is not None, cast_t is not None))
     scale = scale_t = None
     is_dynamic = not (cast.is_delayed or cast_t.is_delayed)
     if parts is not None or not is_dynamic:
         scale = scale_for(source, cast, state, role, parts)
         shares_amax = cast.is_packed and cast_t.is_packed and (cast.rule, cast.margin) == (cast_t.rule, cast_t.margin)
         scale_t = scale if shares_amax else scale_for(source, cast_t, state, role, parts)  # ranks share an amax once
-    if is_dynamic and scale is None and scale_t is None and rows.offsets is None and read[0].ndim != 3:
-        return _cast_by_two_scalings(read, cast, cast_t, request)
-    return _cast_twice(read, (cast, cast_t), (scale, scale_t), request)
+    if is_dynamic and scale is None and scale_t is None and rows.offsets is None and op_input[0].ndim != 3:
+        return _cast_by_two_scalings(op_input, cast, cast_t, request)
+    return _cast_twice(op_input, (cast, cast_t), (scale, scale_t), request)
 
 
 def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast) -> _OpInput:
@@ -173,9 +177,9 @@ def _swizzles(shape: Sequence[int], x: Tensor, casts: Sequence[Cast]) -> bool:
     return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
 
 
-def _cast_by_two_scalings(read: _OpInput, cast: Cast, cast_t: Cast, request: CastRequest) -> Operands:
+def _cast_by_two_scalings(op_input: _OpInput, cast: Cast, cast_t: Cast, request: CastRequest) -> Operands:
     """Cast by one scaling as x lies and by another transposed, reading x once."""
-    x, activation, options = read
+    x, activation, options = op_input
     writes_transposed = cast_t.is_packed or needs_transposed_codes(x.device)
     pad = contraction_multiple(x.device, request.recipe.may_pad, request.recipe.has_e2m1)
     arguments = *cast.arguments, writes_transposed, pad, request.column_sum, *activation
@@ -188,30 +192,30 @@ def _cast_by_two_scalings(read: _OpInput, cast: Cast, cast_t: Cast, request: Cas
 
 
 def _cast_twice(
-    read: _OpInput, casts: tuple[Cast, Cast], scales: tuple[Tensor | None, Tensor | None], request: CastRequest
+    op_input: _OpInput, casts: tuple[Cast, Cast], scales: tuple[Tensor | None, Tensor | None], request: CastRequest
 ) -> Operands:
     """Cast as x lies, then transposed; a norm is computed by the first cast, and the second reads its result."""
     (cast, cast_t), (scale, scale_t) = casts, scales
-    x, activation, options = read
+    x, activation, options = op_input
     if "gamma" in options:
-        read = x, activation, {**options, "keep": True}
-    operands = _cast(read, cast, scale, request, (True, False))
+        op_input = x, activation, {**options, "keep": True}
+    operands = _cast(op_input, cast, scale, request, (True, False))
     if (norm := operands.norm) is not None:
         assert norm.y is not None
-        read = norm.y, (), {}
+        op_input = norm.y, (), {}
         norm = norm if request.keep_norm else norm._replace(y=None)
-    second = _cast(read, cast_t, scale_t, request._replace(column_sum=False), (False, True))
+    second = _cast(op_input, cast_t, scale_t, request._replace(column_sum=False), (False, True))
     amax = second.amax if operands.amax is None else operands.amax
     return operands._replace(transposed=second.transposed, amax=amax, norm=norm)
 
 
 def _cast(
-    read: _OpInput,
+    op_input: _OpInput,
     cast: Cast,
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
-    committed: Sequence[Any] | None = None,
+    committed: _Committed | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
@@ -223,9 +227,9 @@ def _cast(
 
     Args:
         cast: that of x as it lies, unless only the transposed one of ``layouts`` is needed.
-        committed: the arguments of the op that also enters amaxes into the delayed state, between x and the output.
+        committed: with it the op is ``cast_and_commit``, which also enters amaxes into the delayed state.
     """
-    x, activation, options = read
+    x, activation, options = op_input
     (as_is, transposed), role = layouts, request.role
     pad = contraction_multiple(x.device, request.recipe.may_pad, request.recipe.has_e2m1)
     if x.ndim == 3:
@@ -236,7 +240,7 @@ def _cast(
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
     if writes_transposed and not as_is and is_plain and (committed is None or not sums_columns):
-        return _cast_transpose(read, cast, scale, request, pad, committed)
+        return _cast_transpose(op_input, cast, scale, request, pad, committed)
     if is_grouped:
         options = {**options, "as_is": as_is or not writes_transposed}
     arguments = cast.arguments if as_is else cast.arguments_transposed
@@ -254,20 +258,21 @@ def _cast(
     if transposed:
         has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
+    if is_norm or is_grouped:
+        return Operands(pair, pair_t, amax, None, NormResults(*results) if is_norm else None)
     column_sum = results[0] if sums_columns else None
-    norm = NormResults(*results) if is_norm else None
     recast_scale = results[1] if request.keep_scale else None
     recast_codes = None
     if request.recast is not None:
         recast_codes = results[1] if options["value_transposed"] else results[1].t()
-    return Operands(pair, pair_t, amax, column_sum, norm, recast_scale, recast_codes)
+    return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
 
 
 def _cast_transpose(
-    read: _OpInput, cast: Cast, scale: Tensor | None, request: CastRequest, pad: int, committed: Sequence[Any] | None
+    op_input: _OpInput, cast: Cast, scale: Tensor | None, request: CastRequest, pad: int, committed: _Committed | None
 ) -> Operands:
     """Cast a dense tensor where only its transposed codes are needed: x.t() is read, as codes always lie like x."""
-    x, _, options = read
+    x, _, options = op_input
     if "place" in options:
         options = {**options, "place": options["place"][::-1]}
     if committed is not None:

@@ -70,21 +70,30 @@ class Chain(NamedTuple):
 
 
 class ChainTensors(NamedTuple):
-    """A value for each tensor that gradients flow to: the tensor itself, or whether its gradient is needed.
+    """The tensors that gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N]."""
 
-    They are x [T, K], the norm's parameters [K], weights [N, K] and biases [N].
-    """
+    x: Tensor
+    gamma: Any  # Tensor; without a norm None
+    beta: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    second_weight: Any  # Tensor; of one layer None
+    second_bias: Tensor | None
 
-    x: Any
-    gamma: Any
-    beta: Any
-    weight: Any
-    bias: Any
-    second_weight: Any
-    second_bias: Any
+
+class ChainNeeds(NamedTuple):
+    """For each of ChainTensors whether its gradient is needed."""
+
+    x: bool
+    gamma: bool
+    beta: bool
+    weight: bool
+    bias: bool
+    second_weight: bool
+    second_bias: bool
 
     def are_needed(self) -> tuple[bool, bool]:
-        """Return whether the gradients of the first layer's input and of its output are needed, if these say so."""
+        """Return whether the gradients of the first layer's input and of its output are needed."""
         of_input = self.x or self.gamma or self.beta
         return of_input, of_input or self.weight or self.bias
 
@@ -98,8 +107,11 @@ class SavedNorm(NamedTuple):
     rstd: Tensor | None
 
 
-# The tensors that a chain saves, in a row: SavedNorm, Saved of the first layer, and what is behind that: of a second
-# layer what _behind_activation returns, or cos and sin of rotary positions
+# The tensors that a chain saves, in a row, None where no gradient reads one:
+#     x, gamma, mean, rstd           SavedNorm, to _NORM_END
+#     Saved of the first layer       to _LAYER_END
+#     then of a second layer         h or its codes, the codes' scale_inv, Saved of that layer: see _behind_activation
+#     or of rotary positions         cos, sin
 _ToSave = tuple[Tensor | None, ...]
 _NORM_END = len(SavedNorm._fields)
 _LAYER_END = _NORM_END + len(Saved._fields)
@@ -108,7 +120,8 @@ _LAYER_END = _NORM_END + len(Saved._fields)
 def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tuple[Tensor | None, Operands]:
     """Return (the first layer's input in high precision, where that is read or returned; its pairs)."""
     x, gamma, beta, *_ = tensors
-    layer, norm, y = chain.layers[0], chain.norm, x
+    layer, norm = chain.layers[0], chain.norm
+    y: Tensor | None = x
     if norm is None:
         request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw, only_products=True)
         operands = cast_role(x, request, layer.state, layer.rows)
@@ -129,7 +142,7 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
     return y, operands
 
 
-def _forward(tensors: ChainTensors, chain: Chain, needs: ChainTensors) -> tuple[Tensor, Tensor | None, _ToSave]:
+def _forward(tensors: ChainTensors, chain: Chain, needs: ChainNeeds) -> tuple[Tensor, Tensor | None, _ToSave]:
     """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed)."""
     needs_dx, needs_dh = needs.are_needed()
     first, *later_layers = chain.layers
@@ -211,7 +224,7 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         *values, chain = arguments
-        tensors, needs = ChainTensors(*values), ChainTensors(*ctx.needs_input_grad[:-1])
+        tensors, needs = ChainTensors(*values), ChainNeeds(*ctx.needs_input_grad[:-1])
         result, y, saved = _forward(tensors, chain, needs)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         layers = zip(chain.layers, parameters, strict=False)
@@ -226,7 +239,7 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs, plan = ChainTensors(*gradients_needed_now(ctx)), ctx.plans[0]
+        needs, plan = ChainNeeds(*gradients_needed_now(ctx)), ctx.plans[0]
         tensors = ctx.saved_tensors  # which a checkpoint lets be read once
         saved, tensors_behind = Saved(*tensors[_NORM_END:_LAYER_END]), tensors[_LAYER_END:]
         needs_dx, needs_dh = needs.are_needed()
@@ -254,7 +267,7 @@ class _ChainFunction(torch.autograd.Function):
 
 
 def _gradients_of_two_layers(
-    ctx: Any, grad: Tensor, saved: Saved, saved_second: Sequence[Tensor | None], needs: ChainTensors
+    ctx: Any, grad: Tensor, saved: Saved, saved_second: Sequence[Tensor | None], needs: ChainNeeds
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of (input, weight, bias) of the first layer and (weight, bias) of the second.
 
@@ -274,22 +287,22 @@ def _gradients_of_two_layers(
     if needs_dw and second.recast_scale is not None:
         recast = Recast(second.recast_scale, recipe.casts[INPUT].as_is.format.dtype)
     g = cast_gradient(grad, second, plan, (needs_dh, needs_dw, needs.second_bias))
-    # a Recast is made by the first layer's cast, and dw2 is computed after it
+    # with a Recast the first layer's cast makes the codes that dw2 reads: dw2 is computed after that
     dh, dw2, db2 = gradients(g, second, plan, (needs_dh, needs_dw and recast is None, needs.second_bias))
     g_first = None
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
         g_first = cast_gradient(source, saved, first_plan, needs_of_first, recast)
-        del source, dh
+        del source, dh  # only its codes are read from here on: else the peak would hold dh beside dw2
     if recast is not None:
         codes = None
         if g_first is not None:
-            codes, g_first.recast_codes = g_first.recast_codes, None
+            codes, g_first.recast_codes = g_first.recast_codes, None  # so that ``del codes`` below frees them
         if codes is None:  # no cast of the first layer was needed
             assert h is not None
             codes = recast_alone(CastSource(h, ctx.activation), recast, recipe.may_pad)
         _, dw2, _ = gradients(g, second._replace(x_q=codes), plan, (False, True, False))
-        del codes
+        del codes  # before the first layer's products
     of_first = (None, None, None) if g_first is None else gradients(g_first, saved, first_plan, needs_of_first)
     return *of_first, dw2, db2
 
@@ -326,7 +339,7 @@ def run_chain(
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
     else:
-        result, y, _ = _forward(tensors, chain, ChainTensors(*[False] * 7))
+        result, y, _ = _forward(tensors, chain, ChainNeeds(*[False] * 7))
         results = _results(chain, result, y)
     if chain.positions is not None or x.ndim == 2:
         return results

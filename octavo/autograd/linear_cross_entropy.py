@@ -109,7 +109,10 @@ def _rows_of_chunk(recipe: Recipe) -> int:
 
 
 class _Chunks:
-    """The tensors that all chunks of rows share, and the loss and gradients that chunks add up to."""
+    """The tensors that all chunks of rows share, and the loss and gradients that chunks add up to.
+
+    ``needs``: whether the gradients of (x, weight, bias) are needed.
+    """
 
     def __init__(
         self, x_TK: Tensor, x: Operands, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer
@@ -283,16 +286,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         loss: LossOfRows,
         layer: Layer,
-        read: ReadTensor | None,
+        x_casts: ReadTensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        x_to_save, x, number = input_operands(x_TK, layer, None, read, needs[1])
+        x_to_save, x, number = input_operands(x_TK, layer, None, x_casts, needs[1])
         result, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients(needs)
         saved = to_save(x_to_save, x, weight_NK, layer, needs_dx=False, needs_dw=needs[1])
         if sum_gradients.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
         ctx.plan = backward_plan(layer._replace(observers=()), x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
+        # divisor or None; the five of _Gradients; Saved, as dW's product reads it
         ctx.save_for_backward(loss.divisor, *sum_gradients, *saved)
         return result
 
@@ -333,11 +337,16 @@ def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, fa
 
 
 def linear_cross_entropy_of_rows(
-    x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, read: ReadTensor | None = None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None,
+    loss: LossOfRows,
+    layer: Layer,
+    x_casts: ReadTensor | None = None,
 ) -> Tensor:
     """Return the loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
 
-    Gradients flow to x, ``weight_NK`` and bias; all are bf16, fp16 or fp32. ``layer`` and ``read``: as of
+    Gradients flow to x, ``weight_NK`` and bias; all are bf16, fp16 or fp32. ``layer`` and ``x_casts``: as of
     products.linear.
 
     Raises:
@@ -349,6 +358,6 @@ def linear_cross_entropy_of_rows(
             'it another recipe, e.g. octavo.RecipeMap(recipe, {"lm_head": None})'
         )
     if is_recorded(x_TK, weight_NK, bias):
-        return _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
-    _, x, _ = input_operands(x_TK, layer, None, read, False)
+        return _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, x_casts)
+    _, x, _ = input_operands(x_TK, layer, None, x_casts, False)
     return _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients((False, False, False))[0]

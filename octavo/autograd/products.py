@@ -357,17 +357,17 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def input_operands(
-    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
+    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, x_casts: ReadTensor | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
     """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
     if gathered is not None:
         return None, gathered.operands, UNKNOWN_CAST
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
-    if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
+    if x_casts is not None and (shared_cast := x_casts.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
     request = CastRequest(layer.recipe, INPUT, as_is=True, transposed=needs_dw, only_products=True)
     x = cast_role(x_TK, request, layer.state, layer.rows)
-    return x_TK, x, UNKNOWN_CAST if read is None else read.add(reader, needs_dw, x)
+    return x_TK, x, UNKNOWN_CAST if x_casts is None else x_casts.add(reader, needs_dw, x)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -381,10 +381,10 @@ class _LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         layer: Layer,
         gathered: GatheredInput | None,
-        read: ReadTensor | None,
+        x_casts: ReadTensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
+        x_to_save, x, number = input_operands(x_TK, layer, gathered, x_casts, needs_dw)
         for observer in layer.observers if gathered is None else ():
             observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
         ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
@@ -402,19 +402,19 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, read: ReadTensor | None = None
+    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: ReadTensor | None = None
 ) -> Tensor:
     """Return y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
-    Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``read``: the
+    Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``x_casts``: the
     input's casts that layers share, see shared_casts.py.
     """
     gathered, x = (x, x.carrier) if isinstance(x, GatheredInput) else (None, x)
     x_TK = x if x.ndim == 2 else as_rows(x)
     if is_recorded(x, weight_NK, bias):
-        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)
+        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, x_casts)
     else:
-        x_to_read, operands, _ = input_operands(x_TK, layer, gathered, read, False)
+        x_to_read, operands, _ = input_operands(x_TK, layer, gathered, x_casts, False)
         y_TN = output(x_to_read, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

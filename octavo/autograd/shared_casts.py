@@ -109,14 +109,14 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
             return None
         stream = current_raw_stream(x.get_device()), capturing
     key, moment, tensors = id(x), (x._version, stream), vars(_thread).setdefault("tensors", {})
-    read: ReadTensor | None = tensors.pop(key, None)
-    if read is None or read.reference() is not x or read.moment != moment or id(layer) in read.readers:
-        read = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
+    x_casts: ReadTensor | None = tensors.pop(key, None)
+    if x_casts is None or x_casts.reference() is not x or x_casts.moment != moment or id(layer) in x_casts.readers:
+        x_casts = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
         if len(tensors) >= MOST_HELD:
             tensors.pop(next(iter(tensors), key), None)
-    read.readers.add(id(layer))
-    tensors[key] = read  # the last
-    return read
+    x_casts.readers.add(id(layer))
+    tensors[key] = x_casts  # the last
+    return x_casts
 
 
 def viewed(x: Tensor) -> Tensor:

@@ -1,7 +1,14 @@
 """The ops' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
 
 The reference, the Triton kernels, the fakes and onnx.py take these values, and the first three allocate their
-results by the functions here.
+results by the functions here. In this order:
+
+    values       CastSource, NormSource, RotaryHeads (each a Castable), Scaling, Output, CastTarget, Commit;
+                 OperandPair, ProductArguments, GroupedOperands; NormGradient; LossRows, before its parser
+    parsing      _unpack_OP: an op's flat arguments to the values that its kernels take, after the checks that need
+                 more than one of them; _source_of, _scaling_options and _with_recast each take some of cast's
+    by op name   UNPACK and ``unpacking``, by which a kernel of values becomes one of flat arguments
+    allocation   NewTensor and ``allocated``; new_OP: an op's results, unwritten; ``_results_of`` has a cast's shapes
 """
 
 from __future__ import annotations
@@ -153,10 +160,12 @@ class Scaling(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.
+    """The results that a cast writes beside the codes as x lies.
 
-    ``keep``: of what is no norm its one scale. ``as_is``: whether codes of rows in groups are written as they lie.
-    ``activation``: the scaling by which a cast of an activation's gradient casts the activation too, into one layout.
+    ``transpose``: write transposed codes too; with two scalings the second's codes are written only transposed.
+    ``column_sum``: the sums of columns. ``keep``: a norm's y; of what is no norm its one scale. ``as_is``: whether
+    codes of rows in groups are written as they lie. ``recast``: the scaling by which a cast of an activation's gradient
+    casts the activation too, into one layout.
     """
 
     transpose: bool = False
@@ -164,8 +173,8 @@ class Output(NamedTuple):
     column_sum: bool = False
     keep: bool = False
     as_is: bool = True
-    activation: Scaling | None = None
-    activation_transposed: bool = False
+    recast: Scaling | None = None
+    recast_transposed: bool = False
 
 
 class CastTarget(NamedTuple):
@@ -321,11 +330,12 @@ def _unpack_cast(
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
     if not (named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype):
         return source, first, None, output, None
+    # ``named`` is this call's own dict: each of these takes its arguments out, and what is left is k, v, cos and sin
     options, second = _scaling_options(named)
     first = Scaling(*first[:6], *options)
     kind, gamma, beta = named.pop("kind", ""), named.pop("gamma", None), named.pop("beta", None)
     eps, zero_centered = named.pop("eps", 0.0), named.pop("zero_centered", False)
-    output, heads = _with_activation(output, tensor_source, named)
+    output, heads = _with_recast(output, tensor_source, named)
     activation, column_sum = tensor_source.activation, output.column_sum
     if heads:
         _refuse("gradients of heads are cast", activation=activation, gamma=gamma, offsets=offsets)
@@ -337,7 +347,7 @@ def _unpack_cast(
     else:
         _refuse("no gamma is given", kind=kind)
     if first.tile != (ALL, ALL) or offsets is not None or second is not None:
-        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.activation)
+        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.recast)
     if second is not None:
         _refuse("there are two scalings", delayed_scale=delayed_scale, offsets=offsets)
     if offsets is not None:
@@ -357,9 +367,7 @@ def _scaling_options(named: dict[str, Any]) -> tuple[tuple[Any, ...], Scaling | 
     dtype, tile = named.pop("second_dtype", None), named.pop("second_tile", (ALL, ALL))
     power_of_two, margin = named.pop("second_power_of_two", False), named.pop("second_margin", 0)
     others = swizzles, named.pop("second_rotation", None), named.pop("second_seed", None), place
-    if dtype is None:
-        return first, None
-    return first, Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, None, 0, *others)
+    return first, None if dtype is None else Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, None, 0, *others)
 
 
 def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None) -> None:
@@ -377,8 +385,11 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
             )
 
 
-def _with_activation(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
-    """Return (the output with an activation's own codes, where they are asked for, the tensors of heads by name)."""
+def _with_recast(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
+    """Return (the output with the recast that the op's ``value_`` arguments ask for, the tensors of heads by name).
+
+    ``named``: the op's named arguments that are left: those two kinds.
+    """
     if not named:
         return output, {}
     scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
@@ -389,7 +400,7 @@ def _with_activation(output: Output, source: CastSource, named: dict[str, Any]) 
         raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
     check_shape("value_scale", scale, (1,))
     scaling = Scaling(dtype, (ALL, ALL), False, 0, scale)
-    return output._replace(activation=scaling, activation_transposed=bool(transposed)), heads
+    return output._replace(recast=scaling, recast_transposed=bool(transposed)), heads
 
 
 def _refuse(where: str, **arguments: Any) -> None:
@@ -415,7 +426,7 @@ def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, .
     delayed_scale, *_ = state_and_amaxes
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
     tensor_source, output, named = _source_of(x, *others, **named)
-    output, heads = _with_activation(output, tensor_source, named)
+    output, heads = _with_recast(output, tensor_source, named)
     if heads:
         _refuse("gradients of heads are cast", activation=tensor_source.activation)
     source: Castable = _heads_to_cast(x, heads) if heads else tensor_source
@@ -647,12 +658,12 @@ def new_cast(
     scalings = (*first[:3], first.swizzles), None if second is None else (*second[:3], second.swizzles)
     shape = source.shape if isinstance(source, RotaryHeads) else x.shape
     groups = None if offsets is None else len(offsets)
-    others = output if output.activation is None else output._replace(activation=None)
+    others = output if output.recast is None else output._replace(recast=None)
     results = results_of(shape, x.dtype, read, *scalings, others, groups)
-    if output.activation is not None:  # of x's shape, as x is the gradient of it
+    if output.recast is not None:  # of x's shape, as x is the gradient of it
         (rows, cols), pad = x.shape, output.pad
-        laid = (cols, padded_size(rows, pad)) if output.activation_transposed else (rows, padded_size(cols, pad))
-        results = *results, NewTensor(laid, output.activation.dtype)
+        laid = (cols, padded_size(rows, pad)) if output.recast_transposed else (rows, padded_size(cols, pad))
+        results = *results, NewTensor(laid, output.recast.dtype)
     return allocated(x, results)
 
 

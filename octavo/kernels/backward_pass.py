@@ -6,6 +6,12 @@ itself holds the numbers of the pass that rolled it last and of the one that wro
 a compiled graph, has them too; they are compared with the numbers here. These lie in a tensor that is written on its
 device, in CUDA graphs too: a replay is a pass of its own, and ends a step if an optimizer's step was captured.
 
+``delayed_before`` [3, 3] int32 has these rows, with an element a role (input, weight, grad_output):
+
+    0  last_commit   the number of the last pass that wrote the role's state
+    1  scale_before  the bits of the float32 scale from before that pass, which the pass goes on reading
+    2  last_roll     the number of the last pass that rolled the role's history, where it did not raise its newest entry
+
 Updates of weights without a torch.optim.Optimizer end no step; LONGEST passes do.
 """
 
@@ -60,12 +66,12 @@ def end_step(*arguments: object) -> None:
 def enters_again(delayed_before: Tensor, numbers: Tensor) -> Tensor:
     """Return for each role [3] whether a commit now raises the newest amax; else it rolls the history.
 
-    ``delayed_before``: see octavo/scaling/delayed.py; ``numbers``: of ``backward_pass``.
+    ``delayed_before``: see the module; ``numbers``: of ``backward_pass``.
     """
     number, last_step_number = numbers.unbind()
-    written, _, rolled = delayed_before.unbind()
-    passes = number - rolled  # negative if the state is from another process or device
-    return (written == number) | ((rolled > last_step_number) & (passes >= 0) & (passes < LONGEST))
+    last_commit, _, last_roll = delayed_before.unbind()
+    passes = number - last_roll  # negative if the state is from another process or device
+    return (last_commit == number) | ((last_roll > last_step_number) & (passes >= 0) & (passes < LONGEST))
 
 
 def scales_of_pass(delayed_scale: Tensor, delayed_before: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ Arguments that mean the same everywhere:
                    (-1, -1), returns that too after the sums, fp32 [1]
     value_scale    [1] fp32: where an activation's gradient is cast by one scale, the activation, computed again from
                    preactivation, is cast by this one too: its codes of value_dtype, as they lie or, with
-                   value_transposed, transposed, are the last result
+                   value_transposed, transposed, are the last result. In Python this second cast is the ``recast``
+                   (Output.recast, autograd's Recast); in Triton's kernels it is ``value`` and ``y_function``
     offsets        [G] int32: x's rows are in groups, which are matrices of their own (groups.py says where their codes
                    and scales lie). Offsets that descend or go beyond the rows raise ValueError where the reference
                    runs; Triton's kernels, whose host does not wait for their values, then take all groups to have no
@@ -188,8 +189,8 @@ SCHEMAS = {
 
 def _fake_cast_and_commit(source: Castable, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
     """Return the op's results, unwritten."""
-    q, t, scale_inv, _, sums, *activation_codes = new_cast(source, scaling, None, output)
-    return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
+    q, t, scale_inv, _, sums, *recast_codes = new_cast(source, scaling, None, output)
+    return q, t, scale_inv, sums, *(recast_codes or [no_codes(q, q.dtype)])
 
 
 def _fake_matmul(operands: ProductArguments | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:

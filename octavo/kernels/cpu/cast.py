@@ -55,7 +55,7 @@ _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which to
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), recast: CastTarget | None = None
 ) -> None:
     """``reference.cast.write``."""
     if isinstance(source, RotaryHeads):
@@ -67,16 +67,16 @@ def write(
     for target in targets:  # a property, or a generator, takes longer
         packs |= target.scaling.dtype is E2M1.dtype
     if functions is None or (packs and compiled_packed(x) is None):
-        return reference_write(source, targets, besides, y_target)
+        return reference_write(source, targets, besides, recast)
     _clear_padding(targets, shape)
     if isinstance(source, NormSource):
         return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
         make = partial(_produced, source)
-        if y_target is not None:
-            _clear_padding([y_target], x.shape)
-            make = partial(_produced_with_activation, source, functions, described(y_target, x.shape), set())
+        if recast is not None:
+            _clear_padding([recast], x.shape)
+            make = partial(_produced_with_recast, source, functions, described(recast, x.shape), set())
         return write_chunks(functions, make, shape, max(source.h_tile[0], 1), targets, sums, min(x.shape[1], shape[1]))
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
@@ -211,12 +211,12 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
     return reference_produced(*source.part(rows, scale_rows), decode, _gated)
 
 
-def _produced_with_activation(
-    source: CastSource, functions: ctypes.CDLL, y_target: bytes, starts: set[int], rows: slice
+def _produced_with_recast(
+    source: CastSource, functions: ctypes.CDLL, recast: bytes, starts: set[int], rows: slice
 ) -> Tensor:
     """Return some rows of an activation's gradient; the first time write the activation's codes, and add to starts.
 
-    ``y_target``: of these codes, as cast.cpp reads it.
+    ``recast``: the target of these codes, as cast.cpp reads it.
     """
     if rows.start in starts:
         return _produced(source, rows)
@@ -230,7 +230,7 @@ def _produced_with_activation(
     else:
         y = _produced(CastSource(h, source.activation), slice(None))
         gradient = _produced(source, rows)
-    functions.octavo_cast(y_target, *_matrix(y, rows), -1)
+    functions.octavo_cast(recast, *_matrix(y, rows), -1)
     return gradient
 
 

@@ -55,15 +55,15 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def write(
-    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), y_target: CastTarget | None = None
+    source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), recast: CastTarget | None = None
 ) -> None:
     """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y.
 
-    ``y_target``: of the activation whose gradient the source is, if that is cast too.
+    ``recast``: the target of the activation whose gradient the source is, if that is cast too.
     """
-    if y_target is not None:
+    if recast is not None:
         assert isinstance(source, CastSource) and source.preactivation is not None
-        write(CastSource(source.preactivation, source.activation), [y_target])
+        write(CastSource(source.preactivation, source.activation), [recast])
     if isinstance(source, NormSource):
         values, *extras = normalise(*source)
         extras.append(values)
@@ -107,6 +107,9 @@ def cast(
     if first.swizzles:
         plain = first._replace(swizzles=False), None if second is None else second._replace(swizzles=False)
         return _with_swizzled_scales(cast(source, *plain, output, write=write), first, second, output)
+    # by signatures.py's table of results: ``other`` and ``amax_or_scale`` are transposed codes and the amax, by two
+    # scalings the second qdata and scale_inv; ``besides`` is a norm's mean, rstd, y, or the sums, with in ``more`` the
+    # scale, if it is kept, and the recast's codes
     results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output, offsets)
     if not isinstance(source, NormSource):
         besides, more = besides[:1], besides[1:]
@@ -114,8 +117,8 @@ def cast(
         assert isinstance(source, CastSource)
         _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        y_target = None if output.activation is None else _activation_target(output, more[-1])
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, y_target)
+        recast = None if output.recast is None else _recast_target(output, more[-1])
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, recast)
         if output.keep and not isinstance(source, NormSource):
             more[0].copy_(_scale(first, amax_or_scale).view(1))
     else:
@@ -131,13 +134,13 @@ def cast(
     return results
 
 
-def _activation_target(output: Output, codes: Tensor) -> CastTarget:
+def _recast_target(output: Output, codes: Tensor) -> CastTarget:
     """Return the target of an activation that is cast beside its gradient; nobody reads its scale_inv and amax."""
-    assert output.activation is not None
+    assert output.recast is not None
     none = no_codes(codes, codes.dtype)
-    layouts = (none, codes) if output.activation_transposed else (codes, none)
+    layouts = (none, codes) if output.recast_transposed else (codes, none)
     scale_inv_and_amax = codes.new_empty((2, 1, 1), dtype=torch.float32)
-    return CastTarget(output.activation, *layouts, *scale_inv_and_amax)
+    return CastTarget(output.recast, *layouts, *scale_inv_and_amax)
 
 
 def _with_swizzled_scales(
@@ -173,9 +176,9 @@ def cast_and_commit(
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
-    q, t, scale_inv, amax, sums, *activation_codes = cast(source, in_pass, None, output, write=write)
+    q, t, scale_inv, amax, sums, *recast_codes = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
-    return q, t, scale_inv, sums, *(activation_codes or [no_codes(q, q.dtype)])
+    return q, t, scale_inv, sums, *(recast_codes or [no_codes(q, q.dtype)])
 
 
 def sizes_of_casts(

@@ -29,12 +29,13 @@ def delayed_update(
         return
     roles = list(amaxes)
     rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
-    history, scale, pass_notes = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
+    history, scale, before = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
     numbers = backward_pass(delayed_scale.device)
-    again = enters_again(pass_notes, numbers)
-    pass_notes[1].copy_(torch.where(pass_notes[0] == numbers[0], pass_notes[1], scale.view(torch.int32)))
-    pass_notes[2].copy_(torch.where(again, pass_notes[2], numbers[0]))
-    pass_notes[0].copy_(numbers[0])
+    again = enters_again(before, numbers)
+    last_commit, scale_before, last_roll = before.unbind()  # see backward_pass.py
+    scale_before.copy_(torch.where(last_commit == numbers[0], scale_before, scale.view(torch.int32)))
+    last_roll.copy_(torch.where(again, last_roll, numbers[0]))
+    last_commit.copy_(numbers[0])
     rolled = []
     for role, raises, (newest, *older) in zip(roles, again.tolist(), history.tolist(), strict=True):
         amax = float(amaxes[role])

@@ -77,6 +77,8 @@ def cast(
     is_packed = first.is_packed or (second is not None and second.is_packed)  # no kernel casts to E2M1 yet
     if is_packed or (not isinstance(source, CastSource) and source.x.numel() == 0):
         return reference_cast(source, first, second, output)
+    # by signatures.py's table of results: ``other`` and ``amax_or_scale`` are transposed codes and the amax, by two
+    # scalings the second qdata and scale_inv; ``more`` is a norm's mean, rstd, y, else sums, scale, the recast's codes
     results = codes, other, scale_inv, amax_or_scale, *more = new_cast(source, first, second, output)
     sums, kept_scale, by_tile = None, None, cast_by_tile
     if isinstance(source, NormSource):
@@ -91,9 +93,9 @@ def cast(
     inputs.clear_padding(codes)
     if second is None:
         out = outputs_to(codes_to(codes, other), scale_inv, amax_or_scale)
-        if output.activation is not None or kept_scale is not None:
+        if output.recast is not None or kept_scale is not None:
             out = out._replace(scale=kept_scale)
-            cast_by_tensor(inputs, first, out, sums, activation=_activation_to(output, more[-1]))
+            cast_by_tensor(inputs, first, out, sums, recast=_recast_to(output, more[-1]))
         else:
             by_tile(inputs, sums, (first, out))
         return results
@@ -122,11 +124,11 @@ def _by_torch(source: Castable, first: Scaling, second: Scaling | None, output: 
     return tuple(results)
 
 
-def _activation_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
+def _recast_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
     """Return the scaling of an activation that is cast beside its gradient, and where its codes go; None for none."""
-    if output.activation is None:
+    if output.recast is None:
         return None
-    return output.activation, codes_to(None, codes) if output.activation_transposed else codes_to(codes)
+    return output.recast, codes_to(None, codes) if output.recast_transposed else codes_to(codes)
 
 
 def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
@@ -146,10 +148,10 @@ def cast_and_commit(
         source = CastSource(source.x.new_empty(source.shape))
     inputs = cast_input(source)
     if isinstance(source, CastSource) and not inputs.fits(scaling.tile):
-        *results, sums, no_activation = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
-        return *results, sums.to(sums_dtype(source.x.dtype)), no_activation
+        *results, sums, no_recast = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
+        return *results, sums.to(sums_dtype(source.x.dtype)), no_recast
     q, t, scale_inv, amax, sums, *others = new_cast(source, scaling, None, output)
-    activation_codes = others[0] if others else no_codes(q, q.dtype)
+    recast_codes = others[0] if others else no_codes(q, q.dtype)
     inputs.clear_padding(q)
     tensors, (amax_input, amax_weight) = commit[:3], commit[3:5]
     options = tuple(commit.limits), tuple(commit.powers_of_two), tuple(commit.margins), commit.reduce
@@ -157,10 +159,10 @@ def cast_and_commit(
     state = StateTensors(*tensors, backward_pass(commit.delayed_scale.device))
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     sums_or_none = sums if output.column_sum else None
-    activation = _activation_to(output, activation_codes)
-    cast_by_tensor(inputs, scaling, out, sums_or_none, state, (amax_input, amax_weight), update, activation=activation)
+    recast = _recast_to(output, recast_codes)
+    cast_by_tensor(inputs, scaling, out, sums_or_none, state, (amax_input, amax_weight), update, recast=recast)
     committed(*tensors, (amax_input is not None, amax_weight is not None, True))
-    return q, t, scale_inv, sums, activation_codes
+    return q, t, scale_inv, sums, recast_codes
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:

@@ -14,6 +14,10 @@ and a strip's column sums have few parts. The last program to end finishes what 
 work (int32, all 0 before and after). For a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter
 for each strip with column sums. For lines: the bits of the columns' amaxes and of the rows', a counter for each strip,
 one for each group.
+
+``produce`` returns a tile and, where ``tiling.halves`` (a gated activation's gradient), the tile of the matrix's other
+half of columns: that is ``second``, and ``half`` in cast_blocks_kernel. There ``second`` is what the second of two
+scalings writes.
 """
 
 from __future__ import annotations
@@ -226,7 +230,7 @@ def cast_by_tensor(
     rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
     amax_is_written: bool = False,  # by a norm's launch before: out's amax
-    activation: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast, if that is cast too
+    recast: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast, if that is cast too
 ) -> None:
     """Cast with one scale for all; up to two launches, of which the first finds the amax where no scale is known."""
     delayed_scale = scaling.delayed_scale
@@ -235,16 +239,16 @@ def cast_by_tensor(
     needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
-    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", activation is not None)
+    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", recast is not None)
     strips, groups, tiling = inputs.tiling(*chosen[:3])
-    activation_to = activation_function = None  # (its scale, its Codes) and its Function
-    if activation is not None:
-        activation_to = activation[0].delayed_scale, activation[1]
-        activation_function = inputs.function._replace(gradient=False, e5m2=rounding_of(activation[0]).e5m2)
+    recast_to = recast_function = None  # (its scale, its Codes) and its Function
+    if recast is not None:
+        recast_to = recast[0].delayed_scale, recast[1]
+        recast_function = inputs.function._replace(gradient=False, e5m2=rounding_of(recast[0]).e5m2)
     read = out.amax if needs_amax else None, delayed, tuple(rolled)
     work = workspace(inputs.x, 2 + strips)
-    arguments = out, *read, inputs.with_parts(sums, groups), activation_to, work, groups
-    constants = role, rounding_of(scaling), update, activation_function, tiling
+    arguments = out, *read, inputs.with_parts(sums, groups), recast_to, work, groups
+    constants = role, rounding_of(scaling), update, recast_function, tiling
     inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 

@@ -42,11 +42,11 @@ class StateTensors(NamedTuple):
 
     scale: Tensor  # [3]
     history: Tensor | None  # [3, length]; None, as what follows, where the scale alone is read
-    before: Tensor | None  # [3, 3] int32, see octavo/scaling/delayed.py
+    before: Tensor | None  # [3, 3] int32, see octavo/kernels/backward_pass.py
     numbers: Tensor | None  # [2] int32: of this pass, and of the last one of a step that is over
 
 
-# where rows of ``before`` [3, 3] begin, which have an element a role; see octavo/scaling/delayed.py
+# where rows of ``before`` [3, 3] begin, which have an element a role; see octavo/kernels/backward_pass.py
 LAST_COMMIT, SCALE_BEFORE, LAST_ROLL = map(tl.constexpr, (0, 3, 6))
 
 
