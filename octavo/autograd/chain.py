@@ -82,7 +82,7 @@ class ChainTensors(NamedTuple):
 
 
 class ChainNeeds(NamedTuple):
-    """For each of ChainTensors whether its gradient is needed."""
+    """Whether the gradient of each of ChainTensors is needed."""
 
     x: bool
     gamma: bool
@@ -293,7 +293,7 @@ def _gradients_of_two_layers(
     if dh is not None:
         source = CastSource(dh, ctx.activation, h, *scale_and_tile)
         g_first = cast_gradient(source, saved, first_plan, needs_of_first, recast)
-        del source, dh  # only its codes are read from here on: else the peak would hold dh beside dw2
+        del source, dh  # codes alone are read from here on: the peak holds no dh beside dw2 and dx
     if recast is not None:
         codes = None
         if g_first is not None:
