@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
 
     Raises:
         ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads; in forward for
-            rotary tables of fewer positions or features.
+            rotary tables of fewer positions or another head width.
 
     Shape:
         input [B, C, W], result the same, dtype of the input or autocast's; C positions, each sees those before.
@@ -124,7 +124,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTables | None = None) -> Tensor:
         """Return attention's output [B, C, W] for x [B, C, W].
 
-        ``rotary`` has at least C positions; it is computed here if a model has none to share between its blocks.
+        ``rotary`` has at least C positions, and D / 2 columns for heads of width D; it is computed here if a model has
+        none to share between its blocks.
         """
         if not isinstance(x, Tensor):
             raise not_a_tensor_error(x)
@@ -142,11 +143,10 @@ class SelfAttention(nn.Module):
         if rotary_tables is None:
             rotary_tables = rotary_table(positions, self.head_width, device=x.device)
         cos, sin = (table[:positions] for table in rotary_tables)
-        needed = [positions, self.head_width // 2]
-        if any(
-            table.shape[0] < needed[0] or table.shape[1] < needed[1] for table in (cos, sin)
-        ):  # 1 would be broadcast
-            raise ValueError(f"rotary tables {list(cos.shape)} and {list(sin.shape)}: each needs at least {needed}")
+        columns = self.head_width // 2  # of wider tables the first ones turn by another head width's frequencies
+        if any(table.shape[0] < positions or table.shape[1] != columns for table in (cos, sin)):  # 1 would be broadcast
+            shapes = f"rotary tables {list(cos.shape)} and {list(sin.shape)}"
+            raise ValueError(f"{shapes}: each needs at least {positions} rows, and {columns} columns")
         if isinstance(output, Tensor) and not is_parallel(output) and not (requires_grad(cos) or requires_grad(sin)):
             return turn_queries_and_keys((output,), cos[None], sin[None], (self.heads, self.kv_heads))
         parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output

@@ -85,11 +85,10 @@ def test_a_table_to_share_is_the_one_it_makes():
 
 
 @pytest.mark.parametrize("recipe", ["high_precision", "dynamic"])
-@pytest.mark.parametrize("shape", [(1, W // H), (C - 1, W // H), (C, 2)])
-def test_tables_that_are_too_small_are_refused(recipe, shape):
-    with pytest.raises(
-        ValueError, match=rf"rotary tables \[{shape[0]}, {shape[1] // 2}\].* at least \[{C}, {W // H // 2}\]"
-    ):
+@pytest.mark.parametrize("shape", [(1, W // H), (C - 1, W // H), (C, 2), (C, 2 * W // H)])
+def test_tables_of_fewer_positions_or_another_head_width_are_refused(recipe, shape):
+    needed = f"at least {C} rows, and {W // H // 2} columns"
+    with pytest.raises(ValueError, match=rf"rotary tables \[{shape[0]}, {shape[1] // 2}\].* {needed}"):
         SelfAttention(W, H, recipe=recipe)(torch.randn(B, C, W), rotary_table(*shape))
 
 
