@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -143,8 +144,8 @@ Splits = Mapping[str, int]
 
 def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | None]:
     """Return (out_features in all, the splits or None) from a module's argument."""
-    if isinstance(out_features, int):
-        return out_features, None
+    if not isinstance(out_features, Mapping):
+        return operator.index(out_features), None  # an int, or NumPy's
     splits = dict(out_features)
     wrong_names = [name for name in splits if not name.isidentifier() or name in ("weight", "bias")]
     if not splits or wrong_names:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -225,10 +226,13 @@ SPLITS = {"query": 4, "key": 2, "value": 2}
 
 
 def test_a_number_and_a_mapping():
-    assert checked_splits(8) == (8, None)
+    assert checked_splits(8) == checked_splits(np.int64(8)) == (8, None)
     size, splits = checked_splits(SPLITS)
     assert (size, splits) == (8, SPLITS)
     assert splits is not SPLITS  # the caller's may change
+    for number in (8.0, "8"):
+        with pytest.raises(TypeError, match="as an integer"):
+            checked_splits(number)
 
 
 @pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "weight_scale_inv"])
