@@ -19,7 +19,8 @@ PARTIAL = "partial"  # the end of the name of a file whose writer is not done, o
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write: a reader of ``path`` reads the old contents or the new, even if writing fails halfway.
 
-    If ``path`` is a symbolic link, the file that it leads to is replaced. A device, a pipe and this process's own
+    If ``path`` is a symbolic link, the file that it leads to is replaced. The new file has the mode of the
+    old one. A device, a pipe and this process's own
     output can't be replaced: they are written to directly.
     """
     target = Path(os.path.realpath(path))
@@ -27,6 +28,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     in_place = _open_in_place(path)
     try:
         with in_place or open(partial, "xb") as file:
+            if in_place is None:
+                with contextlib.suppress(OSError):  # there is none yet, or a file system without modes
+                    os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()
             if in_place is None:

@@ -1,5 +1,6 @@
 import errno
 import os
+import stat
 import threading
 
 import pytest
@@ -22,6 +23,18 @@ def test_a_file_is_replaced_or_left(tmp_path, monkeypatch):
         _ = 1 / 0
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_new_file_has_the_mode_of_the_old_one(tmp_path):
+    private, new = tmp_path / "private", tmp_path / "new"
+    private.touch(0o600)
+    for path in (private, new):
+        with replacing(path) as file:
+            assert {stat.S_IMODE(one.stat().st_mode) for one in tmp_path.glob("private*")} == {0o600}
+            file.write(b"new")
+    new.with_name("other").touch()
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600 and private.read_bytes() == b"new"
+    assert new.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_what_no_file_can_take_the_place_of_is_written_into(tmp_path, capfd):
