@@ -151,6 +151,9 @@ class OctavoCallback(TrainerCallback):
         elif state.global_step:
             warnings.warn("the checkpoint was saved without OctavoCallback: delayed scaling begins anew", stacklevel=2)
         self._tokens = state.num_input_tokens_seen
+        self._logged = None
+        if self.recorder is not None:  # of a training that was interrupted
+            self.recorder.close()
         if self.inspect is not None:
             more = {"optimizer": optimizer, "schedule": self.schedule, "step": state.global_step}
             self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)

@@ -182,6 +182,29 @@ def test_an_interrupted_training_leaves_no_hook(tmp_path: Path) -> None:
         trainer.add_callback(interrupts)
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint was saved without OctavoCallback")
+def test_an_interrupted_record_is_closed_by_the_next_training(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters())
+    callback = OctavoCallback(recipes.dynamic(), inspect=tmp_path / "record", inspect_every=1)
+    arguments = SimpleNamespace(max_grad_norm=0, gradient_accumulation_steps=1)
+    state = SimpleNamespace(stateful_callbacks={}, global_step=0, num_input_tokens_seen=0)
+    callback.on_init_end(arguments, state, None, model=model, optimizer=optimizer)
+    hooks = []
+    for _ in range(2):  # the first is interrupted: on_train_end is not called
+        callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+        hooks.append((len(optimizer._optimizer_step_pre_hooks), len(model._forward_pre_hooks)))
+        callback.on_step_begin(arguments, state, None)
+        model(torch.ones(4, 512)).sum().backward()
+        optimizer.step()
+        callback.on_step_end(arguments, state, None)
+        state.global_step = 1
+    callback.on_train_end(arguments, state, None)
+    assert hooks[0] == hooks[1]
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert octavo.inspect.load(tmp_path / "record").steps == [1]  # the first training's was never logged
+
+
 @pytest.mark.full
 def test_training_again_begins_the_schedule_anew(tmp_path: Path) -> None:
     """Training again, by the same trainer or a new one of a moved model, begins the schedule anew."""
