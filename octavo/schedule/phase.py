@@ -97,7 +97,8 @@ class Target:
     Attributes:
         phase: the phase.
         settings: of the moments and masters of an optimizer of octavo.optim; None for one of torch's.
-        storage: how each weight of an octavo module is stored: its index among ``storage_now(model)`` -> granularity.
+        storage: how each weight of an octavo module is stored: granularity of each weight, in the order of
+            ``storage_now(model)``.
     """
 
     phase: Phase

@@ -146,6 +146,7 @@ class LossWatch:
         return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / deviation, 0.0)
 
 
+FOR_GOOD = -1  # the steps left of a recovery without an end
 RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without waiting
 _logger = logging.getLogger("octavo")
 
@@ -155,7 +156,7 @@ class _ScheduleProgress:
     """The part of a schedule's state that its users do not see.
 
     Attributes:
-        recovering: steps left of a recovery; 0: there is none; -1: it has no end.
+        recovering: steps left of a recovery; 0: there is none; FOR_GOOD: it has no end.
         recoveries: how many recoveries there were.
         rescued: the index of the phase that the last recovery interrupted.
         highest_lr: the highest learning rate so far, while a later phase waits for it to fall.
@@ -362,7 +363,7 @@ class PrecisionSchedule:
         if faults and not progress.recovering:
             progress.recoveries += 1
             for_good = policy.attempts is not None and progress.recoveries > policy.attempts
-            progress.recovering = -1 if for_good else policy.steps
+            progress.recovering = FOR_GOOD if for_good else policy.steps
             progress.rescued = self.index
             for module in self.model.modules():
                 if isinstance(module, RecipeModule):
@@ -387,18 +388,20 @@ class PrecisionSchedule:
         if isinstance(self.optimizer, CompactOptimizer) and waits != (self.optimizer.resolution is not None):
             self.optimizer.measure(fp8_weights(self.model) if waits else None)
 
-    def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
+    def plan(self, budget_bytes: int | None = None, example_inputs: Tensor | Iterable[Any] | None = None) -> Plan:
         """Return the bytes of each phase: of weights, masters, moments, gradients and tensors that forward saves.
 
         Nothing is computed and no memory is taken: the model runs on tensors without data.
 
         Args:
             budget_bytes: the most that a phase may take in all.
-            example_inputs: the model's arguments, of one micro-batch; without them saved activations are not counted.
+            example_inputs: the model's arguments, of one micro-batch, or its only one, a tensor; without them saved
+                activations are not counted.
 
         Raises:
             BudgetError: if a phase takes more than the budget, with the cheapest way to fit.
         """
+        example_inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
         inputs = None if example_inputs is None else tuple(example_inputs)
         return plan_of(self.model, self.optimizer, (*self.targets, *self._recovery_targets[:1]), budget_bytes, inputs)
 

@@ -84,7 +84,8 @@ def test_nothing_is_computed_or_changed():
     optimizer = optimizer_of(model)
     schedule = PrecisionSchedule(model, optimizer, [Phase(LOW), PHASES[-1]])
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
-    schedule.plan(example_inputs=(torch.zeros(2, 64, dtype=torch.bfloat16),))
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    assert schedule.plan(example_inputs=x) == schedule.plan(example_inputs=(x,))
     for name, p in model.named_parameters():
         assert id(p) == before[name][0] and torch.equal(p, before[name][1])
     assert model[0].recipe == LOW and not optimizer.state
