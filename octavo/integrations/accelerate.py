@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,15 +148,17 @@ class TrainingState:
         """
         if (state_dict["schedule"] is None) != (self.schedule is None):
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
-        recipes_here = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
+        recipes_here = recipes_of(self.model)
         if self.schedule is not None:  # it brings those of its phase
             recipes = self.schedule.target_of(state_dict["schedule"]).recipes_of(self.schedule.model)
-            recipes_here = dict(zip(recipes_here, map(str, recipes), strict=True))
-        saved_recipes = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
-        for layer in sorted(recipes_here.keys() | saved_recipes.keys()):
-            name_here, casts_here = recipes_here.get(layer, "no recipe:").split(":", 1)
-            saved_name, saved_casts = saved_recipes.get(layer, "no recipe:").split(":", 1)
-            if casts_here != saved_casts:
+            recipes_here = dict(zip(recipes_here, recipes, strict=True))
+        saved_texts = {name: text for text, names in state_dict["recipes"].items() for name in names}
+        for layer in sorted(recipes_here.keys() | saved_texts.keys()):
+            recipe, saved_text = recipes_here.get(layer), saved_texts.get(layer)
+            name_here = "no recipe" if recipe is None else recipe.name
+            saved_name = "no recipe" if saved_text is None else saved_text.partition(":\n")[0]
+            # recipes may differ in their names alone
+            if saved_text != (None if recipe is None else str(replace(recipe, name=saved_name))):
                 raise ValueError(
                     f"the checkpoint's layer {layer!r} computes in {saved_name}, this model's in {name_here}: resume "
                     "with the same recipe and select; another recipe is octavo.set_recipe's after loading"

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,16 @@ def test_of_another_recipe_model_or_schedule() -> None:
         TrainingState(model, schedule).load_state_dict(state)
     with pytest.raises(ValueError, match="holds no octavo module"):
         TrainingState(net())
+
+
+def test_a_recipe_of_another_name_is_the_same() -> None:
+    state = TrainingState(octavo.convert(net(), recipes.delayed(), select=every_layer)).state_dict()
+    renamed = replace(recipes.delayed(), name="8: bits")
+    other = TrainingState(octavo.convert(net(), renamed, select=every_layer))
+    other.load_state_dict(state)
+    TrainingState(octavo.convert(net(), recipes.delayed(), select=every_layer)).load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="computes in 8: bits, this model's in rowwise"):
+        TrainingState(octavo.convert(net(), recipes.rowwise(), select=every_layer)).load_state_dict(other.state_dict())
 
 
 def test_a_state_of_another_recipe_leaves_the_schedule_as_it_was() -> None:
