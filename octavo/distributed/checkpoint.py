@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
-import operator
 import os
 import pickle
 import re
@@ -55,7 +53,7 @@ from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
-from octavo.scaling.delayed import HISTORY, SCALE, delayed_state_dict, load_delayed_state_dict
+from octavo.scaling.delayed import HISTORY, delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
 from octavo.weights.files import SCALE_INV
 from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, without_hooks
@@ -186,7 +184,7 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, ranks: Ranks | None = None
 ) -> Any:
-    """Load the last checkpoint; every rank calls it. Gradients are dropped.
+    """Load the last checkpoint; every rank calls it. Gradients of an optimizer whose state is loaded are dropped.
 
     On as many ranks as saved it, each rank gets its own delayed state back, and training continues bit for bit. On
     another number of ranks, all get the same state for a role: the largest amax of any rank at each place of the
@@ -456,7 +454,8 @@ def _optimizer_to_fill(
             part_sizes = {key: _size_of_part(size, rows, whole_rows) for key, size in sizes.items()}
             state = state_dict["state"].get(part, {})
             in_other_form = {m: _moment_to_fill(m, state, part_sizes) for m in getattr(optimizer, "names", ())}
-            state = functools.reduce(operator.or_, in_other_form.values(), state)
+            for tensors in in_other_form.values():
+                state = state | tensors
             if not set(keys) <= state.keys():
                 remedy = "give an optimizer of the same class and the same parameters"
                 raise CheckpointError(f"its optimizer kept {keys} of {name}, which this one does not: {remedy}")
@@ -596,11 +595,11 @@ class PlainModel:
             for split in layer.splits
         }
         for plain_here, (name_here, value) in present.items():
-            layer_name, _, kind = plain_here.rpartition(".")
-            if plain_here not in shapes:
-                layer_name = joined.get(layer_name, layer_name)
+            layer_here, _, kind = plain_here.rpartition(".")
+            layer_name = layer_here if plain_here in shapes else joined.get(layer_here, layer_here)
             name, history = (_joined_name(layer_name, key) for key in (kind, HISTORY))
-            if history not in shapes or shapes[history] != present[plain_here.replace(SCALE, HISTORY)][1].shape:
+            history_here = _joined_name(layer_here, HISTORY)
+            if history not in shapes or shapes[history] != present[history_here][1].shape:
                 loaded[name_here] = torch.zeros_like(value)
             elif len(by_rank[name]) == ranks.size:
                 loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])

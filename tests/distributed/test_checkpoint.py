@@ -423,6 +423,16 @@ def test_the_groups_of_the_optimizer_come_back_and_frozen_weights_have_no_state(
     assert [(g["lr"], g["weight_decay"]) for g in its_optimizer.param_groups] == [(1e-2, 0.3), (3e-4, 1e-2)]
 
 
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_gradients_are_dropped_where_an_optimizers_state_is_loaded(with_optimizer, model, tmp_path):
+    optimizer = adamw(model) if with_optimizer else None
+    save_checkpoint(tmp_path, model, optimizer)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    load_checkpoint(tmp_path, model, optimizer)
+    assert all((weight.grad is None) == with_optimizer for weight in model.parameters())
+
+
 def test_delayed_state_without_a_place_or_of_another_length(model, tmp_path):
     save_checkpoint(tmp_path, model)
     load_checkpoint(tmp_path, build("dynamic"))
