@@ -119,15 +119,15 @@ def fused_parts(model: nn.Module, work: Work) -> Iterator[FusedPart]:
             continue
         if (down := linears.get(f"{prefix}{module.down}")) is not None:
             gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
-            yield FusedPart(name, gated if len(module.readers) == 2 else "feed-forward", down.sizes.input)
-        readers = [linears[reader] for child in module.readers if (reader := f"{prefix}{child}") in linears]
-        if not module.is_joined or len(readers) < max(2, len(module.readers)):
+            yield FusedPart(name, gated if len(module.input_layers) == 2 else "feed-forward", down.sizes.input)
+        layers = [linears[path] for child in module.input_layers if (path := f"{prefix}{child}") in linears]
+        if not module.is_joined or len(layers) < max(2, len(module.input_layers)):
             continue
         is_attention = module.kind == "attention"
-        yield FusedPart(name, "query, key and value" if is_attention else "gate and up", readers[0].sizes.input)
-        yield FusedPart(name, "weights side by side", sum(reader.sizes.weight for reader in readers))
+        yield FusedPart(name, "query, key and value" if is_attention else "gate and up", layers[0].sizes.input)
+        yield FusedPart(name, "weights side by side", sum(layer.sizes.weight for layer in layers))
         if is_attention:
-            queries, keys, values = (reader.sizes.output for reader in readers)
+            queries, keys, values = (layer.sizes.output for layer in layers)
             yield FusedPart(name, "rotary embedding", queries + keys)
             yield FusedPart(name, "values", values)
             if module.norms_heads:

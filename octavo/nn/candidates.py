@@ -50,9 +50,7 @@ REPLACED_SINCE = "its forward was replaced on the instance after octavo.convert"
 
 
 def large_enough(module: nn.Module, name: str, least: int = MIN_FEATURES) -> bool:
-    """Whether an nn.Linear, a Conv1D or experts have at least 512 features in and out: the default ``select``.
-
-    ``least``: another number of features.
+    """Whether an nn.Linear, a Conv1D or experts have at least ``least`` features in and out; the default ``select``.
 
     A ``select`` that leaves more layers out calls it: ``lambda module, name: name != "head" and large_enough(module,
     name)``.

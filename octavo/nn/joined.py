@@ -88,7 +88,8 @@ class Joined(NamedTuple):
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, rows)
         observers = tuple(linear.fp8.observer for linear in self.linears if linear.fp8.observer is not None)
-        return layer._replace(observers=observers) if layer.observers else layer  # which see what all do together
+        # each layer's observer counts the joint product
+        return layer._replace(observers=observers) if layer.observers else layer
 
     def _share_state(self) -> None:
         """Give all layers the first one's delayed state, which is made to cover the histories of all.

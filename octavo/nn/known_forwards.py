@@ -45,7 +45,7 @@ from octavo.private import functorch_is_active, in_forward_mode
 class PartNames(NamedTuple):
     """The names of a module's parts; empty for those that it lacks."""
 
-    readers: tuple[str, ...] = ()  # the layers that read the input and may be computed as one
+    input_layers: tuple[str, ...] = ()  # that read the input and may be computed as one
     act: str = ""
     down: str = ""
     dropout: str = ""
@@ -74,9 +74,9 @@ class KnownForward(nn.Module):
         return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
 
     @property
-    def readers(self) -> list[Any]:
+    def input_layers(self) -> list[Any]:
         """The layers that read the module's input and may be computed as one."""
-        return [getattr(self, name) for name in self.part_names.readers]
+        return [getattr(self, name) for name in self.part_names.input_layers]
 
 
 class FeedForward(KnownForward):
@@ -87,7 +87,7 @@ class FeedForward(KnownForward):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         names = cls.part_names
-        is_gated = len(names.readers) == 2
+        is_gated = len(names.input_layers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
         if not isinstance(down, Linear):
             return f"{names.down} is not converted"
@@ -105,21 +105,21 @@ class FeedForward(KnownForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = *args, *kwargs.values()
-        names, readers = self.part_names, self.readers
+        names, input_layers = self.part_names, self.input_layers
         down: Any = getattr(self, names.down)
         dropout = getattr(self, names.dropout) if names.dropout else None
-        activation = activation_name(getattr(self, names.act), len(readers) == 2)
+        activation = activation_name(getattr(self, names.act), len(input_layers) == 2)
         if activation is None or not is_bypassable_linear(down) or not can_skip_dropout(dropout):
             return super(KnownForward, self).forward(*args, **kwargs)
         tensors = weight, bias, parameter = down.layer_tensors()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return super(KnownForward, self).forward(*args, **kwargs)
-        if (first := as_one_layer(readers)) is not None:
+        if (first := as_one_layer(input_layers)) is not None:
             layers = [first.layer_tensors(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
             return run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
-        gate = readers[0](x)
-        up = readers[1](x) if len(readers) == 2 else None
+        gate = input_layers[0](x)
+        up = input_layers[1](x) if len(input_layers) == 2 else None
         dtype = product_dtype(gate, weight)
         gate, up = gate.to(dtype), None if up is None else up.to(dtype)
         refuse_for_fp8(gate, parameter, bias)
@@ -379,7 +379,7 @@ class Attention(KnownForward):
 
     def why_bypassed(self) -> str | None:
         why = f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
-        return super().why_bypassed() or (why if as_one_layer(self.readers) is None else None)
+        return super().why_bypassed() or (why if as_one_layer(self.input_layers) is None else None)
 
     def attention_options(self) -> dict[str, Any]:
         """Return the further keyword arguments that the class passes to the function of attention."""
@@ -391,7 +391,7 @@ class Attention(KnownForward):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it for arguments by position, or by an old name."""
-        layers = self.readers
+        layers = self.input_layers
         # its own class gives past_key_values their new name, cache
         tables: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")
         can_turn_here = not (args or tables is None or requires_grad(tables[0]) or requires_grad(tables[1]))
@@ -527,14 +527,14 @@ class FusedModule(NamedTuple):
     """A module that computes by a forward of octavo's: what it is, and which of its layers are one product.
 
     ``kind``: "norm", "residual" (a decoder layer), "feed-forward", "attention", or "loss" (the model's own loss).
-    ``readers``: the names in it of the layers that read its input; ``down``: that of a feed-forward's last layer.
+    ``input_layers``: the names in it of those that read its input; ``down``: that of a feed-forward's last layer.
     """
 
     name: str
     kind: str
-    readers: tuple[str, ...] = ()
+    input_layers: tuple[str, ...] = ()
     down: str = ""
-    is_joined: bool = False  # whether its readers are one product
+    is_joined: bool = False  # whether these are one product
     norms_heads: bool = False  # whether queries and keys are normed
 
 
@@ -545,9 +545,9 @@ def fused_modules(model: nn.Module) -> Iterator[FusedModule]:
             yield FusedModule(name, "loss")
         if isinstance(module, KnownForward):
             names = module.part_names
-            is_joined = as_one_layer(module.readers) is not None
+            is_joined = as_one_layer(module.input_layers) is not None
             norms_heads = isinstance(module, AttentionOfQwen3)
-            yield FusedModule(name, module.fused_kind, names.readers, names.down, is_joined, norms_heads)
+            yield FusedModule(name, module.fused_kind, names.input_layers, names.down, is_joined, norms_heads)
 
 
 def fuse_known(model: nn.Module) -> dict[str, list[str]]:

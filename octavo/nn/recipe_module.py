@@ -340,6 +340,7 @@ class RecipeModule(WeightOwner):
         state = fresh_state(self, parameter, self.training, input.device)
         parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
+            # begins: this rank's history may be empty, so ranks must agree to take the tensor's own amax
             rows = rows._replace(parts=parts._replace(begins=state is not None and may_be_empty(state.scale)))
         weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
         training = self.training and grad_enabled

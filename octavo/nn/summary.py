@@ -181,14 +181,14 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           0  Embedding [16, 8]  left alone: Embedding is not a linear layer
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
-    flops = products = saved = counts_in_training = None
+    flops = is_in_fp8_by_id = saved = counts_in_training = None
     if args or kwargs:
         counts_in_evaluation = forward_flops(model, args, kwargs)
         saved, counts_in_training = _count_in_training(model, args, kwargs)
         flops, in_fp8 = counts_in_training or counts_in_evaluation
         names = model.named_modules(remove_duplicate=False)  # the counter may use a shared module's last name
-        products = {id(module): in_fp8[name] for name, module in names if name in in_fp8}
-    rows = tuple(_rows(model, _Reasons(model, products, counts_in_training is not None)))
+        is_in_fp8_by_id = {id(module): in_fp8[name] for name, module in names if name in in_fp8}
+    rows = tuple(_rows(model, _Reasons(model, is_in_fp8_by_id, counts_in_training is not None)))
     return Summary(rows, flops, saved, *_fused(model))
 
 
@@ -219,12 +219,12 @@ def _rows(model: nn.Module, reasons: _Reasons) -> Iterator[ModuleSummary]:
 class _Reasons:
     """Why a model's matrices are left alone, or their products are not, or perhaps not, in FP8.
 
-    ``products``: by the ids of modules that computed any, whether some were in FP8; None where no forward ran.
+    ``is_in_fp8_by_id``: by the ids of modules that computed any, whether some were in FP8; None where no forward ran.
     ``in_training``: whether one in training did.
     """
 
-    def __init__(self, model: nn.Module, products: Mapping[int, bool] | None, in_training: bool) -> None:
-        self.products, self.in_training = products, in_training
+    def __init__(self, model: nn.Module, is_in_fp8_by_id: Mapping[int, bool] | None, in_training: bool) -> None:
+        self.is_in_fp8_by_id, self.in_training = is_in_fp8_by_id, in_training
         self.past_reads, self.parts_of_fused = past_reads(model), _parts_of_fused(model)
         self.converted = [module for _, module in RecipeModule.named_in(model) if isinstance(module, nn.Linear)]
 
@@ -245,9 +245,9 @@ class _Reasons:
             why = "a forward in training does not call it"
         else:
             return ""
-        if self.products is None:
+        if self.is_in_fp8_by_id is None:
             return f"{why}, or calls it: octavo.summary(model, *inputs) says which"
-        is_in_fp8 = self.products.get(id(module))  # None: it computed no product
+        is_in_fp8 = self.is_in_fp8_by_id.get(id(module))  # None: it computed no product
         return "" if is_in_fp8 or (is_in_fp8 is not None and recipe.output is None) else why
 
 
