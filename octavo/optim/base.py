@@ -129,7 +129,8 @@ class CompactOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
-        # here, not at the class: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
+        # here, not in the class's body: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
+        # of the class, whose _step it is; each instance sets it, as any may be the first, made or unpickled
         type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
         # updates; _current_update makes one anew once it is no longer right, and all after a load or new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
@@ -406,7 +407,11 @@ class CompactOptimizer(Optimizer):
         return update._replace(gradient=grad.resolve_neg().contiguous().view(shape))
 
     def _current_update(self, param: nn.Parameter) -> tuple[PreparedUpdate, bool]:
-        """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
+        """Return a weight's update, and whether its master begins anew: in the first step, or after a write.
+
+        It brings what the update reads up to date: it makes the state of a first step, restarts the master of a weight
+        that was written, and then drops the low bits of a weight in FP8, which the new master has.
+        """
         weight, state = states.shard_of(param), self.state[param]
         data = states.data_of(weight)
         is_new = not state

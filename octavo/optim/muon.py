@@ -363,16 +363,18 @@ def by_owners(
     """
     owners, ranks = owners_of(shapes, group.size()), range(group.size())
     order = sorted(range(len(shapes)), key=owners.__getitem__)  # the matrices' numbers, by their owners
-    numbers_here = [number for number in order if owners[number] == group.rank()]
-    # (rank, number of a matrix that this rank owns, the other rank's rows of it)
-    places = [(r, number, rows_of_rank(shapes[number][0], len(ranks), r)) for r in ranks for number in numbers_here]
+    owned_matrices = [number for number in order if owners[number] == group.rank()]
+    # (a rank, the number of a matrix that this rank owns, that rank's rows of it)
+    incoming = [
+        (rank, matrix, rows_of_rank(shapes[matrix][0], len(ranks), rank)) for rank in ranks for matrix in owned_matrices
+    ]
     to_owners = [(owners[number], parts[number]) for number in order]
-    shapes_from_ranks = [(rank, (rows.stop - rows.start, parts[number].shape[1])) for rank, number, rows in places]
+    shapes_from_ranks = [(rank, (rows.stop - rows.start, parts[matrix].shape[1])) for rank, matrix, rows in incoming]
     shards = _exchange(to_owners, shapes_from_ranks, parts[0], group)
     results: dict[int, Tensor] = {}
-    for index, number in enumerate(numbers_here):
-        results[number] = functions[number](torch.cat(shards[index :: len(numbers_here)]))
-    to_ranks = [(rank, results[number][rows]) for rank, number, rows in places]
+    for index, matrix in enumerate(owned_matrices):
+        results[matrix] = functions[matrix](torch.cat(shards[index :: len(owned_matrices)]))
+    to_ranks = [(rank, results[matrix][rows]) for rank, matrix, rows in incoming]
     shapes_from_owners = [(owners[number], (parts[number].shape[0], shapes[number][1])) for number in order]
     result_rows = _exchange(to_ranks, shapes_from_owners, parts[0].new_empty(0, dtype=torch.bfloat16), group)
     rows_by_number = dict(zip(order, result_rows, strict=True))

@@ -1,4 +1,4 @@
-"""An optimizer's state of a weight: how it begins, is sharded, description, loaded, converted and passed to kernels.
+"""An optimizer's state of a weight: how it begins, is sharded, described, loaded, converted and passed to kernels.
 
 step                                 how many steps the weight has had, float32
 exp_avg, exp_avg_sq;                 a moment in float32 or bf16, of the weight's shape; one in FP8 has in its place
@@ -150,7 +150,7 @@ def has_form_of(description: dict[str, Any], settings: Settings) -> bool:
 
 
 def moment_from(description: dict[str, Any]) -> Moment:
-    """Return the Moment that ``description`` description; ValueError if its granularity is none of a moment."""
+    """Return the Moment that ``description`` describes; ValueError if its granularity is none of a moment."""
     fmt: Any = _FORMATS.get(description["format"], description["format"])
     granularities = {str(granularity): granularity for granularity in MOMENT_GRANULARITIES}
     if (granularity := granularities.get(description["granularity"])) is None:
