@@ -39,11 +39,15 @@ def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             continue
         child, _, kind = name.rpartition("_")
         follows_norm = f"{path}.layer_norm_weight".lstrip(".") in state_dict
-        if kind in ("weight", "bias") and (follows_norm or child in ("query", "key", "value")):
-            if follows_norm:
-                name = f"{_CHILDREN.get(child) or f'linear.{child}'.removesuffix('.')}.{kind}"
+        if kind in ("weight", "bias") and follows_norm:
+            if child in _CHILDREN:
+                name = f"{_CHILDREN[child]}.{kind}"  # fc1_weight -> fc1.weight
+            elif child:
+                name = f"linear.{child}.{kind}"  # query_weight -> linear.query.weight
             else:
-                name = f"{child}.{kind}"
+                name = f"linear.{kind}"  # weight -> linear.weight
+        elif kind in ("weight", "bias") and child in ("query", "key", "value"):
+            name = f"{child}.{kind}"  # query_weight -> query.weight
         for their_path, octavo_path in _MODULES.items():
             if f".{path}".endswith(f".{their_path}"):
                 if their_path.endswith("layernorm_qkv") and not child:

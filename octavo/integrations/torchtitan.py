@@ -63,7 +63,8 @@ def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
             stored = {weight for weight, granularity in storage_now(model).items() if granularity is not None}
             for module in model.modules():
                 if isinstance(module, RecipeModule) and module.part_name:
-                    module.__class__ = of_subclass(type(module), Module)  # type: ignore[arg-type]  # no hash in torch's
+                    # of_subclass is cached, and mypy finds no hash in torch's type of modules
+                    module.__class__ = of_subclass(type(module), Module)  # type: ignore[arg-type]
                 if not stored.isdisjoint(module._parameters.values()):
                     vars(module)["_init_self_parameters"] = functools.partial(_initialise, module)
             return model

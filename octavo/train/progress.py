@@ -31,7 +31,7 @@ class RunRecorder:
         self.every = STEPS_BETWEEN_READS if on_accelerator else 1
         self._tokens = config.data.batch * config.model.context
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
-        self._first: tuple[int, float] | None = None  # how many rows there were after the first read, and when
+        self._pace_since: tuple[int, float] | None = None  # how many rows there were after the first read, and when
         self._since = 0.0
 
     def restart_clock(self) -> None:
@@ -56,7 +56,7 @@ class RunRecorder:
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
             if len(recent) == RUNAWAY_STEPS and (mean := fmean(recent)) > RUNAWAY_LOSS:
                 raise DivergedError(f"the loss ran away, to {mean:.1f} nats a byte at step {step}")
-        self._first = self._first or (len(self.rows), now)
+        self._pace_since = self._pace_since or (len(self.rows), now)
         return self.rows[len(self.rows) - len(values) :]
 
     def validated(self, loss: float) -> StepRow:
@@ -68,8 +68,8 @@ class RunRecorder:
 
     def seconds_left(self, steps: int) -> float:
         """Return the seconds that ``steps`` more steps will take, by the pace after the first read, which was slow."""
-        assert self._first is not None  # there are rows
-        count, since = self._first
+        assert self._pace_since is not None  # there are rows
+        count, since = self._pace_since
         done = len(self.rows) - count
         return steps * ((time.perf_counter() - since) / done if done else self._tokens / self.rows[-1].tokens_per_s)
 
