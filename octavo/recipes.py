@@ -8,7 +8,8 @@ Each name returns a frozen octavo.Recipe; dataclasses.replace makes variants. A 
                "*.fc2": {"grad_weight": null, "saved": "Cast(E4M3, PerTensor(), Dynamic())"}}}
 
 Rules are an octavo.RecipeMap's: null, a recipe by its name, or the fields that change. A recipe without a name in
-octavo.recipes is all its fields, with a name of its own. Casts are text, as they print. Nothing in a file is run.
+octavo.recipes is all its fields, with a name of its own. Casts are text, as they print. A RecipeMap's "prefix" is
+written where it has one. Nothing in a file is run.
 """
 
 from __future__ import annotations
@@ -257,7 +258,8 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
         raise ValueError(f"{type(model).__name__} has no torch.nn.ModuleList or Sequential of blocks: write rules")
     name = max(lists, key=lambda name: (isinstance(lists[name], nn.ModuleList), len(lists[name])))
     blocks, parts = list(lists[name]._modules), name.split(".") if name else []
-    names = [f"{name}.{block}" for block in blocks[len(blocks) - math.ceil(share * len(blocks)) :]]
+    # round: 0.14 * 50 is 7.000000000000001 in binary
+    names = [f"{name}.{block}" for block in blocks[len(blocks) - math.ceil(round(share * len(blocks), 9)) :]]
     for depth, part in enumerate(parts):  # what is defined behind the list, and behind each module that it is in
         parent = ".".join(parts[:depth])
         children = list(model.get_submodule(parent)._modules)
@@ -358,14 +360,15 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
 def _map(content: Mapping[str, Any], default: Recipe | None) -> RecipeMap:
     """Return the recipes by layer of a file's content."""
     rules = content.get("rules") if isinstance(content, Mapping) else None
-    if not isinstance(rules, Mapping):
-        raise TypeError(f'{content!r} is not of the form {{"default": a recipe, "rules": {{pattern: rule}}}}')
-    if unknown := sorted(set(content) - {"default", "rules"}):
-        raise ValueError(f"it has {', '.join(map(repr, unknown))}, and may have 'default' and 'rules'")
+    if not isinstance(rules, Mapping) or not isinstance(prefix := content.get("prefix", ""), str):
+        form = '{"default": a recipe, "rules": {pattern: rule}, "prefix": text}'
+        raise TypeError(f"{content!r} is not of the form {form}")
+    if unknown := sorted(set(content) - {"default", "rules", "prefix"}):
+        raise ValueError(f"it has {', '.join(map(repr, unknown))}, and may have 'default', 'rules' and 'prefix'")
     if default is None and "default" not in content:
         raise ValueError("it names no default: give one, as in octavo.recipes.load(path, octavo.recipes.dynamic())")
     chosen = _rule(content["default"]) if default is None else default
-    return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in rules.items()})  # type: ignore[arg-type]
+    return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in rules.items()}, prefix)  # type: ignore[arg-type]
 
 
 def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
@@ -387,6 +390,7 @@ def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
     rules = recipe.rules if isinstance(recipe, RecipeMap) else recipe
     content = {"default": _plain(recipe.default)} if isinstance(recipe, RecipeMap) else {}
     content |= {"rules": {pattern: _plain(rule) for pattern, rule in rules.items()}}
+    content |= {"prefix": recipe.prefix} if isinstance(recipe, RecipeMap) and recipe.prefix else {}
     return json.dumps(content, indent=1, default=str)
 
 
@@ -401,10 +405,15 @@ def _rule(content: Any) -> RecipeRule:
         return None
     if not isinstance(content, Mapping):
         raise TypeError(f"{content!r} is no rule: use null, a recipe's name, or an object of what changes")
+    fields = _fields(content)
+    return Recipe(**fields) if "name" in fields else fields  # a recipe refuses null as its name, a change has none
+
+
+def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a file gives to fields of a recipe."""
     read: dict[str, Callable[[Any], Any]] = {"saved": Cast.of, "fast_accum": tuple, "name": str}
     read |= dict.fromkeys(PRODUCTS, lambda casts: tuple(map(Cast.of, casts)))
-    values: dict[str, Any] = {key: one if one is None else read.get(key, str)(one) for key, one in content.items()}
-    return Recipe(**values) if "name" in values else values  # it refuses null as its name
+    return {key: one if one is None else read.get(key, str)(one) for key, one in content.items()}
 
 
 def _plain(rule: RecipeRule) -> Any:

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import E2M1, E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
-from octavo.scaling.recipe import PRODUCTS
+from octavo.scaling.recipe import PRODUCTS, under
 from tests.support.damage import damaged_json
 from tests.support.seams.features import FEATURES
 from tests.support.triton_kernels import in_place_of_reference
@@ -196,7 +196,7 @@ def test_recipes_by_layer_are_a_file(tmp_path):
         ('{"default": "mx", "rules": {"a": 3}}', "3 is no rule: use null, a recipe's name, or"),
         ('{"default": "mx", "rules": null}', "is not of the form"),
         ("{", "JSONDecodeError"),
-        ('{"default": "mx", "rule": {}, "rules": {}}', "it has 'rule', and may have 'default' and 'rules'"),
+        ('{"default": "mx", "rule": {}, "rules": {}}', "it has 'rule', and may have 'default', 'rules' and 'prefix'"),
         ("[]", ".. is not of the form"),
     ],
 )
@@ -207,6 +207,14 @@ def test_a_file_that_is_none_says_why(text, says, tmp_path):
         recipes.load(path)
     with pytest.raises(ValueError, match=r"nowhere.json does not exist; octavo inspect"):
         recipes.load(tmp_path / "nowhere.json")
+
+
+def test_a_part_of_a_map_is_written_with_its_prefix():
+    part = under(RecipeMap(recipes.dynamic(), {"model.lm_head": None}), "model")
+    read = recipes.as_recipe(json.loads(recipes.to_json(part)))
+    assert read == part and read.of("lm_head").is_high_precision
+    with pytest.raises(TypeError, match=r"'prefix': 3\} is not of the form"):
+        recipes.as_recipe({"default": "mx", "rules": {}, "prefix": 3})
 
 
 def test_a_damaged_file_is_a_value_error_or_a_map_of_recipes(tmp_path):
@@ -335,6 +343,14 @@ def test_how_far_later_tokens_move_earlier_outputs():
         assert 0.03 < (moved - expected).norm() / expected.norm() < 0.09
         with octavo.using(model, recipes.rowwise()):
             assert torch.equal(model(later)[:32], model(x)[:32])
+
+
+@pytest.mark.parametrize(
+    ("share", "blocks", "count"), [(0.14, 50, 7), (0.28, 25, 7), (5 / 9, 9, 5), (0.15, 8, 2), (0.0, 8, 0), (1, 8, 8)]
+)
+def test_a_share_of_the_last_blocks_is_rounded_up_as_decimals(share, blocks, count):
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(blocks))
+    assert len(recipes.last_blocks(model, share)) == count
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
