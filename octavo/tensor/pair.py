@@ -10,6 +10,7 @@ torch may do with it. Any other op raises: nothing dequantises silently.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -149,10 +150,19 @@ class ForProducts(Facade):
         second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
         return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum)
 
-    def moved(self, move: Any = aten.alias.default, shape: Sequence[int] | None = None) -> Self:
-        """Return a new facade of the very same tensors, perhaps of another shape; ``move`` can only be an alias."""
+    def moved(self, move: Any) -> Self:
+        """Return a new facade of the very same tensors; ``move`` is an op of MOVES, an alias."""
         assert move in MOVES
-        return type(self)(self.read(), self.shape if shape is None else shape, self.dtype, self.casts)
+        return type(self)(self.read(), self.shape, self.dtype, self.casts)
+
+    def with_shape(self, shape: Sequence[int]) -> Self:
+        """Return a new facade of the very same tensors, for a tensor of another shape.
+
+        torch infers a size of -1, and raises RuntimeError for another number of elements.
+        """
+        if math.prod(shape) != self.numel():
+            shape = torch.empty(self.shape, device="meta").view(*shape).shape
+        return type(self)(self.read(), shape, self.dtype, self.casts)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name in _TENSORS if getattr(self, name) is not None], (self.dtype, self.casts)
@@ -242,7 +252,10 @@ def copies(func: Any, pair: Pair, *, dtype: torch.dtype | None = None, **options
     memory_format = options.pop("memory_format", None) or torch.preserve_format
 
     def move(tensor: Tensor) -> Tensor:
-        return func(tensor, **options, **({"memory_format": memory_format} if tensor is pair.qdata else {}))
+        # scales too, as views merge leading dimensions of contiguous codes; those of a matrix may lie by columns
+        if tensor is pair.qdata or (tensor.ndim > 2 and memory_format == torch.contiguous_format):
+            return func(tensor, **options, memory_format=memory_format)
+        return func(tensor, **options)
 
     return pair.moved(move, dtype)
 
@@ -297,7 +310,7 @@ COPIES: dict[Any, AtenRule] = dict.fromkeys((aten.clone.default, aten._to_copy.d
 ForProducts.RULES = {
     **MOVES,
     # views that leave the features alone
-    aten.view.default: lambda _, x, shape: x.moved(shape=shape) if shape[-1] == x.shape[-1] else NotImplemented,
+    aten.view.default: lambda _, x, shape: x.with_shape(shape) if shape[-1] == x.shape[-1] else NotImplemented,
     # torch.autograd.detect_anomaly asks it of gradients
     aten.isnan.default: lambda _, x: x.qdata[:, : x.shape[-1]].to(torch.float32).isnan().view(x.shape),
 }

@@ -186,7 +186,7 @@ def _transposed(func: Any, weight: GatheredWeight, *dims: int) -> Any:
     *outer, rows, cols = weight.shape
     if {dim % weight.ndim for dim in dims} != {weight.ndim - 2, weight.ndim - 1}:
         return NotImplemented
-    return weight.moved(shape=(*outer, cols, rows))
+    return weight.with_shape((*outer, cols, rows))
 
 
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | dict.fromkeys((aten.as_strided.default, aten.view.default), moves)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
-from octavo.tensor.pair import Pair
+from octavo.tensor.pair import ForProducts, Operands, Pair
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import saved_and_loaded
@@ -50,3 +50,20 @@ def test_copies_and_files_are_equal_and_apart(name: str, way: str, as_parameter:
 def test_nothing_dequantises_silently(name: str) -> None:
     with pytest.raises(UnsupportedOpError, match=r"^aten.sin.default .*dequantize\(\)"):
         torch.sin(PAIRS[name]())
+
+
+class _Rows(ForProducts):
+    REMEDY = "has no values"
+
+
+def test_views_of_operands_have_as_many_elements():
+    operands = Operands((torch.zeros(8, 16).to(E4M3.dtype), torch.ones(1, 1)))
+    facade = _Rows(operands, (2, 4, 16), torch.float32)
+    for shape in ((8, 16), (4, 2, 16), (2, 4, 16), (-1, 16), (2, -1, 16)):
+        assert facade.view(shape).shape == torch.empty(2, 4, 16).view(shape).shape
+        assert facade.view(shape).qdata is operands.as_is[0]
+    for shape in ((3, 16), (3, -1, 16)):
+        with pytest.raises(RuntimeError, match="is invalid for input of size 128"):
+            facade.view(shape)
+    with pytest.raises(UnsupportedOpError, match="has no values"):
+        facade.view(16, 8)
