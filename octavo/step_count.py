@@ -15,13 +15,13 @@ class SeenWrites:
     """Writes to one parameter, counted while anybody holds this object.
 
     Attributes:
-        step: the number of the last step of an optimizer that owns the parameter, or of the last step before the count
-            began. On all ranks it changes at the same steps, though their numbers may differ.
+        last_step: OPTIMIZER_STEPS.count at the last step of an optimizer that owns the parameter, or where the count of
+            writes began. On all ranks it changes at the same steps, though their numbers may differ.
         by_hand: how often anything but its optimizer wrote it in place, up to the last call of ``count_others``.
     """
 
-    def __init__(self, parameter: Tensor, step: int) -> None:
-        self.parameter_id, self.step, self.by_hand = id(parameter), step, 0
+    def __init__(self, parameter: Tensor, last_step: int) -> None:
+        self.parameter_id, self.last_step, self.by_hand = id(parameter), last_step, 0
         self._version = version_of(parameter)
 
     def count_others(self, parameter: Tensor) -> None:
@@ -29,8 +29,8 @@ class SeenWrites:
         if self._version != (version := version_of(parameter)):
             self._version, self.by_hand = version, self.by_hand + 1
 
-    def count_none(self, parameter: Tensor) -> None:
-        """Take the parameter's version as it is: its optimizer wrote it."""
+    def take_version_as_seen(self, parameter: Tensor) -> None:
+        """Take the parameter's version as it is, so that no write by hand is counted: its optimizer wrote it."""
         self._version = version_of(parameter)
 
 
@@ -78,7 +78,7 @@ class _OptimizerSteps:
             writes.count_others(parameter)
         yield
         for parameter, writes in watched:
-            writes.count_none(parameter)
+            writes.take_version_as_seen(parameter)
 
     def _watched(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, SeenWrites]]:
         """Return (parameter, its writes) for those parameters whose writes anybody holds."""
@@ -92,8 +92,8 @@ class _OptimizerSteps:
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1
         for parameter, writes in self._watched(self._parameters_of(optimizer)):
-            writes.step = self.count
-            writes.count_none(parameter)
+            writes.last_step = self.count
+            writes.take_version_as_seen(parameter)
 
     def _parameters_of(self, optimizer: Any) -> Iterator[Tensor]:
         groups = optimizer.param_groups if self._seen else ()

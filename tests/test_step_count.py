@@ -24,7 +24,7 @@ def test_writes_to_a_parameter_are_counted_while_a_holder_of_the_count_lives():
     p.grad = torch.ones(2)
     optimizer.step()
     writes.count_others(p)
-    assert (writes.step, writes.by_hand) == (OPTIMIZER_STEPS.count, 0)
+    assert (writes.last_step, writes.by_hand) == (OPTIMIZER_STEPS.count, 0)
     p.detach().add_(1)
     writes.count_others(p)
     assert writes.by_hand == 1

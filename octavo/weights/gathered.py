@@ -240,7 +240,7 @@ class Freshness:
         """
         gather = self._gather
         with DisableTorchFunctionSubclass():  # ShardedWeight's would be called for a version
-            writes = gather.writes.step, gather.parameter._version, local_tensor(gather.parameter)._version
+            writes = gather.writes.last_step, gather.parameter._version, local_tensor(gather.parameter)._version
         return gather.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
 
 
@@ -535,9 +535,8 @@ class GatherGroup:
 
     def gathers_on(self, mesh: DeviceMesh) -> list[tuple[WeightReader, Gather]]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks, with their gathers."""
-        # a module that is gone, or that octavo.restore took ``fp8`` from, is left out
-        modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "fp8")]
-        gathers = [(module, module.fp8.gather) for module in modules]
+        alive: list[Any] = [module for reference in self._modules if (module := reference()) is not None]
+        gathers = [(module, module.fp8.gather) for module in alive if hasattr(module, "fp8")]  # octavo.restore takes it
         return [(module, one) for module, one in gathers if one.group is self and one.parameter.device_mesh == mesh]
 
     def cast_shards(self, weight_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
@@ -620,8 +619,8 @@ def _delayed_scales_of(ways: Sequence[InFP8], amax: Tensor, cast: Cast) -> Tenso
     scales = torch.cat([zero if one is None else one[WEIGHT : WEIGHT + 1].to(amax.device) for one in of_roles])
     last_amaxes = [None if way.codes is None else way.codes.amax for way in ways]
     last_amax = torch.cat([zero if one is None else one.view(1) for one in last_amaxes])
-    had_no_step = amax.new_tensor([float(way.step == way.gather.writes.step) for way in ways]) > 0
+    had_no_step = amax.new_tensor([float(way.step == way.gather.writes.last_step) for way in ways]) > 0
     for way in ways:
-        way.step = way.gather.writes.step
+        way.step = way.gather.writes.last_step
     written = ((had_no_step & (amax != last_amax)) | (scales * amax > 2 * cast.format.max)) & amax.isfinite()
     return torch.where(written, 0, scales)

@@ -41,6 +41,14 @@ class WeightWrites:
     def since_last(self, weight: Tensor) -> bool:
         """Whether anything wrote the weight since the last call or since its load; new storage counts as a write.
 
+        the first of these that applies                   what is compared                            the answer
+        first call (``_last`` is None) of a loaded one    its version, with ``_loaded``'s             if it differs
+        first call of another, of a copy                  nothing                                     False
+        it was ``replaced``, or has another id            nothing                                     True
+        otherwise                                         the count of writes by hand (``_writes``)   True if it rose
+                                                          its optimizer's last step                   False if it rose
+                                                          version and storage, with ``_last``'s       if one differs
+
         DeepSpeed ZeRO-3 gathers a weight into new storage for each forward: of such a weight it is this rank's part.
         """
         last, replaced, self.replaced = self._last, self.replaced, False
@@ -51,7 +59,7 @@ class WeightWrites:
             writes = self._writes = OPTIMIZER_STEPS.writes_to(weight)
         writes.count_others(weight)
         storage = StorageWeakRef(local.untyped_storage())
-        self._last = now = _Sight(id(weight), writes.by_hand, writes.step, version_of(local), storage)
+        self._last = now = _Sight(id(weight), writes.by_hand, writes.last_step, version_of(local), storage)
         if last is None:
             loaded, self._loaded = self._loaded, None
             return loaded is not None and loaded[0] == id(weight) and loaded[1] != version_of(weight)
