@@ -74,14 +74,14 @@ def summed(values: Tensor, group: str) -> Tensor:
     return c10d_ops.wait_tensor(c10d_ops.all_reduce(values, "sum", group))
 
 
-def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:
+def scale_bytes(scale_inv: Tensor, power_of_two: bool) -> Tensor:
     """Return scales [R, S], float32 or E8M0, as ranks send them: uint8 [R, S] of powers of two, else [R, 4 S]."""
     scales = exponents_of(scale_inv) if power_of_two else scale_inv
     return scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Tensor:
-    """Return the scales that ``bytes_of`` took, in the dtype and with the strides that a cast by these tiles writes."""
+    """Return the scales that ``scale_bytes`` took, in the dtype and with the strides of a cast by these tiles."""
     # not contiguous(): of a single row or column that is itself, with any stride and offset
     scales = powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
     if lie_by_columns(tile):
@@ -91,7 +91,7 @@ def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Ten
 
 def pack_message(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
     """Return a pair as a message, uint8: of each row its codes [R, C] and its scales."""
-    return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
+    return torch.cat([qdata.view(torch.uint8), scale_bytes(scale_inv, power_of_two)], 1)
 
 
 def unpack_message(

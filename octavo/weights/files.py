@@ -130,10 +130,10 @@ def _scales_of(entry: Any) -> Any:
 def _has_codes_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
     """Whether torch has sent an entry's codes from the first rank: into the weight, or a DTensor of its shape.
 
-    Those that it writes into the weight itself leave scales of NaN there, see StoredWeight.write.
+    Of those that it writes into the weight itself, the weight has no scales yet.
     """
     if local is on_this_rank(weight):
-        return bool(local.scale_inv.isnan().any())  # type: ignore[attr-defined]
+        return local.lacks_scales()  # type: ignore[attr-defined]
     return local is not entry and local.dtype == torch.uint8 and entry.shape == weight.shape
 
 

@@ -12,10 +12,9 @@ then takes tensors of the shard's shape alone, and ranks take the maximum for al
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from octavo.kernels.layouts import contraction_multiple, is_small_block, with_pa
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import pytree
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
-from octavo.tensor.collectives import bytes_of, scales_from
+from octavo.tensor.collectives import scale_bytes, scales_from
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
 from octavo.weights.fsdp2 import padded_rows, rows_of_rank, rows_on_each_rank
 
@@ -138,13 +137,14 @@ class ShardCast:
         sent = self._memory(shard, scales is None) if before is None else before.sent
         xs = _matrices(shard) if shard.numel() else []
         codes = _matrices(sent[0].view(self.cast_as_is.format.dtype)[: len(shard)])
+        # not strict: an empty shard has no ``xs``; of experts, ``sent`` has padding too, ``scales`` has later ranks'
         if scales is None:  # the launch finds them, and writes them into ``sent``
-            tensors: Any = zip(xs, codes, _matrices(sent[1]), strict=False)
-            return ShardCodes(sent, ()), [MatrixToCast(*of_matrix) for of_matrix in tensors]
+            of_blocks = zip(xs, codes, _matrices(sent[1]), strict=False)
+            return ShardCodes(sent, ()), [MatrixToCast(x, q, scale_inv=scale_inv) for x, q, scale_inv in of_blocks]
         first_matrix = self.first_row if shard.ndim == 3 else 0
-        tensors = zip(xs, codes, itertools.repeat(None), scales.scale[first_matrix:].split(1), strict=False)
-        scale_inv = scales.scale_inv.view(-1, *[1] * (shard.ndim - 1))
-        return ShardCodes(sent, (scale_inv,), scales.amax), [MatrixToCast(*of_matrix) for of_matrix in tensors]
+        with_scale = zip(xs, codes, scales.scale[first_matrix:].split(1), strict=False)
+        matrices = [MatrixToCast(x, q, scale=scale) for x, q, scale in with_scale]
+        return ShardCodes(sent, (scales.scale_inv.view(-1, *[1] * (shard.ndim - 1)),), scales.amax), matrices
 
     def _memory(self, shard: Tensor, has_blocks: bool) -> tuple[Tensor, ...]:
         """Return memory for the codes, of as many rows on every rank, and for the scales of blocks."""
@@ -173,7 +173,7 @@ class ShardCast:
         for (cast, _, grid), codes, scales in zip(self.layouts, (q, q2), (scale_inv, scale_inv2), strict=False):
             sent.append(padded_rows(codes.view(torch.uint8)[rows], self.shape, self.ranks))
             if grid is None:
-                sent.append(bytes_of(scales[rows], cast.power_of_two))
+                sent.append(scale_bytes(scales[rows], cast.power_of_two))
         return ShardCodes(tuple(sent), tuple(shared_scales))
 
     def _with_amax_rows(self, shard: Tensor, blocks: Tensor, tile: Tile) -> tuple[Tensor, int]:

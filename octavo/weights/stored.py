@@ -97,6 +97,8 @@ class StoredWeight(ShardHooks, Pair):
     granularity: Granularity
     is_shard: bool
     facts: TrainingFacts
+    # all that __new__, torch and octavo.convert put in its __dict__; any other attribute is a user's, see put_into
+    OWN_ATTRIBUTES = frozenset(("qdata", "scale_inv", "granularity", "is_shard", "facts", "layer_name", "_is_param"))
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
@@ -406,6 +408,10 @@ class StoredWeight(ShardHooks, Pair):
         self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
 
+    def lacks_scales(self) -> bool:
+        """Whether a file's codes were written into it without theirs. ``_write_codes`` leaves NaN in their place."""
+        return bool(self.scale_inv.isnan().any())
+
     def share_memory_(self) -> StoredWeight:
         """Move its tensors to shared memory."""
         for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.low_bits)):
@@ -505,7 +511,7 @@ def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
     chose_grad_dtype = grad_dtype != parameter.dtype  # else it follows the parameter's dtype
     hooks = hooks_of(parameter)
-    of_class = {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
+    of_class = getattr(type(parameter), "OWN_ATTRIBUTES", ("_is_param",))
     attributes = {name: value for name, value in vars(parameter).items() if name not in of_class}  # of its user
     if parameter.requires_grad:
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)

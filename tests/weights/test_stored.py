@@ -416,6 +416,14 @@ def test_the_parameter_its_hooks_its_gradient_and_its_attributes_stay_there_and_
     assert calls == [True] and vars(weight) == {"owner": "layer 1"}
 
 
+def test_its_own_attributes_are_all_that_are_annotated_or_set():
+    annotated = {name for kind in StoredWeight.__mro__ for name in getattr(kind, "__annotations__", ())}
+    classwide = {"RULES", "REMEDY"} | set(getattr(torch.Tensor, "__annotations__", ()))
+    assert annotated - classwide <= StoredWeight.OWN_ATTRIBUTES
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(64, 64), keep_low_bits=True))
+    assert vars(weight).keys() <= StoredWeight.OWN_ATTRIBUTES
+
+
 def test_nothing_keeps_the_old_values():
     weight = nn.Parameter(torch.randn(64, 64))
     old = torch.multiprocessing.reductions.StorageWeakRef(weight.untyped_storage())
