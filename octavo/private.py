@@ -178,6 +178,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(fullname)
         if spec is not None:
+            # Not a loader around this one: the module's ``__loader__`` and ``__spec__`` stay as without us, by which
+            # inspect and importlib.resources read it. The loader was made for this spec alone.
             execute = spec.loader.exec_module
 
             def execute_and_call(module: Any) -> None:

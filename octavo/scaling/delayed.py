@@ -2,8 +2,11 @@
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
-    delayed_before        [3, 3]  int32, for each role: the number of the last backward pass that committed it, the bits
-                                  of the scale before that pass, the number of the last pass that began a new entry
+    delayed_before        [3, 3]  int32, a row for each of these, an element for each role. kernels/, whose reference
+                                  also says ``pass_notes``, has these names for the rows:
+                                  number of the last backward pass that committed it   ``written``, LAST_COMMIT
+                                  bits of the scale before that pass                   SCALE_BEFORE
+                                  number of the last pass that began a new entry       ``rolled``, LAST_ROLL
 
 Forward only reads it. Backward's cast of grad_output commits: the first pass after an optimizer's step begins an entry
 of the histories, later passes of the same step raise that entry; each writes the next scales. Casts in
@@ -38,6 +41,7 @@ from octavo.step_count import version_of
 SAVED_TENSORS = SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 FACTS_ATTRIBUTE = "_octavo_facts"  # of a scale: its StateFacts
 NEXT_LOAD = None  # in StateFacts.loads: a load_state_dict that has not begun
+NO_LOAD = object()  # of a layer without an entry there: it is like no load_state_dict
 IN_CUDA_GRAPH = 0  # a history's id, see have_same_inputs
 # instead of the number of an input's cast: no amax enters the input's history; that of a cast which nobody shares does
 INPUT_NOT_CAST, UNKNOWN_CAST = 0, 1
@@ -66,7 +70,7 @@ class StateFacts:
 
     def is_of(self, layer: nn.Module, load: object) -> bool:
         """Whether the state belongs to the weight of this layer that this ``load_state_dict`` loads."""
-        owner = self.loads.get(id(layer), self)
+        owner = self.loads.get(id(layer), NO_LOAD)
         return owner is NEXT_LOAD or owner is load
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -231,18 +235,18 @@ def entering_input(state: State, input_cast: int) -> Iterator[None]:
         yield
         return
     facts, history = facts_of(state.scale), state.amax_history
-    before = after = facts.history_id
+    old_id = new_id = facts.history_id
     # by version_of, without the call
     was_written_by_hand = facts.history_version not in (None, -1 if history.is_inference() else history._version)
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
-        after = IN_CUDA_GRAPH
-    elif before and (was_written_by_hand or input_cast == UNKNOWN_CAST):
-        after = None
-    elif before and input_cast != INPUT_NOT_CAST:
-        after = hash((before, current_graph_task_id(), input_cast))
-    if before is not None or after is not None:
-        facts_of(state.scale).history_id = after
+        new_id = IN_CUDA_GRAPH
+    elif old_id and (was_written_by_hand or input_cast == UNKNOWN_CAST):
+        new_id = None
+    elif old_id and input_cast != INPUT_NOT_CAST:
+        new_id = hash((old_id, current_graph_task_id(), input_cast))
+    if old_id is not None or new_id is not None:
+        facts_of(state.scale).history_id = new_id
     facts.history_version = -1 if history.is_inference() else history._version
 
 

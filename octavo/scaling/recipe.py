@@ -301,7 +301,8 @@ class _DerivedOfRecipe:
     has_e2m1: bool  # whether a cast is to E2M1
     is_high_precision: bool  # no product is in FP8
     delayed: Delayed | None
-    delayed_update: tuple[Any, ...]  # that op's arguments
+    # that op's last arguments: by role limits of formats, whether scales are powers of two, and margins; ``reduce``
+    delayed_update: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
