@@ -184,7 +184,7 @@ def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
     return begins, worst
 
 
-class _ReachRule(NamedTuple):
+class ReachRule(NamedTuple):
     """A rule that says within how many records of its begin a cause explains an effect; NEVER: it does not."""
 
     name: str
@@ -192,7 +192,7 @@ class _ReachRule(NamedTuple):
     reach: int
 
 
-def _reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) -> _ReachRule:
+def reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) -> ReachRule:
     """Return the rule that says when a cause explains an effect: the first one that holds.
 
     Before each rule stands a run that needs it. The order counts, as a rule is meant for what those above it leave.
@@ -217,25 +217,25 @@ def _reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) -
     reads_a_bad_cast = is_warning and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
     rules = (
         # a rate that rises moves a weight so far that it looks as if something had written it
-        _ReachRule("rate moves weight", effect_is_from_outside and may_look_written, SOON),
+        ReachRule("rate moves weight", effect_is_from_outside and may_look_written, SOON),
         # a loss that climbs changes no option of the optimizer; but a NaN explains all that follows
-        _ReachRule("effect from outside", effect_is_from_outside, NEVER),
+        ReachRule("effect from outside", effect_is_from_outside, NEVER),
         # a single bad batch explains inputs that are clipped in its step, even if it is a note and they are not, but
         # nothing much later
-        _ReachRule("fault of a step", harms_all and is_over_soon, SOON),
+        ReachRule("fault of a step", harms_all and is_over_soon, SOON),
         # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later
-        _ReachRule("fault of the whole training", harms_all, LATER),
+        ReachRule("fault of the whole training", harms_all, LATER),
         # an input that is flushed explains the next layers' flushed inputs, and may get worse through the layers of its
         # step; but what the first record has already explains nothing new
-        _ReachRule("same fault in other layers", is_alike and (records == 0 or not is_milder_cast), SOON),
+        ReachRule("same fault in other layers", is_alike and (records == 0 or not is_milder_cast), SOON),
         # a gradient of which little is clipped explains none that is clipped more a record later
-        _ReachRule("milder cast", is_milder_cast, NEVER),
+        ReachRule("milder cast", is_milder_cast, NEVER),
         # a clipped weight explains its layer's flushed gradients; but a slope that never was 1, a note without a layer,
         # explains no leap of gradients
-        _ReachRule("same layer", cause.layer == effect.layer and (bool(cause.layer) or level_fits), SOON),
+        ReachRule("same layer", cause.layer == effect.layer and (bool(cause.layer) or level_fits), SOON),
         # an input of which most is clipped explains a loss that rises
-        _ReachRule("symptom of a cast", reads_a_bad_cast, SOON),
-        _ReachRule("unrelated", True, NEVER),
+        ReachRule("symptom of a cast", reads_a_bad_cast, SOON),
+        ReachRule("unrelated", True, NEVER),
     )
     return next(rule for rule in rules if rule.holds)
 
@@ -265,7 +265,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         records = record_of(effect.begins) - begins
         if GROWS in KINDS[cause.kind].traits and cause.role == "input" and cause.level != "note":
             records = max(0, record_of(effect.begins) - record_of(cause.worst))  # later than the cause was worst
-        return records <= _reach_rule(cause, effect, records, is_first=begins == 0).reach
+        return records <= reach_rule(cause, effect, records, is_first=begins == 0).reach
 
     def comes_last(finding: Finding) -> bool:
         """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""

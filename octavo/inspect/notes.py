@@ -41,7 +41,7 @@ class _View(NamedTuple):
     output: NotedOutput
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class NotedOutput:
