@@ -385,7 +385,7 @@ def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
 
 
 class _DimSlices(NamedTuple):
-    """What is read along one dimension of codes, for the values of a part of it."""
+    """The slices of one dimension that give the values of a part of it: whole blocks are read, then cut."""
 
     codes: slice  # whole blocks, which hold the part
     scales: slice  # the scales of these blocks

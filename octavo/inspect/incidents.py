@@ -54,7 +54,7 @@ EVENT = OUTSIDE | ONCE | WHOLE
 
 
 class Kind(NamedTuple):
-    """What findings of a kind have in common: a row of KINDS.
+    """A row of KINDS: properties that all findings of a kind have in common.
 
     ``limit``, ``says`` and ``lost`` are set for the kinds of casts; rules.FAULT_RULES has them for the other kinds.
     """
