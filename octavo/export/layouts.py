@@ -86,9 +86,13 @@ def written_pairs(
         raise ValueError(
             f"blocks of {height} rows reach from one of its {matrices_per_expert} matrices of {rows} rows into the next"
         )
-    is_one = cast.tile == TENSOR  # of an expert, and so of each of its matrices
-    scales = written_tensors(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if is_one else scale_inv)
-    return {name: (each, scales[name].reshape(1) if is_one else scales[name]) for name, each in codes_by_name.items()}
+    has_one_scale_per_expert = cast.tile == TENSOR
+    if has_one_scale_per_expert:
+        scale_inv = scale_inv.expand(-1, matrices_per_expert, -1)  # each of its matrices has that scale
+    scales = written_tensors(model, key, scale_inv)
+    if has_one_scale_per_expert:
+        scales = {name: scale.reshape(1) for name, scale in scales.items()}
+    return {name: (matrix, scales[name]) for name, matrix in codes_by_name.items()}
 
 
 class Layout(NamedTuple):

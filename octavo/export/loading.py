@@ -384,23 +384,35 @@ def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
     return was_rounded
 
 
+class _DimSlices(NamedTuple):
+    """The slices of one dimension that give the values of a part of it: whole blocks are read, then cut."""
+
+    codes: slice  # whole blocks, which hold the part
+    scales: slice  # the scales of these blocks
+    wanted: slice  # where the part is in what was read
+
+    @classmethod
+    def of(cls, part: slice, size: int, scales: int, block: int) -> _DimSlices:
+        """Return the slices for a part of a dimension that has so many codes and scales, and blocks of this length."""
+        if scales == 1:
+            return cls(codes=part, scales=slice(None), wanted=slice(None))
+        block = 1 if scales == size else block
+        first, end = part.start // block, -(-part.stop // block)
+        codes = slice(first * block, min(end * block, size))
+        return cls(codes, slice(first, end), slice(part.start - codes.start, part.stop - codes.start))
+
+
 def _read_values(source: _OnDisk, part: tuple[slice, ...], device: torch.device, scales: FileScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if scales is None:
         return source.read(part, device)
     scale_inv, granularity = scales
-    read_slices, scale_slices, part_of_read = [*part], [slice(None)] * scale_inv.ndim, [slice(None)] * len(part)
-    for dim, (size, count) in enumerate(zip(source.shape, scale_inv.shape, strict=True)):
-        if count > 1:
-            step = 1 if count == size else granularity.tile[dim - len(part)]
-            start, stop = part[dim].start, part[dim].stop
-            scale_slices[dim] = slice(start // step, -(-stop // step))
-            read_slices[dim] = slice(scale_slices[dim].start * step, min(scale_slices[dim].stop * step, size))
-            part_of_read[dim] = slice(start - read_slices[dim].start, stop - read_slices[dim].start)
-    codes = source.read(tuple(read_slices), device)
-    scales_of_codes = scale_inv[tuple(scale_slices)].to(device).contiguous()
+    tile = (1, *granularity.tile)[-len(part) :]  # of experts' matrices each has its own scales
+    dims = [_DimSlices.of(*each) for each in zip(part, source.shape, scale_inv.shape, tile, strict=True)]
+    codes = source.read(tuple(dim.codes for dim in dims), device)
+    scales_of_codes = scale_inv[tuple(dim.scales for dim in dims)].to(device).contiguous()
     values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
-    return values[tuple(part_of_read)]
+    return values[tuple(dim.wanted for dim in dims)]
 
 
 def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device) -> tuple[StoredWeight, bool]:

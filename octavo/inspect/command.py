@@ -213,15 +213,16 @@ def entry_point(name: str) -> Subject:
         raise WhatIfError(f"{name} is no folder of a record or a run; of a model give module:function")
     sys.path.insert(0, "")
     try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
+        try:
+            imported = importlib.import_module(module)
+        except ImportError as error:
+            raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
+        build = getattr(imported, function, None)
+        if not callable(build):
+            raise WhatIfError(f"{name}: {module} has no function {function}")
+        result = build()  # which may import from the current folder too
     finally:
         sys.path.remove("")
-    build = getattr(imported, function, None)
-    if not callable(build):
-        raise WhatIfError(f"{name}: {module} has no function {function}")
-    result = build()
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module) and callable(result[1]):
         if isinstance(result[2], Iterable):
             return Subject(*result)

@@ -35,38 +35,36 @@ MOST_SEVERE = 10.0  # the severity of inf or NaN
 OF_WARNING = 3.0  # the severity from which on a finding is a warning
 MOST_LOST = 0.5  # share of a tensor's numbers: a finding with more of them lost is critical
 LEAPS = 8.0  # a measure that becomes so many times as large from one record to the next begins anew
-# records after a cause's begin within which a finding begins that it explains; later in that of a cause of WHOLE
+# a cause explains an effect that begins at most so many records after it; a cause with the trait WHOLE may take LATER
 SOON, LATER, NEVER = 2, 10, -1
 
 
-# Properties that kinds of findings have in common:
-#     ONCE          it happens at a step; others last since a step
-#     OUTSIDE       its cause is outside of the training's arithmetic
+# Traits that kinds of findings have in common:
+#     ONCE          the finding happens at one step; those without this trait last from a step on
+#     OUTSIDE       its cause is outside of the training's arithmetic, such as an option or the data
 #     WHOLE         it harms the whole training
 #     OF_A_STEP     it may be over after a step
-#     TOO_MUCH      a reason, besides a write, for a weight to change that much
-#     LIKE_A_WRITE  updates that are TOO_MUCH look like it
-#     GROWS         of an input: it gets worse by and by, and explains what begins when it is worst
-#     SYMPTOM       a severe finding of a cast explains it
+#     TOO_MUCH      it is a reason, other than a write, for a weight to change as much as by a write
+#     LIKE_A_WRITE  it says that a weight was written, which updates by a finding with TOO_MUCH look like
+#     GROWS         as a finding of an input it gets worse step by step: its effects may begin when it is worst
+#     SYMPTOM       a finding of a cast explains it from the level warning on
 Trait = Flag("Trait", ["ONCE", "OUTSIDE", "WHOLE", "OF_A_STEP", "TOO_MUCH", "LIKE_A_WRITE", "GROWS", "SYMPTOM"])
 ONCE, OUTSIDE, WHOLE, OF_A_STEP, TOO_MUCH, LIKE_A_WRITE, GROWS, SYMPTOM = Trait
 EVENT = OUTSIDE | ONCE | WHOLE
 
 
 class Kind(NamedTuple):
-    """A row of KINDS, of what findings of a kind have in common.
+    """A row of KINDS: properties that all findings of a kind have in common.
 
-    ``part``: the part of a step in which they begin; None for casts and layers, whose role says it. ``warns``: a
-    measure of so many times its limit is a warning. Of a cast's kinds: its limit, the sentence with the role and the
-    measures, and the measure of what is lost; the others have these in rules.FAULT_RULES.
+    ``limit``, ``says`` and ``lost`` are set for the kinds of casts; rules.FAULT_RULES has them for the other kinds.
     """
 
-    part: StepPart | None = None
+    part: StepPart | None = None  # the part of a step in which they begin; None: the role of the cast or layer says it
     traits: Trait = Trait(0)
-    warns: float = 4.0
+    warns: float = 4.0  # a measure of so many times its limit is a warning
     limit: float | None = None
-    says: str = ""
-    lost: str = ""
+    says: str = ""  # the sentence, to be formatted with the role and the measures
+    lost: str = ""  # the name of the measure that says which share of the numbers is lost
 
 
 _flushed = functools.partial(Kind, warns=20.0, limit=1e-2, lost="flushed")
@@ -80,7 +78,7 @@ KINDS = {
     "repeats": Kind(StepPart.DATA, OUTSIDE | WHOLE),
     "batch": Kind(StepPart.DATA, ONCE | WHOLE | OF_A_STEP | SYMPTOM),
     "forward": Kind(StepPart.MODULES, ONCE | WHOLE),
-    "backward": Kind(StepPart.FORWARD, ONCE | WHOLE),  # of the program: before what its gradients cause
+    "backward": Kind(StepPart.FORWARD, ONCE | WHOLE),  # a wrong program: before what its gradients cause
     "logits": Kind(StepPart.FORWARD, WHOLE),
     "loss scale": Kind(StepPart.LOSS, WHOLE),
     "labels": Kind(StepPart.LOSS, ONCE | WHOLE | SYMPTOM),
@@ -88,8 +86,9 @@ KINDS = {
     "gradients": Kind(StepPart.LOSS, ONCE | WHOLE | OF_A_STEP | SYMPTOM | TOO_MUCH),
     **dict.fromkeys(("frozen", "unmoved", "second moments"), Kind(StepPart.UPDATE)),
     "idle expert": Kind(),
-    # shares of the numbers; "stale": the amax over what a delayed scale has room for; "outliers": where few numbers
-    # determine the scale; "rounded": decibels of the SQNR below what the role needs
+    # The measures of casts are shares of the numbers, but for two: of "stale" it is the amax divided by the largest
+    # number that the delayed scale has room for, of "rounded" by how many dB the SQNR is below what the role needs.
+    # "outliers" is "flushed" where few numbers determine the scale.
     "nonfinite": Kind(traits=WHOLE, limit=0.0, says="has inf or NaN in {nonfinite} of its {role}", lost="nonfinite"),
     "stale": Kind(traits=GROWS, warns=8.0, limit=2.0, says="clips {clipped} of its {role}", lost="clipped"),
     "clipped": Kind(warns=20.0, limit=1e-3, says="clips {clipped} of its {role}", lost="clipped"),
@@ -173,18 +172,30 @@ def level_of(severity: float, lost: float = 0.0) -> str:
 
 
 def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
-    """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
+    """Return the indices (where the worst stretch begins, where it is worst).
+
+    A stretch is a run of values over their limit, as the mask ``over`` says. The worst one ends at the largest value.
+    It begins where the run does, or at the last leap in it; a leap right after another one is growth, and no begin.
+    """
     worst = begins = int(np.where(over, values, -math.inf).argmax())
     leaps = np.append(False, over[:-1] & (values[1:] >= values[:-1] * LEAPS))
     while begins > 0 and over[begins - 1] and not (leaps[begins] and not leaps[begins - 1]):
-        begins -= 1  # what leaps again and again grows
+        begins -= 1
     return begins, worst
 
 
-def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int:
-    """Return within how many records of its begin a cause explains such an effect; NEVER if it does not.
+class ReachRule(NamedTuple):
+    """A rule that says within how many records of its begin a cause explains an effect; NEVER: it does not."""
 
-    The first row of the table that holds says it. Before each row stands a run that needs it.
+    name: str
+    holds: bool  # whether the rule is about a cause and an effect
+    reach: int
+
+
+def reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) -> ReachRule:
+    """Return the rule that says when a cause explains an effect: the first one that holds.
+
+    Before each rule stands a run that needs it. The order counts, as a rule is meant for what those above it leave.
 
     Args:
         cause, effect: two findings.
@@ -194,33 +205,39 @@ def _reach(cause: Finding, effect: Finding, records: int, is_first: bool) -> int
     traits = KINDS[cause.kind].traits
     effect_traits = KINDS[effect.kind].traits
     is_severe = cause.severity == MOST_SEVERE
-    explains_level = cause.level != "note" or effect.level == "note"
-    is_outside = OUTSIDE in effect_traits and not is_severe  # such an effect has a cause outside of the training
-    harms_all = WHOLE in traits and (explains_level or (OF_A_STEP in traits and records == 0 and bool(effect.products)))
+    is_warning = cause.level != "note"
+    level_fits = is_warning or effect.level == "note"  # a note explains notes alone
+    is_cast_of_its_step = OF_A_STEP in traits and records == 0 and bool(effect.products)
+    harms_all = WHOLE in traits and (level_fits or is_cast_of_its_step)
+    effect_is_from_outside = OUTSIDE in effect_traits and not is_severe
+    may_look_written = TOO_MUCH in traits and LIKE_A_WRITE in effect_traits
+    is_over_soon = OF_A_STEP in traits and cause.worst == cause.begins and not is_severe
     is_milder_cast = KINDS[cause.kind].part is None and LEVEL_PLACES[cause.level] > LEVEL_PLACES[effect.level]
     is_alike = (cause.kind, cause.role) == (effect.kind, effect.role) and not is_first
-    reaches = (
+    reads_a_bad_cast = is_warning and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits)
+    rules = (
         # a rate that rises moves a weight so far that it looks as if something had written it
-        (is_outside and LIKE_A_WRITE in effect_traits and TOO_MUCH in traits, SOON),
+        ReachRule("rate moves weight", effect_is_from_outside and may_look_written, SOON),
         # a loss that climbs changes no option of the optimizer; but a NaN explains all that follows
-        (is_outside, NEVER),
+        ReachRule("effect from outside", effect_is_from_outside, NEVER),
         # a single bad batch explains inputs that are clipped in its step, even if it is a note and they are not, but
         # nothing much later
-        (harms_all and OF_A_STEP in traits and cause.worst == cause.begins and not is_severe, SOON),
+        ReachRule("fault of a step", harms_all and is_over_soon, SOON),
         # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later
-        (harms_all, LATER),
+        ReachRule("fault of the whole training", harms_all, LATER),
         # an input that is flushed explains the next layers' flushed inputs, and may get worse through the layers of its
         # step; but what the first record has already explains nothing new
-        (is_alike and (records == 0 or not is_milder_cast), SOON),
+        ReachRule("same fault in other layers", is_alike and (records == 0 or not is_milder_cast), SOON),
         # a gradient of which little is clipped explains none that is clipped more a record later
-        (is_milder_cast, NEVER),
-        # a clipped weight explains its layer's flushed gradients. What has no layer is of the whole training: a slope
-        # that never was 1, a note, explains no leap of gradients
-        (cause.layer == effect.layer and (bool(cause.layer) or explains_level), SOON),
+        ReachRule("milder cast", is_milder_cast, NEVER),
+        # a clipped weight explains its layer's flushed gradients; but a slope that never was 1, a note without a layer,
+        # explains no leap of gradients
+        ReachRule("same layer", cause.layer == effect.layer and (bool(cause.layer) or level_fits), SOON),
         # an input of which most is clipped explains a loss that rises
-        (cause.level != "note" and not is_first and (cause.level == "critical" or SYMPTOM in effect_traits), SOON),
+        ReachRule("symptom of a cast", reads_a_bad_cast, SOON),
+        ReachRule("unrelated", True, NEVER),
     )
-    return next((reach for holds, reach in reaches if holds), NEVER)
+    return next(rule for rule in rules if rule.holds)
 
 
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
@@ -247,8 +264,8 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         begins = record_of(cause.begins)
         records = record_of(effect.begins) - begins
         if GROWS in KINDS[cause.kind].traits and cause.role == "input" and cause.level != "note":
-            records -= min(records, record_of(cause.worst) - begins)
-        return records <= _reach(cause, effect, records, is_first=begins == 0)
+            records = max(0, record_of(effect.begins) - record_of(cause.worst))  # later than the cause was worst
+        return records <= reach_rule(cause, effect, records, is_first=begins == 0).reach
 
     def comes_last(finding: Finding) -> bool:
         """Return whether others of its level come first: a cast's, but for a severe one that the twin made a note."""

@@ -35,30 +35,52 @@ class ModuleHook(NamedTuple):
         return ModuleHook, ()
 
 
-class NotedOutput:
-    """A tensor that a forward returned: the gradient that it gets from outside of the forward, and their product.
+class _View(NamedTuple):
+    """An output that is a view of another tensor, its base, and the view's place in the base."""
 
-    That is all of its gradient, less what nodes of the forward add, as outputs may need each other. Hooks of autograd's
-    nodes note both: the training gets the very tensor that the model returned.
+    output: NotedOutput
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class NotedOutput:
+    """A tensor that a forward returned, with the gradient that it gets from outside of the forward.
+
+    An output may be computed from another one. Then autograd gives the other a sum: the addends that the forward's own
+    nodes compute, and what comes from outside. Hooks note the sum and these addends, and the difference is ``grad``.
+    The training gets the very tensor that the model returned, as hooks of autograd's nodes need no other one.
+
+    Where an output is a view, its base has a note too. If the training writes the output in place, autograd gives its
+    gradient to the base alone.
+
+    Attributes:
+        grad: the gradient from outside, summed over the step's backward passes; None before the first.
+        product: the products of the tensor and ``grad``, summed likewise; nan if the tensor was overwritten.
     """
 
-    def __init__(self, begins: Callable[[], None]) -> None:
-        self._begins = begins  # to be called before backward changes a gradient
+    def __init__(self, before_gradient: Callable[[], None]) -> None:
+        self._before_gradient = before_gradient
         self.grad: Tensor | None = None
         self.product: Tensor | float = 0.0
-        self._inside: list[tuple[int, Tensor]] = []  # backward pass, and what a node of the forward adds
-        self._views: list[tuple[NotedOutput, *tuple[Any, ...]]] = []  # where this is their base: size, stride, offset
+        self._inside: list[tuple[int, Tensor]] = []  # (number of the backward pass, addend of a node of the forward)
+        self._views: list[_View] = []  # outputs that are views of this tensor, if it is a base
 
     def watch(self, y: Tensor) -> None:
         """Note the gradients of ``y``, from now on."""
         self._y: Tensor | None = y.detach()
-        self._version, self._shape, index = y._version, (y.size(), y.stride()), y.output_nr
+        self._version = y._version
+        self._size, self._stride = y.size(), y.stride()
+        index = y.output_nr
         handle = y.register_hook(self._note)
-        if len(hooks := handle.hooks_dict_ref()) > 1:  # the forward's run in the twin too: the gradient before them
+        hooks = handle.hooks_dict_ref()
+        if len(hooks) > 1:
+            # the forward has hooked y itself, and will again when the twin runs it: note the gradient before its hooks
             note_first = {handle.id: hooks.pop(handle.id)} | hooks  # autograd takes no notice of .move_to_end()
             hooks.clear()
             hooks.update(note_first)
-        elif y.grad_fn is not None:  # after hooks that the training adds
+        elif y.grad_fn is not None:
+            # a node's hook runs after those of its tensors, so that it notes what the training's later hooks return
             handle.remove()
             y.grad_fn.register_prehook(lambda grads: self._note(grads[index]))
 
@@ -69,43 +91,54 @@ class NotedOutput:
 
     @torch.no_grad()
     def _note(self, grad: Tensor | None) -> None:
-        """Note this tensor's whole gradient less what nodes of the forward have added; of a base that of its views."""
+        """Subtract the addends of the forward's nodes from this tensor's whole gradient, and note what is left.
+
+        If this tensor is a base, what is left is its views', each of which notes its part.
+        """
         number, keeps_graph = running_backward()
-        inside = [added for backward, added in self._inside if backward == number]
-        y = None if self._y is None or self._y._version != self._version else self._y
-        self._inside, self._y = [], self._y if keeps_graph else None
-        if grad is None or [*map(id, inside)] == [id(grad)]:  # a gradient that is no sum is the addend
+        inside = [addend for backward, addend in self._inside if backward == number]
+        y = self._y if self._y is not None and self._y._version == self._version else None  # None: overwritten since
+        self._inside = []
+        if not keeps_graph:  # no backward pass follows
+            self._y = None
+        # autograd passes a lone addend on as the same object: then nothing came from outside the forward
+        if grad is None or (len(inside) == 1 and inside[0] is grad):
             return
         outside = grad.detach() - functools.reduce(torch.add, inside) if inside else grad.detach()
         if not self._views:
             self._add(outside, y)
-        elif y is None:  # it was written: then views get their gradients by its node
-            outside = torch.empty_strided(*self._shape, dtype=grad.dtype, device=grad.device).copy_(outside)
-            for view, *place in self._views:
-                part = outside.as_strided(*place)
-                view._add(part.clone(), None)
-                part.zero_()  # views may have elements in common
+        elif y is None:  # only if the base was written do its views get their gradients by its node
+            outside = torch.empty_strided(self._size, self._stride, dtype=grad.dtype, device=grad.device).copy_(outside)
+            for view in self._views:
+                part = outside.as_strided(view.size, view.stride, view.offset)
+                view.output._add(part.clone(), None)
+                part.zero_()  # views may have elements in common, which count once
 
     def _add(self, grad: Tensor, y: Tensor | None) -> None:
         """Add a gradient of ``y``; None: it was overwritten meanwhile, perhaps by its gradient."""
-        self._begins()
+        self._before_gradient()
         self.product = self.product + (math.nan if y is None else dot(whole(y), whole(grad)))
-        self.grad = grad if self.grad is None else self.grad + grad  # more than one backward of a graph
+        self.grad = grad if self.grad is None else self.grad + grad  # a graph may have several backward passes
 
     @classmethod
-    def all_of(cls, result: Any, begins: Callable[[], None]) -> list[NotedOutput]:
-        """Return a note of each tensor of a forward's result that gets a gradient."""
+    def all_of(cls, result: Any, before_gradient: Callable[[], None]) -> list[NotedOutput]:
+        """Return a note of each tensor of a forward's result that gets a gradient.
+
+        ``before_gradient`` is called before a note adds a gradient.
+        """
         tensors: list[Tensor] = []
         map_tensors(tensors.append, result)
-        pairs = [(y, cls(begins)) for y in tensors if gets_gradient(y)]
-        outputs = dict(reversed(pairs))  # a tensor that is returned twice has one gradient
-        notes = defaultdict(lambda: cls(begins), outputs)
+        pairs = [(y, cls(before_gradient)) for y in tensors if gets_gradient(y)]
+        outputs = dict(reversed(pairs))  # a tensor that is returned twice has one gradient: its first note gets it
+        notes = defaultdict(lambda: cls(before_gradient), outputs)  # of outputs, and of bases that are no outputs
         for y, output in outputs.items():
-            if type(base := y._base) is Tensor and base.grad_fn is not None and base not in outputs:
-                place = y.size(), y.stride(), y.storage_offset() - base.storage_offset()
+            base = y._base
+            if type(base) is Tensor and base.grad_fn is not None and base not in outputs:
                 if base.dtype == y.dtype and 0 not in y.stride():
-                    notes[base]._views.append((output, *place))
+                    offset = y.storage_offset() - base.storage_offset()
+                    notes[base]._views.append(_View(output, y.size(), y.stride(), offset))
         edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
+        # of a lone output only the nodes between it and its base can add to a noted gradient
         ends = {base.grad_fn for base in notes if base not in outputs} if len(outputs) == 1 else ()
         for node in nodes_of(outputs, ends) if len(edges) > 1 else ():
             for index, edge in enumerate(node.next_functions):
@@ -120,10 +153,11 @@ class Call(NamedTuple):
     """A forward of the model, and its outputs that need a gradient."""
 
     forward: Forward
-    versions: dict[nn.Parameter, int]  # how often each was written; gathered ones by FSDP2, which are gone later
+    # how often each parameter had been written; includes FSDP2's gathered parameters, which the model has for a while
+    versions: dict[nn.Parameter, int]
     outputs: list[NotedOutput]
 
-    def is_before_writes(self, model: nn.Module) -> bool:
+    def weights_written_since(self, model: nn.Module) -> bool:
         """Return whether the model's parameters were written since the call."""
         return any(self.versions.get(p, p._version) != p._version for p in model.parameters())
 
@@ -142,10 +176,11 @@ class StepNotes:
     """
 
     def __init__(self, wrapped: nn.Module, before_gradient: Callable[[], None], or_reason: _Context) -> None:
-        self.model, self._wrapped = PlainModel(wrapped).module, wrapped
+        self.model = PlainModel(wrapped).module
+        self._wrapped = wrapped
         self._before_gradient, self._or_reason = before_gradient, or_reason
         self.calls: list[Call] = []
-        self._running: list[Call | None] = []  # the call of each forward that runs, as one may call another
+        self._running: list[Call | None] = []  # the calls of forwards that now run, as one may call another
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
@@ -159,7 +194,9 @@ class StepNotes:
         """Note no more forwards, and forget those that were noted."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.calls, self._running = [], [], []
+        self._hooks = []
+        self.calls = []
+        self._running = []
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a forward needs to run again; None for a call within another, or without gradients."""

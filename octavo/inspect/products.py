@@ -19,8 +19,9 @@ GradientPair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of tw
 class Products(NamedTuple):
     """The products of weights' gradients of two runs, a and b: <a, b>, <a, a> and <b, b> are the columns, float64.
 
-    Three are 0 where nothing is compared: a run has no gradient of a weight, or one that is not of this step alone.
-    They are nan where nothing is known, as the step's run once more in FP8 does not have the step's gradients.
+    All three of a row are 0 where nothing is compared: a run has no gradient of a weight, or one that is not of this
+    step alone. They are nan where nothing is known: where the step's run once more in FP8 does not have the step's
+    gradients.
 
     Attributes:
         layers: of each layer's weight, [layers, 3].

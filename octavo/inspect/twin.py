@@ -306,7 +306,7 @@ class Twin:
             return
         calls = [call for call in self._notes.calls if any(output.grad is not None for output in call.outputs)]
         if is_after_closure:  # where the optimizer moved weights for the closure, gradients are of its forwards alone
-            calls = [call for call in calls if not call.is_before_writes(self._model)]
+            calls = [call for call in calls if not call.weights_written_since(self._model)]
         left, layers = self._left, self._layers
         if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
             if calls:
@@ -381,7 +381,7 @@ class Twin:
             return IN_BACKWARD
         if not calls:
             return self.reason or NO_OUTPUT
-        return WRITTEN_WEIGHTS if calls[0].is_before_writes(self._model) else self.reason
+        return WRITTEN_WEIGHTS if calls[0].weights_written_since(self._model) else self.reason
 
     def _share_left(self, squares: Tensor, products: Products, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""

@@ -22,8 +22,9 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. Where a column
-# has measures, these are by name, each with the column that divides it; of a sum of squares it is the quotient's root.
+# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. A column's value
+# maps the names of its measures to their divisors, columns too: a measure is column / divisor, or the square root of
+# that for the columns in SQUARES.
 MOVED: dict[str, dict[str, str]] = {
     # how many are sampled of the weight, of each moment in codes, and of a master that was there before the step
     **{counted: {} for counted in ("elements", "moments", "masters")},
@@ -42,7 +43,7 @@ MOVED: dict[str, dict[str, str]] = {
     "outside": {"outside": "seen"},  # square of the change in the step before the optimizer's: by something else
     "second": {"second_moment": "seconds"},  # a second moment that is a plain tensor
 }
-SQUARES = "update", "grid", "master_update", "between", "weight", "gradient", "outside"  # columns that are such sums
+SQUARES = "update", "grid", "master_update", "between", "weight", "gradient", "outside"  # columns: sums of squares
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
@@ -281,14 +282,25 @@ def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         return {}
     groups = optimizer.param_groups
     ages = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
-    rate = max((group["lr"] for group in groups if "lr" in group), default=None)
-    facts = {"lr": rate, "state_age": next(ages, None)}
+    facts = {"lr": _largest([group["lr"] for group in groups if "lr" in group]), "state_age": next(ages, None)}
     for at, group in enumerate(groups):
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
             named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
             facts |= {option: fact for option, fact in named.items() if isinstance(fact, float | int) or name == "lr"}
     return facts
+
+
+def _largest(rates: Sequence[float | Tensor]) -> float | Tensor | None:
+    """Return the largest of learning rates, a tensor if one is; None without any.
+
+    Python's ``max`` would wait for tensors' device: each comparison asks for its result.
+    """
+    if len(rates) < 2 or not any(isinstance(rate, Tensor) for rate in rates):
+        return max(rates, default=None)
+    devices = [rate.device if isinstance(rate, Tensor) else "cpu" for rate in rates]  # kernels take numbers of the CPU
+    tensors = [torch.as_tensor(rate, dtype=torch.float64, device=at) for rate, at in zip(rates, devices, strict=True)]
+    return functools.reduce(torch.maximum, tensors)
 
 
 @functools.lru_cache(maxsize=8)

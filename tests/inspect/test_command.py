@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,10 @@ def nothing():
 def one_batch():
     return torch.nn.Linear(2, 2), int, 3
 
+def imports_late():
+    import what_if_helper
+    return what_if_helper.subject
+
 number = 3
 """
 
@@ -159,6 +164,13 @@ def folder(tmp_path, monkeypatch):
 def test_wrong_entry_points(folder, name, says):
     with pytest.raises(WhatIfError, match=says):
         entry_point(name)
+
+
+def test_the_function_itself_may_import_from_the_current_folder(folder, monkeypatch):
+    (folder / "what_if_helper.py").write_text("import torch\nsubject = torch.nn.Linear(2, 2), int, []")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    path = [*sys.path]
+    assert isinstance(entry_point("what_if_user:imports_late").model, nn.Linear) and sys.path == path
 
 
 @pytest.mark.parametrize("budget", [("--keep", "1"), ("--loss", "0.01%")])

@@ -2,14 +2,51 @@
 
 import pytest
 
-from octavo.inspect import diagnose
-from octavo.inspect.incidents import LEVEL_PLACES, level_of, severity_of
+from octavo.inspect import Finding, diagnose
+from octavo.inspect.incidents import LATER, LEVEL_PLACES, NEVER, SOON, level_of, reach_rule, severity_of
 
 np = pytest.importorskip("numpy")
 
 from tests.inspect.test_findings import healthy  # noqa: E402
 from tests.inspect.test_of_layers import FAULTS  # noqa: E402
 from tests.inspect.test_training import AT, LAYER, RECORDS  # noqa: E402
+
+
+def finding_of(kind: str, level: str, layer: str = "", role: str = "", severity: float = 2.0) -> Finding:
+    """Return a finding that begins, and is worst, at step 5."""
+    products = ("output",) if role else ()
+    return Finding(kind, layer, role, products, "", 5, 5, {}, "", "", "", severity, level=level)
+
+
+@pytest.mark.parametrize(
+    ("cause", "effect", "name", "reach"),
+    [
+        (finding_of("learning rate", "warning"), finding_of("overwritten", "note"), "rate moves weight", SOON),
+        (finding_of("drift", "warning"), finding_of("options", "note"), "effect from outside", NEVER),
+        (finding_of("batch", "note"), finding_of("stale", "warning", "a", "input"), "fault of a step", SOON),
+        (finding_of("learning rate", "warning"), finding_of("drift", "warning"), "fault of the whole training", LATER),
+        (
+            finding_of("flushed", "note", "a", "input"),
+            finding_of("flushed", "warning", "b", "input"),
+            "same fault in other layers",
+            SOON,
+        ),
+        (
+            finding_of("clipped", "note", "a", "weight"),
+            finding_of("flushed", "warning", "a", "input"),
+            "milder cast",
+            NEVER,
+        ),
+        (finding_of("clipped", "note", "a", "weight"), finding_of("flushed", "note", "a", "input"), "same layer", SOON),
+        (finding_of("clipped", "warning", "a", "input"), finding_of("drift", "warning"), "symptom of a cast", SOON),
+        (finding_of("clipped", "note", "a", "input"), finding_of("drift", "note"), "unrelated", NEVER),
+    ],
+)
+def test_the_rule_that_says_whether_a_cause_explains_an_effect(
+    cause: Finding, effect: Finding, name: str, reach: int
+) -> None:
+    rule = reach_rule(cause, effect, records=0, is_first=False)
+    assert (rule.name, rule.reach) == (name, reach)
 
 
 def test_a_risen_rate_explains_what_follows() -> None:

@@ -93,10 +93,10 @@ def test_only_outer_forwards_between_begin_and_end_are_noted() -> None:
         model(torch.randn(3, 8))
     model(torch.randn(3, 8))
     (call,) = notes.calls
-    assert not call.is_before_writes(model)
+    assert not call.weights_written_since(model)
     with torch.no_grad():
         model.layer.weight.mul_(2)
-    assert call.is_before_writes(model)
+    assert call.weights_written_since(model)
     notes.end()
     model(torch.randn(3, 8))
     assert notes.calls == [] and not model._forward_hooks and not model._forward_pre_hooks

@@ -17,7 +17,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.inspect.report import table
 from octavo.inspect.rows import Table
 from octavo.inspect.twin import NO_TWIN
-from octavo.inspect.weight_updates import Updates, count_weights
+from octavo.inspect.weight_updates import Updates, count_weights, optimizer_facts
 from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
@@ -38,6 +38,21 @@ def test_moments_that_flush_and_weights_that_stand_still(tmp_path: Path) -> None
     codes = [optimizer.state[layer.weight][f"{name}_codes"] for name in ("exp_avg", "exp_avg_sq")]
     flushed = ((codes[1] == 0) & (codes[0] & 0x7F != 0)).double().mean().item()
     assert record.weights["second_flushed"][0, 0] == pytest.approx(flushed)
+
+
+def test_the_largest_rate_of_groups_waits_for_no_device() -> None:
+    """A rate on the meta device has no value to read: a comparison in Python, which would wait for a GPU, fails."""
+
+    def largest(*rates: Any) -> Any:
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]
+        return optimizer_facts(torch.optim.SGD(groups, lr=0.5))["lr"]
+
+    assert all(largest(*rates) == 0.1 for rates in [(0.1,), (0.01, 0.1), (torch.tensor(0.01), 0.1)])
+    low, high = (torch.tensor(rate) for rate in (0.01, 0.1))
+    assert all(largest(*rates) == high for rates in [(high,), (low, high), (high, 0.01, low)])
+    on_device = torch.ones((), device="meta")
+    assert all(largest(*rates).is_meta for rates in [(on_device,) * 2, (0.1, on_device), (on_device, low, 0.1)])
+    assert optimizer_facts(None) == {}
 
 
 @pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.full)])
