@@ -1,4 +1,27 @@
-"""See what FP8 does to a training: which tensors of which layers are flushed, clipped or rounded too much, and when."""
+"""See what FP8 does to a training: which tensors of which layers are flushed, clipped or rounded too much, and when.
+
+While a training runs, ``recorder.py`` writes a record; later ``load`` reads it, the tests of ``rules.py`` look for
+faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says whether FP8 is the cause.
+
+| question | file |
+|---|---|
+| what is counted in a recorded step, and when does it reach the host? | ``recorder.py`` |
+| what is counted of casts, weights and outputs? | ``rows.py``, ``weight_updates.py``, ``module_outputs.py`` |
+| what would the same step give in high precision? | ``twin.py``, by the next five |
+| which forwards did the step run, and which gradients did they get? | ``notes.py`` |
+| how does a forward run again without a trace? | ``forwards.py``, ``module_state.py`` |
+| how are gradients compared, and with what the loss does? | ``products.py``, ``slope.py`` |
+| does the program still compute what it did at first? | ``first_batch.py`` |
+| which files has a record, and what do their numbers mean? | ``record.py``; what tests read of it: ``training.py`` |
+| which faults are known, and by which limits are they found? | ``rules.py`` |
+| how is one looked for? | by what it reads: ``of_steps.py``, ``of_weights.py``, ``of_layers.py`` |
+| which fault explains which other one? | ``incidents.py``; ``findings.py`` returns causes before effects |
+| what changed first, whatever it is? | ``departures.py`` |
+| is FP8 the cause? | ``verdicts.py``, by the twin |
+| which cast would be better, and in which layer would it matter? | ``remedies.py``, ``what_if.py`` |
+| where was the first inf or NaN? | ``faults.py``, which needs no record |
+| how is all that shown? | ``report.py``, ``command.py`` |
+"""
 
 from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults
 from octavo.inspect.findings import diagnose

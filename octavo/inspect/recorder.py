@@ -4,7 +4,8 @@ Of a recorded step the modules' casts are counted in a Table (rows.py) as they c
 reads the weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At
 the step's end ``_count`` adds these up over ranks, and ``_read`` sends them to the host, with the scalars and the
 numbers that a DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what
-decides whether later steps have a control, and writes them by the RecordWriter. Record.py says who writes which file.
+decides whether later steps have a control, and writes them by the RecordWriter. Who writes which file stands in
+record.py.
 """
 
 from __future__ import annotations

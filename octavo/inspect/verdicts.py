@@ -164,8 +164,8 @@ class _Difference(NamedTuple):
 class _Judge:
     """The judgement, by a record's compared steps, of its findings and of FP8's part in them.
 
-    Before each branch stands a run that needs it, and in quotes the kind of benchmarks/training/causes.py, or of a
-    draw, that is said otherwise without it, where one is.
+    The comment before each branch describes a run that needs the branch. A name in quotes is a kind of run in
+    benchmarks/training/causes.py, or in one of its draws, of which another sentence would be said without the branch.
     """
 
     def __init__(self, record: Record) -> None:
