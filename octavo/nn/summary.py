@@ -301,7 +301,9 @@ class _ForwardCounts(NamedTuple):
     """The operations of products in FP8, and of all products; of each module that computed any, whether in FP8."""
 
     flops: tuple[int, int]
-    in_fp8: dict[str, bool]  # by module's name: whether some were
+    # {name of a module: whether some were}; torch's counter puts a fused module's products under its own name, not under
+    # those of its parts, which have the rows
+    in_fp8: dict[str, bool]
 
 
 def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _ForwardCounts:
