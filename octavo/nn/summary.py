@@ -301,8 +301,8 @@ class _ForwardCounts(NamedTuple):
     """The operations of products in FP8, and of all products; of each module that computed any, whether in FP8."""
 
     flops: tuple[int, int]
-    # {name of a module: whether some were}; torch's counter puts a fused module's products under its own name, not under
-    # those of its parts, which have the rows
+    # {name of a module: whether some were}; torch counts a fused module's products under its own name, not under those
+    # of its parts, which have the rows
     in_fp8: dict[str, bool]
 
 
