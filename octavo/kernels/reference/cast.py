@@ -192,11 +192,9 @@ def sizes_of_casts(
         ValueError: for tensors that one launch can't cast, and outputs that are not dense or too small.
     """
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
-    lengths = [len(entries) for entries in lists]
-    if any(
-        length != len(xs) and (length or at not in (2, 5)) for at, length in enumerate(lengths)
-    ):  # these may be empty
-        raise ValueError(f"the lists are {lengths} long; give each tensor its outputs")
+    outputs_and_scales = (qdata, scale_inv, amax, transposed or xs, delayed_scales or xs)  # the last two may be empty
+    if any(len(tensors) != len(xs) for tensors in outputs_and_scales):
+        raise ValueError(f"the lists are {[len(tensors) for tensors in lists]} long; give each tensor its outputs")
     is_whole = tuple(tile) == (ALL, ALL)
     if not is_whole and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
