@@ -91,6 +91,9 @@ def check_norm(x: Tensor, kind: str, gamma: Tensor, **tensors: tuple[Tensor | No
 def check_codes_of_loss(logits: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
     """Raise ValueError where a gradient [T, V] has no room in codes, or from a column on in transposed ones."""
     rows, cols = logits.shape
-    for name, out, height, width in (("codes", codes, rows, cols), ("transposed", transposed, cols, first + rows)):
-        if out.numel():
-            check_shape(name, out, (height, max(width, out.shape[1])), is_dense=True)
+    if codes.numel():
+        check_shape("codes", codes, (rows, max(cols, codes.shape[1])), is_dense=True)
+    if transposed.numel():
+        width = max(first + rows, transposed.shape[1])
+        check_shape("transposed", transposed, (cols, width))
+        check_shape("a row of transposed", transposed[0], (width,), is_dense=True)

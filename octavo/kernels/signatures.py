@@ -131,8 +131,8 @@ SCHEMAS = {
     # the gradient of logits [T, V], of their dtype, by that of each row's loss, grad [T], and the lse of the op above
     "cross_entropy_backward": f"({_LOSS}, Tensor lse, Tensor grad) -> Tensor",
     # the same gradient by grads of 1, which lies in [-1, 1], cast by numerics.scale_of_unit: to codes [T, V'] as it
-    # lies, and transposed to the columns from ``first`` on of transposed [V, T']; [0, 0] is left out. V' and T' are
-    # padded, and the padding, which is 0, is written; T' may have room for other rows' codes too
+    # lies, and transposed to the columns from ``first`` on of transposed [V, T']; [0, 0] is left out. What is behind
+    # them, up to V' and T', is padding: 0. Before ``first`` are other rows' codes; transposed has any row stride
     "cross_entropy_codes": f"({_LOSS}, Tensor lse, Tensor(a!) codes, Tensor(b!) transposed, int first) -> ()",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums

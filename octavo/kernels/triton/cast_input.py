@@ -39,7 +39,7 @@ def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
         q = None
     if t is not None and t.numel() == 0:
         t = None
-    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.stride(0))
 
 
 def outputs_to(codes: Codes, scale_inv: Tensor, amax: Tensor | None) -> Outputs:
