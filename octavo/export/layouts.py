@@ -102,7 +102,8 @@ class Layout(NamedTuple):
     that the layout can hold.
     ``recipe``: the named recipe that fits. ``config``: returns config.json's entry for the layers and the names of the
     matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
-    which load_fp8 reads. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
+    which load_fp8 checks; of the entry's other keys it reads weight_block_size alone, and refuses blocks of other sizes
+    than today's. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
     those names.
     """
 
