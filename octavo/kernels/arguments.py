@@ -4,7 +4,8 @@ The reference, the Triton kernels, the fakes and onnx.py take these values, and 
 results by the functions here. In this order:
 
     values       CastSource, NormSource, RotaryHeads (each a Castable), Scaling, Output, CastTarget, Commit;
-                 OperandPair, ProductArguments, GroupedOperands; NormGradient; LossRows, before its parser
+                 CastLists; CountedCast, WatchedOperand; OperandPair, ProductArguments, GroupedOperands; NormGradient;
+                 LossRows, before its parser
     parsing      _unpack_OP: an op's flat arguments to the values that its kernels take, after the checks that need
                  more than one of them; _source_of, _scaling_options and _with_recast each take some of cast's
     by op name   UNPACK and ``unpacking``, by which a kernel of values becomes one of flat arguments
@@ -191,7 +192,7 @@ class CastTarget(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The delayed state that a cast of grad_output rolls, the amax of forward's casts, and how next scales are made."""
+    """The delayed state that an op rolls, the amax of forward's casts, and how next scales are made."""
 
     delayed_scale: Tensor
     delayed_amax_history: Tensor
@@ -202,6 +203,42 @@ class Commit(NamedTuple):
     powers_of_two: Sequence[bool]
     margins: Sequence[int]
     reduce: str
+
+
+class CastLists(NamedTuple):
+    """Tensors to cast at once, their outputs and scales; ``transposed`` and ``delayed_scales`` may be empty."""
+
+    xs: Sequence[Tensor]
+    qdata: Sequence[Tensor]
+    transposed: Sequence[Tensor]
+    scale_inv: Sequence[Tensor]
+    amax: Sequence[Tensor]
+    delayed_scales: Sequence[Tensor]
+
+
+class CountedCast(NamedTuple):
+    """A tensor and what it was cast into, and the counts to which that cast's are added; see signatures.py."""
+
+    x: Tensor
+    qdata: Tensor
+    scale_inv: Tensor
+    tile: Sequence[int]
+    sums: Tensor
+    extremes: Tensor
+    offsets: Tensor | None = None
+
+
+class WatchedOperand(NamedTuple):
+    """An operand whose faults are looked for by its product's result, and where they are noted; see signatures.py."""
+
+    y: Tensor
+    operand: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    place: Tensor
+    faults: Tensor
+    first: Tensor
+    offsets: Tensor | None = None
 
 
 class OperandPair(NamedTuple):
@@ -449,10 +486,10 @@ def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor
         raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
 
 
-def _unpack_delayed_update(*flat: Any) -> tuple[Any, ...]:
-    """Return the flat arguments of the op, as its kernels take them, after checking the state."""
+def _unpack_delayed_update(*flat: Any) -> tuple[Commit, Tensor | None]:
+    """Return (commit, amax of grad_output or None) of the flat arguments of the op ``delayed_update``."""
     _check_state(*flat[:6])
-    return flat
+    return Commit(*flat[:5], *flat[6:]), flat[5]
 
 
 def _heads_to_cast(q: Tensor, heads: dict[str, Tensor]) -> RotaryHeads:
@@ -576,30 +613,32 @@ def _unpack_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dt
     return qdata, plain_scales(scale_inv, qdata.shape, tile), tile, dtype
 
 
-def _unpack_cast_statistics(
-    x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], *flat: Any, offsets: Tensor | None = None
-) -> tuple[Any, ...]:
-    """Return the op's flat arguments with scales that are not swizzled; offsets come last, or None."""
-    sums, extremes, offsets = flat if len(flat) > 2 else (*flat, offsets)
+def _unpack_cast_statistics(*flat: Any, **offsets_by_name: Any) -> tuple[CountedCast]:
+    """Return (the cast, with scales that are not swizzled) of the flat arguments of the op ``cast_statistics``."""
+    cast = CountedCast(*flat, **offsets_by_name)
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     groups = () if offsets is None else tuple(offsets.shape)
     _check_scales("scale_inv", qdata, scale_inv, tile, *groups)
     rows, cols = unpacked_shape(qdata.shape, qdata.dtype)
     check_shape("x", x, (rows, min(x.shape[1], cols)))
     check_shape("sums", sums, (*groups, len(Counted.sums) + Counted.exponents), is_dense=True)
     check_shape("extremes", extremes, (*groups, len(Counted.extremes)), is_dense=True)
-    return x, qdata, plain_scales(scale_inv, qdata.shape, tile), tile, sums, extremes, offsets
+    return (cast._replace(scale_inv=plain_scales(scale_inv, qdata.shape, tile)),)
 
 
-def _unpack_note_faults(y: Tensor, operand: Tensor, *flat: Any) -> tuple[Any, ...]:
-    """Return the op's flat arguments, after checking that y and the operand have the same rows."""
-    check_shape("y", y, (operand.shape[0], *y.shape[1:]))
-    return y, operand, *flat
+def _unpack_note_faults(*flat: Any) -> tuple[WatchedOperand]:
+    """Return (the operand) of the flat arguments of the op ``note_faults``; y must have as many rows."""
+    watched = WatchedOperand(*flat)
+    check_shape("y", watched.y, (watched.operand.shape[0], *watched.y.shape[1:]))
+    return (watched,)
 
 
-_UNPACK: list[Callable[..., tuple[Any, ...]]] = [_unpack_cast, _unpack_cast_and_commit, _unpack_cast_statistics]
-_UNPACK += [_unpack_cross_entropy, _unpack_delayed_update, _unpack_dequantize, _unpack_grouped_matmul, _unpack_matmul]
-_UNPACK += [_unpack_norm, _unpack_norm_backward, _unpack_note_faults, _unpack_rotary]
-UNPACK = {unpack.__name__.removeprefix("_unpack_"): unpack for unpack in _UNPACK}
+def _unpack_multi_tensor_cast(*flat: Any) -> tuple[Any, ...]:
+    """Return (lists, role, tile, power_of_two, margin, skip or nothing) of the flat arguments of the op."""
+    return CastLists(*flat[:6]), *flat[6:]
+
+
+UNPACK = {name.removeprefix("_unpack_"): unpack for name, unpack in vars().items() if name.startswith("_unpack_")}
 UNPACK |= dict.fromkeys(("cross_entropy_backward", "cross_entropy_codes"), _unpack_cross_entropy)
 
 

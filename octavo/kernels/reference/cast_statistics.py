@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E2M1, format_of
-from octavo.kernels.arguments import LARGEST, Counted
+from octavo.kernels.arguments import LARGEST, Counted, CountedCast, WatchedOperand
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.layouts import unpack_pairs
 from octavo.kernels.reference.codes import decode
@@ -91,17 +91,9 @@ def count(
     sums[len(Counted.sums) :].index_add_(0, bins, exponents[:255])
 
 
-def cast_statistics(
-    x: Tensor,
-    qdata: Tensor,
-    scale_inv: Tensor,
-    tile: Sequence[int],
-    sums: Tensor,
-    extremes: Tensor,
-    offsets: Tensor | None = None,
-    count: Callable[..., None] = count,
-) -> None:
+def cast_statistics(cast: CountedCast, count: Callable[..., None] = count) -> None:
     """``octavo::cast_statistics``."""
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     codes = qdata if qdata.dtype is E2M1.dtype else qdata[:, : x.shape[1]]
     if offsets is None:
         count(x, codes, scale_inv, tile, sums, extremes)
@@ -110,17 +102,9 @@ def cast_statistics(
         count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *counts)
 
 
-def note_faults(
-    y: Tensor,
-    operand: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    place: Tensor,
-    faults: Tensor,
-    first: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def note_faults(watched: WatchedOperand) -> None:
     """``octavo::note_faults``."""
+    y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return
     faults[1] += y.shape[0]

@@ -6,16 +6,14 @@ scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from octavo.formats import E2M1
 from octavo.granularity import ALL
-from octavo.kernels.arguments import LARGEST, Counted
+from octavo.kernels.arguments import LARGEST, Counted, CountedCast, WatchedOperand
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
 from octavo.kernels.triton.groups import locate, on_device, whole_matrix
 from octavo.kernels.triton.launch import as_argument, launch
@@ -159,18 +157,11 @@ def exponent_bins(numbers):
     return tl.where(numbers == 0, BINS, bins)
 
 
-def cast_statistics(
-    x: Tensor,
-    qdata: Tensor,
-    scale_inv: Tensor,
-    tile: Sequence[int],
-    sums: Tensor,
-    extremes: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def cast_statistics(cast: CountedCast) -> None:
     """``octavo::cast_statistics``."""
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     if qdata.dtype is E2M1.dtype:
-        return reference_cast_statistics(x, qdata, scale_inv, tile, sums, extremes, offsets)
+        return reference_cast_statistics(cast)
     rows, cols = x.shape
     if x.numel() == 0:
         return
@@ -260,17 +251,9 @@ def note_faults_kernel(
             raise_amax(shared + 3, tl.load(amax_ptr))
 
 
-def note_faults(
-    y: Tensor,
-    operand: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    place: Tensor,
-    faults: Tensor,
-    first: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def note_faults(watched: WatchedOperand) -> None:
     """``octavo::note_faults``."""
+    y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return
     scales = 0 if scale_inv is None else scale_inv.numel()
