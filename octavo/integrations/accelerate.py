@@ -109,7 +109,7 @@ class TrainingState:
         """
         if (schedule := self.schedule) is None or schedule.optimizer.state:
             return
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
+        layers = dict(RecipeModule.named_in(model))
         are_stored = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
         for index in (schedule.index, *range(len(schedule.phases))):
             storage: dict[Any, Any] = {**schedule.targets[index].storage_of(model)}
@@ -192,7 +192,7 @@ def convert_once(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not "
                 f"{recipe.of(*names).name!r}: convert in one place only, or with the same recipe"
             )
-    if not layers and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
+    if not layers and not RecipeModule.named_in(convert(model, recipe, select)):
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 
