@@ -35,7 +35,7 @@ from octavo.weights.operands import weight_of
 
 __all__ = ["TrainingState", "follow_accumulation"]
 
-SCHEDULE = "octavo_schedule"  # a key in the optimizer's state_dict
+SCHEDULE_KEY = "octavo_schedule"  # a key in the optimizer's state_dict
 
 
 class TrainingState:
@@ -96,11 +96,11 @@ class TrainingState:
             )
 
     def _add_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[SCHEDULE] = self.schedule.state_dict()  # type: ignore[union-attr]
+        state_dict[SCHEDULE_KEY] = self.schedule.state_dict()  # type: ignore[union-attr]
 
     def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if SCHEDULE in state_dict:
-            self._load_schedule_checked(state_dict[SCHEDULE])
+        if SCHEDULE_KEY in state_dict:
+            self._load_schedule_checked(state_dict[SCHEDULE_KEY])
 
     def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Store weights in FP8 or plain, like those that the model is about to load; every later hook is too late.
