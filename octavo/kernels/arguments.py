@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
+from octavo.formats import E2M1, HIGH_PRECISION
 from octavo.granularity import ALL, NV, PACKED_TILES, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.checks import (
@@ -34,6 +34,7 @@ from octavo.kernels.checks import (
     check_product,
     check_shape,
     check_sizes,
+    check_state,
     check_terms,
 )
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
@@ -49,10 +50,6 @@ class Counted:
     exponents = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
     lowest = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
     faults = ("faulty", "rows", "scale_inv", "amax")
-
-
-# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
-LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in CAST_FORMATS.items()}
 
 
 class CastSource(NamedTuple):
@@ -459,7 +456,7 @@ def _check_groups(source: CastSource, scaling: Scaling, offsets: Tensor) -> None
 def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, ...]:
     """Return (source, scaling, commit, output) of the flat arguments of the op ``cast_and_commit``."""
     state_and_amaxes, (dtype, power_of_two, margin), update, others = flat[:5], flat[5:8], flat[8:12], flat[12:]
-    _check_state(*state_and_amaxes)
+    check_state(*state_and_amaxes)
     delayed_scale, *_ = state_and_amaxes
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
     tensor_source, output, named = _source_of(x, *others, **named)
@@ -477,18 +474,9 @@ def _check_scales(name: str, codes: Tensor, scale_inv: Tensor, tile: Sequence[in
         check_grid(name, *kinds, (tile[0], tile[1]), groups)
 
 
-def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor | None) -> None:
-    """Raise ValueError for a delayed state of other shapes than three roles', or an amax that is not one number."""
-    is_dense = scale.is_contiguous() and history.is_contiguous() and before.is_contiguous()
-    sizes = [amax.numel() for amax in amaxes if amax is not None]
-    if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
-        shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
-        raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
-
-
 def _unpack_delayed_update(*flat: Any) -> tuple[Commit, Tensor | None]:
     """Return (commit, amax of grad_output or None) of the flat arguments of the op ``delayed_update``."""
-    _check_state(*flat[:6])
+    check_state(*flat[:6])
     return Commit(*flat[:5], *flat[6:]), flat[5]
 
 

@@ -93,14 +93,11 @@ def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
     return scaling.delayed_or(scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin))
 
 
-_ONE = Output()
-
-
 def cast(
     source: Castable,
     first: Scaling,
-    second: Scaling | None = None,
-    output: Output = _ONE,
+    second: Scaling | None,
+    output: Output,
     offsets: Tensor | None = None,
     write: Write = write,
 ) -> tuple[Tensor, ...]:

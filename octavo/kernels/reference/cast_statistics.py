@@ -27,11 +27,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from octavo.formats import E2M1, format_of
-from octavo.kernels.arguments import LARGEST, Counted, CountedCast, WatchedOperand
+from octavo.formats import CAST_FORMATS, E2M1, format_of
+from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.layouts import unpack_pairs
 from octavo.kernels.reference.codes import decode
+
+# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
+LARGEST_CODES = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in CAST_FORMATS.items()}
 
 
 def measured(
@@ -56,7 +59,7 @@ def measured(
     else:
         magnitudes = codes.view(torch.uint8) & 0x7F
     zeros = exponents[0] and x.numel() - x.count_nonzero()
-    code, factor = LARGEST[codes.dtype]
+    code, factor = LARGEST_CODES[codes.dtype]
     clipped = exponents.new_zeros(())
     if is_packed or amax > scale_inv.to(torch.float32).min() * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()

@@ -14,8 +14,7 @@ def delayed_update(commit: Commit, amax_grad_output: Tensor | None) -> None:
     """``octavo::delayed_update``."""
     delayed_scale, delayed_amax_history, delayed_before, *amaxes_of_forward = commit[:5]
     limits, powers_of_two, margins, reduce = commit[5:]
-    all_amaxes = *amaxes_of_forward, amax_grad_output
-    amaxes = {role: amax for role, amax in enumerate(all_amaxes) if amax is not None}
+    amaxes = {role: amax for role, amax in enumerate((*amaxes_of_forward, amax_grad_output)) if amax is not None}
     if not amaxes:
         return
     roles = list(amaxes)

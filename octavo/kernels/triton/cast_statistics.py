@@ -13,7 +13,8 @@ import triton.language as tl
 
 from octavo.formats import E2M1
 from octavo.granularity import ALL
-from octavo.kernels.arguments import LARGEST, Counted, CountedCast, WatchedOperand
+from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
+from octavo.kernels.reference.cast_statistics import LARGEST_CODES
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
 from octavo.kernels.triton.groups import locate, on_device, whole_matrix
 from octavo.kernels.triton.launch import as_argument, launch
@@ -25,7 +26,7 @@ FIRST: tl.constexpr = tl.constexpr(Counted.lowest)
 
 
 class Counting(NamedTuple):
-    """A launch's constants: LARGEST of the codes' format, and a program's tiles, one below the other."""
+    """A launch's constants: LARGEST_CODES of the codes' format, and a program's tiles, one below the other."""
 
     largest_code: int
     factor: float
@@ -168,7 +169,7 @@ def cast_statistics(cast: CountedCast) -> None:
     heights = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
     arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
-    counting = Counting(*LARGEST[qdata.dtype], False)
+    counting = Counting(*LARGEST_CODES[qdata.dtype], False)
     height = counting.block_r * counting.tiles
     strips = triton.cdiv(cols, counting.block_c)
     if offsets is None:

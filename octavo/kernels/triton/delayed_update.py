@@ -143,9 +143,8 @@ class _KnownScale:
         self.version = delayed_scale._version
         self.exists: tuple[bool, ...] = (False, False, False)
         self.copy: Tensor | None = None
-        self.rolled: tuple[bool, ...] = (
-            self.exists
-        )  # by the commit that sent the copy: its scales are from before that pass
+        # by the commit that sent the copy: its scales are from before that pass
+        self.rolled: tuple[bool, ...] = self.exists
         self.arrived: torch.cuda.Event | None = None
 
 
