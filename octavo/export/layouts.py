@@ -252,9 +252,8 @@ def _unwritten_keys(model: nn.Module, state: Mapping[str, Any], weights: Mapping
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():
         keys_of.setdefault(id(tensor), []).append(key)
-    targets = (
-        getattr(model, "all_tied_weights_keys", None) or {}
-    )  # transformers': {key that is not written: its source}
+    # transformers': {key that is not written: its source}
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
     unwritten: set[str] = set()
     for keys in keys_of.values():
         layers = [weights[key] for key in keys if key in weights]

@@ -58,7 +58,7 @@ from octavo.kernels.triton.cast_kernels import (
     cast_by_tensor,
     find_amax,
 )
-from octavo.kernels.triton.delayed_update import StateTensors, backward_pass, committed, scale_exists, update_of
+from octavo.kernels.triton.delayed_update import committed, scale_exists
 from octavo.kernels.triton.grouped_cast import grouped_cast
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
@@ -153,15 +153,10 @@ def cast_and_commit(
     q, t, scale_inv, amax, sums, *others = new_cast(source, scaling, None, output)
     recast_codes = others[0] if others else no_codes(q, q.dtype)
     inputs.clear_padding(q, output.pad)
-    tensors, (amax_input, amax_weight) = commit[:3], commit[3:5]
-    options = tuple(commit.limits), tuple(commit.powers_of_two), tuple(commit.margins), commit.reduce
-    update = update_of(*options, commit.delayed_amax_history.shape[1])
-    state = StateTensors(*tensors, backward_pass(commit.delayed_scale.device))
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     sums_or_none = sums if output.column_sum else None
-    recast = _recast_to(output, recast_codes)
-    cast_by_tensor(inputs, scaling, out, sums_or_none, state, (amax_input, amax_weight), update, recast=recast)
-    committed(*tensors, (amax_input is not None, amax_weight is not None, True))
+    cast_by_tensor(inputs, scaling, out, sums_or_none, commit, recast=_recast_to(output, recast_codes))
+    committed(*commit[:3], (*(amax is not None for amax in commit[3:5]), True))
     return q, t, scale_inv, sums, recast_codes
 
 
