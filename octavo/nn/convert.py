@@ -287,7 +287,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 def _refuse_sharded(name: str, weight: nn.Parameter) -> None:
     """Raise ValueError for experts on several ranks that FSDP2 too has sharded: it would go on with its old shard."""
-    if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
+    if weight.ndim == 3 and len(groups_of(weight)) > 1:
         raise ValueError(
             f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "
             "before fully_shard shards them over another dimension"

@@ -26,10 +26,11 @@ from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
 from octavo.kernels.reference.activation import activate
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, as_styles_return, fused_parts, hooks_on, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.weights.fsdp2 import is_dtensor
 from octavo.weights.gathered import check_layers_agree
 
 
@@ -158,7 +159,7 @@ class Fused(nn.Module):
         """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
-        if is_parallel(first):  # settings are compared before any part runs
+        if is_dtensor(first):  # settings are compared before any part runs
             check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
         if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) is not Linear for part in linears):
             return None

@@ -14,11 +14,12 @@ from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entrop
 from octavo.autograd.products import Layer, requires_grad
 from octavo.autograd.shared_casts import read_by
 from octavo.granularity import ALL
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
+from octavo.weights.fsdp2 import is_dtensor
 from octavo.weights.operands import widened
 from octavo.weights.stored import StoredWeight
 
@@ -123,7 +124,7 @@ class TransposedLinear(RecipeModule):
 
 def refuse_sharded(weight: Tensor) -> None:
     """Raise ValueError for a head's weight that is a DTensor: its loss needs the logits of all columns."""
-    if is_parallel(weight):
+    if is_dtensor(weight):
         raise ValueError(
             f"the head's weight {tuple(weight.shape)} is a DTensor, {weight.placements}: under FSDP2 give "  # type: ignore[attr-defined]
             "octavo.nn.linear_cross_entropy the octavo.nn.Linear itself, and call it where its group is gathered, in "

@@ -18,14 +18,14 @@ from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.inputs import finds_shapes, grouped_dtype, is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import WEIGHT, Recipe
-from octavo.weights.fsdp2 import GatheredWeight
+from octavo.weights.fsdp2 import GatheredWeight, is_dtensor
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.operands import (
     WeightOwner,
@@ -304,7 +304,7 @@ class RecipeModule(WeightOwner):
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
         tensors = weight, bias, _ = self.layer_tensors()
-        parallel = offsets is None and is_parallel(weight)
+        parallel = offsets is None and is_dtensor(weight)
         if parallel:
             check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)

@@ -28,6 +28,7 @@ from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
+from octavo.weights.fsdp2 import is_dtensor
 
 MIB = 1 << 20
 SAVED_KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
@@ -160,7 +161,7 @@ def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     """Return a copy of a model with fakes in place of parameters and buffers, whose data isn't copied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if getattr(tensor, "placements", None) is not None:
+        if is_dtensor(tensor):
             raise ValueError(
                 "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
             )

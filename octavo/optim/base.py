@@ -20,7 +20,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, fp8_shards, is_sharded_tensor, place_of, ranks_share_amax, settle_gradient
+from octavo.optim.layout import SharedAmaxes, fp8_shards, place_of, ranks_share_amax, settle_gradient
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -28,6 +28,7 @@ from octavo.optim.state import Settings
 from octavo.private import untraced
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
+from octavo.weights.fsdp2 import is_sharded, on_this_rank
 from octavo.weights.stored import StoredWeight
 
 _REFUSED = {
@@ -358,7 +359,7 @@ class CompactOptimizer(Optimizer):
         """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
         codes: dict[nn.Parameter, Tensor] = {}
         for param in params:
-            prepared, weight = self._prepared[param], states.shard_of(param)
+            prepared, weight = self._prepared[param], on_this_rank(param)
             if isinstance(weight, StoredWeight):
                 codes[param] = weight.qdata
             elif prepared.update.master.weight.data_ptr() != prepared.address:
@@ -394,7 +395,7 @@ class CompactOptimizer(Optimizer):
         return self._options(group)._replace(lr=float(group["lr"]))._asdict()
 
     def _update(self, param: nn.Parameter) -> WeightUpdate:
-        grad = states.shard_of(param.grad)  # type: ignore[arg-type]
+        grad = on_this_rank(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
         prepared, _ = self._current_update(param)
@@ -412,7 +413,7 @@ class CompactOptimizer(Optimizer):
         It brings what the update reads up to date: it makes the state of a first step, restarts the master of a weight
         that was written, and then drops the low bits of a weight in FP8, which the new master has.
         """
-        weight, state = states.shard_of(param), self.state[param]
+        weight, state = on_this_rank(param), self.state[param]
         data = states.data_of(weight)
         is_new = not state
         group, number = self._positions[param]
@@ -432,7 +433,7 @@ class CompactOptimizer(Optimizer):
             prepared = self._prepare(param, weight, options)
         if was_written:  # by a load or by the user: the master begins anew, as these codes
             for name, value in MasterForm.of(param, self.master).new_state(weight).items():
-                states.shard_of(state[name]).copy_(states.shard_of(value))
+                on_this_rank(state[name]).copy_(on_this_rank(value))
             prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
         begins_anew = is_new or was_written
         if isinstance(weight, StoredWeight) and begins_anew:
@@ -554,9 +555,7 @@ class CompactOptimizer(Optimizer):
         Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
-        if not fp8_shards(loaded) or any(
-            is_sharded_tensor(param) or state["step"].is_meta for param, state in loaded.items()
-        ):
+        if not fp8_shards(loaded) or any(is_sharded(param) or state["step"].is_meta for param, state in loaded.items()):
             return False
         pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
         return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)

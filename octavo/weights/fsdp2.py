@@ -7,6 +7,14 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
+What else has to know whether, and how, a tensor is sharded asks
+
+    is_dtensor      is it a DTensor at all, perhaps one that all ranks have whole?
+    sharded_dims    which of its dimensions are sharded, over which of the mesh's?
+    is_sharded      are there any?
+    groups_of       between which ranks, then?
+    own_slices      which part of it has this rank?
+
 Functions that return a part, or the whole, of a tensor that may be sharded; any other tensor comes back as it is:
 
     function          of a DTensor of plain shards        of a DTensor of StoredWeights     of a StoredWeight alone
@@ -25,7 +33,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -209,8 +217,36 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
     return isinstance(local, ShardHooks)
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor: sharded, or whole on each rank of a mesh."""
+    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
+    return getattr(type(tensor), "redistribute", None) is not None
+
+
+def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (tensor dimension, mesh dimension) of each sharding; none for a plain or replicated tensor.
+
+    Where ranks have terms of a sum the tensor dimension is 0.
+    """
+    for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if not placement.is_replicate():
+            yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks have shards of a tensor, or terms of its sum."""
+    return any(True for _ in sharded_dims(tensor))
+
+
+def groups_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the process groups of ranks that share a tensor, one for each mesh dimension that shards it."""
+    return tuple(tensor.device_mesh.get_group(mesh_dim) for _, mesh_dim in sharded_dims(tensor))  # type: ignore[attr-defined]
+
+
 def on_this_rank(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    if type(tensor) in (Tensor, nn.Parameter):  # sooner, as optimizers ask it for each tensor of each step
+        return tensor
     shard: Tensor = local_tensor(tensor)
     return shard.as_subclass(Tensor) if isinstance(shard, ShardedWeight) else shard
 
@@ -226,7 +262,7 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: i
 
     ``columns_dim``: the dimension of the new tensor that is sharded where ``param``'s last one is; None: the same one.
     """
-    if not hasattr(param, "placements"):
+    if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor, Shard
 
@@ -241,27 +277,21 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: i
 def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
     """Return this rank's slices of a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
     sizes, begins = shape, [0] * len(shape)
-    if hasattr(param, "placements"):
+    if is_dtensor(param):
         sizes, begins = private.local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
-def groups_of(param: Tensor) -> tuple[Any, ...]:
-    """Return the process groups of ranks that share a sharded weight, one for each mesh dimension that shards it."""
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-
-
 def maximum_over_shards(values: Tensor, param: Tensor) -> Tensor:
     """Return the largest of each of ``values`` over the ranks that share a weight; all call it if it is sharded."""
-    if on_this_rank(param) is param:
+    if not is_dtensor(param):
         return values
     return maximum_over_ranks(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def whole(value: T) -> T:
     """Return a sharded tensor, or norm, as a whole on its mesh's device: all ranks call it; else ``value``."""
-    if not hasattr(value, "full_tensor"):
+    if not is_dtensor(value):
         return value
     sharded: Any = without_hooks(value)
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded

@@ -58,6 +58,7 @@ from octavo.weights.fsdp2 import (
     attach,
     gather_as_it_is,
     groups_of,
+    is_dtensor,
     on_this_rank,
     padded_rows,
     without_padding,
@@ -463,7 +464,7 @@ def _refuse_second_shard(parameter: Any, replaced: Any) -> None:
 
     Torch 2.13 refuses this only when it first runs; with 2.11 the two shards drift apart silently.
     """
-    if on_this_rank(replaced) is replaced and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
+    if not is_dtensor(replaced) and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
         raise ValueError("fully_shard was applied to two modules that share a weight: apply it to one that holds both")
 
 

@@ -37,7 +37,7 @@ from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_as_tensors, whole_pair
-from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
+from octavo.weights.fsdp2 import GatheredWeight, gather_alone, is_dtensor, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import FROZEN_ONLY, stored_granularity
 from octavo.weights.stored import StoredWeight, local_stored, stored_as
@@ -195,7 +195,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     """
     parameter = module.weight_parameter
     weight: Tensor = parameter
-    if on_this_rank(parameter) is not parameter:
+    if is_dtensor(parameter):
         if (stored := local_stored(parameter)) is not None:
             codes, scale_inv = whole_pair(parameter, stored)
             return (codes.mT, scale_inv.mT) if module.stores_transposed else (codes, scale_inv)
@@ -226,8 +226,7 @@ def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, 
     if training and not torch.compiler.is_compiling():
         weight = parameter if isinstance(parameter, nn.Parameter) else weight_of(module)
         if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
-            local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
-            if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
+            if type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
                 forget_if_written(module, weight)
     return module.fp8.state_on(device)
 
@@ -254,7 +253,7 @@ def widened(weight: Any) -> Tensor:
     if not isinstance(on_this_rank(weight), HOLDING_CODES):
         return weight
     _refuse_tracing()
-    if not hasattr(weight, "to_local"):
+    if not is_dtensor(weight):
         return dequantized(weight)
     from torch.distributed.tensor import DTensor
 
