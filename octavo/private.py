@@ -293,15 +293,22 @@ class FsdpParam:
         self._param.reset_sharded_param()
 
 
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was applied to, outer ones first."""
+    if "torch.distributed.fsdp" not in sys.modules:  # it takes long to import
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
     """Yield each FSDPParam of the modules that ``fully_shard`` was applied to, once, also if several modules share it.
 
     Raises:
         OctavoError: if this torch no longer has FSDP2's attributes.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    params = (param for m in model.modules() if isinstance(m, FSDPModule) for param in _params_of(m))
+    params = (param for module in fsdp_modules(model) for param in _params_of(module))
     yield from {id(param.sharded): param for param in params}.values()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -411,8 +410,6 @@ def restore(model: nn.Module) -> nn.Module:
 
 def gather_anew(model: nn.Module) -> None:
     """Under FSDP2, have the next gathers follow the recipes that modules have now."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
     for owner in forget_gathered(model):
         for reader in readers_of(owner) if isinstance(owner, WeightOwner) else ():
             reader.fp8.gather.sent_as, reader.fp8.gather.settings_agree = None, False

@@ -32,7 +32,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -42,12 +41,13 @@ from torch import Tensor, nn
 from octavo import private
 from octavo.private import (
     DisableTorchFunctionSubclass,
+    fsdp_modules,
     fsdp_params,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
 )
-from octavo.tensor.collectives import all_gather, maximum_over_ranks
+from octavo.tensor.collectives import gathered_parts, maximum_over_ranks
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
@@ -309,19 +309,14 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPoli
     mesh = meshes if meshes.ndim == 1 else meshes[meshes.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, hook = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
-    outputs = []
-    for sent in map(Tensor.contiguous, inputs):
-        outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
-        all_gather(outputs[-1], sent, mesh.get_group())
-    dtype = mp_policy.param_dtype or param.dtype
-    weight, _ = local.fsdp_post_all_gather(tuple(outputs), hook, dtype)  # type: ignore[misc]
+    group = mesh.get_group().group_name
+    outputs = tuple(gathered_parts(sent.contiguous(), mesh.size(), group) for sent in inputs)
+    weight, _ = local.fsdp_post_all_gather(outputs, hook, mp_policy.param_dtype or param.dtype)  # type: ignore[misc]
     return weight
 
 
 def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
     """Return FSDP2's mixed-precision policy of each sharded parameter, by its id; {} where nothing is sharded."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return {}
     return {id(param.sharded): param.mp_policy for param in fsdp_params(model)}
 
 
@@ -338,14 +333,10 @@ def forget_failed_pass(model: nn.Module) -> bool:
 
     Shards keep their gradients. Torch has ``reset_iter_state`` from 2.13 on, which from 2.15 on drops these too.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return True
-    from torch.distributed.fsdp import FSDPModule
-
     gradients = [(param.sharded, param.sharded.grad) for param in fsdp_params(model)]
     inner: set[nn.Module] = set()
-    for module in model.modules():  # outer ones first
-        if isinstance(module, FSDPModule) and module not in inner:
+    for module in fsdp_modules(model):
+        if module not in inner:
             if not hasattr(module, "reset_iter_state"):
                 return False
             module.reset_iter_state()
