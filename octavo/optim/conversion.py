@@ -6,7 +6,7 @@ new kind has enough bits. In addition to the old state, memory holds one tensor'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,29 +24,12 @@ from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, WeightState, for_kernel, new_master
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import is_dtensor, like_sharded, maximum_over_shards, on_this_rank, take_shards
+from octavo.weights.fsdp2 import is_dtensor, like_sharded, maximum_over_shards, on_this_rank, take_shard
 from octavo.weights.storable import why_cut_blocks
 from octavo.weights.stored import StoredWeight, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 NewStorage = Mapping[nn.Parameter, WeightStorage]  # of the weights whose storage changes
-
-
-def convert(
-    optimizer: CompactOptimizer, settings: Settings, storage: NewStorage, on_stored: Callable[..., None] | None = None
-) -> None:
-    """Convert an optimizer to other moments, masters and storage, in place: each parameter stays the same object.
-
-    ``on_stored`` is called with each weight of ``storage`` as soon as that is its storage. ValueError if a weight
-    can't be kept so; nothing is changed then.
-    """
-    Conversion(settings, storage).check(optimizer)
-    optimizer.forget_prepared()
-    for param in optimizer.all_params():
-        _convert_param(optimizer, param, settings, storage)
-        if param in storage and on_stored is not None:
-            on_stored(param)
-    optimizer.adopt(settings)
 
 
 def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
@@ -106,21 +89,25 @@ class Conversion(NamedTuple):
             )
 
     def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Convert an optimizer's weights, and those of the model that it lacks; FSDP2 gets shards."""
+        """Convert an optimizer's weights and state, and the weights of the model that it lacks; FSDP2 gets shards.
+
+        Each parameter stays the same object. ValueError if a weight can't be kept so; nothing is changed then.
+        """
         if not isinstance(optimizer, CompactOptimizer) or self.settings is None:
             return
-
-        def give_to_fsdp2(weight: nn.Parameter) -> None:
-            if is_dtensor(weight):
-                take_shards(model, [weight])
-
+        params = dict.fromkeys(optimizer.all_params())
         if self.storage or self.settings != optimizer.settings:
-            convert(optimizer, self.settings, self.storage, give_to_fsdp2)
-        params_of_optimizer = set(optimizer.all_params())
-        for weight in self.storage:
-            if weight not in params_of_optimizer:  # such as a frozen weight, which no optimizer has
-                store(weight, self.storage[weight])
-                give_to_fsdp2(weight)
+            self.check(optimizer)
+            optimizer.forget_prepared()
+            for param in params:
+                _convert_param(optimizer, param, self.settings, self.storage)
+                if param in self.storage:
+                    take_shard(model, param)
+            optimizer.adopt(self.settings)
+        for weight, granularity in self.storage.items():
+            if weight not in params:  # such as a frozen weight, which no optimizer has
+                store(weight, granularity)
+                take_shard(model, weight)
 
     def put_blanks(self) -> None:
         """Put zeros of their new storage into the weights, which are those of a model without data."""
@@ -177,7 +164,7 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, A
 
 
 def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: NewStorage) -> None:
-    """Convert a weight and its state, as ``convert`` does for all."""
+    """Convert a weight and its state, as ``Conversion.apply`` does for all."""
     same_storage = param not in storage
     state = optimizer.state.get(param)
     if not state:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -346,11 +346,10 @@ def forget_failed_pass(model: nn.Module) -> bool:
     return True
 
 
-def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
-    """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
-    taken = {id(param) for param in params}
-    for param in fsdp_params(model):
-        if id(param.sharded) in taken:
+def take_shard(model: nn.Module, weight: Tensor) -> None:
+    """Make FSDP2 take the shard that a weight was given, after ``forget_gathered``, if it shards the weight."""
+    for param in fsdp_params(model) if is_dtensor(weight) else ():
+        if param.sharded is weight:
             attach(param.sharded, param.mesh_dim, getattr(param.shard, "part", ""))
             param.take_shard()
 
