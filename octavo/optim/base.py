@@ -103,7 +103,6 @@ class CompactOptimizer(Optimizer):
     names: tuple[str, ...] = ()
     shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
     also_pickled: tuple[str, ...] = ()
-    _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
     def __init__(
@@ -130,9 +129,6 @@ class CompactOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
-        # here, not in the class's body: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
-        # of the class, whose _step it is; each instance sets it, as any may be the first, made or unpickled
-        type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
         # updates; _current_update makes one anew once it is no longer right, and all after a load or new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
@@ -264,14 +260,6 @@ class CompactOptimizer(Optimizer):
         gradient_taker = self.in_backward or self._gradients  # it uses or rounds gradients as they come
         return nullcontext() if gradient_taker is None else gradient_taker.accumulate()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights that have gradients.
-
-        On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
-        with lr as a tensor if it is to change. In compiled code it is a graph break.
-        """
-        return self._untraced(self, closure)
-
     def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
         """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
@@ -313,8 +301,14 @@ class CompactOptimizer(Optimizer):
         self._find_positions()
         return [param for param in self._sharded if param.requires_grad]
 
+    @untraced
     @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights that have gradients.
+
+        On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
+        with lr as a tensor if it is to change. In compiled code it is a graph break.
+        """
         self._attach()
         loss = None
         if closure is not None:
