@@ -119,6 +119,12 @@ def _missing(name: Name, error: object) -> OctavoError:
     )
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor: sharded, or whole on each rank of a mesh."""
+    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
+    return getattr(type(tensor), "redistribute", None) is not None
+
+
 def local_tensor(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, as DTensor holds it; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -14,8 +14,8 @@ from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, TransformersExperts
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
-from octavo.weights.fsdp2 import is_dtensor
 from octavo.weights.gathered import check_layers_agree
 from octavo.weights.stored import StoredWeight
 

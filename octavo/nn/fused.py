@@ -29,8 +29,8 @@ from octavo.kernels.reference.activation import activate
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, as_styles_return, fused_parts, hooks_on, style_of
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap
-from octavo.weights.fsdp2 import is_dtensor
 from octavo.weights.gathered import check_layers_agree
 
 

@@ -39,8 +39,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.loss import has_loss, take_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import FusedParts
-from octavo.private import functorch_is_active, in_forward_mode
-from octavo.weights.fsdp2 import is_dtensor
+from octavo.private import functorch_is_active, in_forward_mode, is_dtensor
 
 
 class PartNames(NamedTuple):

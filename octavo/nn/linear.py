@@ -16,10 +16,10 @@ from octavo.autograd.shared_casts import read_by
 from octavo.granularity import ALL
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
-from octavo.weights.fsdp2 import is_dtensor
 from octavo.weights.operands import widened
 from octavo.weights.stored import StoredWeight
 

@@ -20,10 +20,10 @@ from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, refuse_sharded
+from octavo.private import is_dtensor
 from octavo.recipes import AnyRecipe, as_recipe, high_precision
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands
-from octavo.weights.fsdp2 import is_dtensor
 
 _REDUCTIONS = ("mean", "sum", "none")
 

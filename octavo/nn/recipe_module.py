@@ -21,11 +21,11 @@ from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
-from octavo.private import parameter_registration_hooks, tracing_state
+from octavo.private import is_dtensor, parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import WEIGHT, Recipe
-from octavo.weights.fsdp2 import GatheredWeight, is_dtensor
+from octavo.weights.fsdp2 import GatheredWeight
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.operands import (
     WeightOwner,

@@ -26,9 +26,8 @@ from octavo.nn.candidates import MIXTURE, ROUTER, class_of, expert_weights, fp8_
 from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
-from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
+from octavo.private import FakeTensor, FakeTensorMode, is_dtensor, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
-from octavo.weights.fsdp2 import is_dtensor
 
 MIB = 1 << 20
 SAVED_KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")

@@ -28,9 +28,9 @@ from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.nn.inputs import product_dtype
+from octavo.private import is_dtensor
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
-from octavo.weights.fsdp2 import is_dtensor
 
 
 class Sending(NamedTuple):

@@ -17,8 +17,8 @@ from octavo.autograd.rotary import rotary as turn_queries_and_keys
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, forward_is_bypassable
 from octavo.nn.inputs import not_a_tensor_error
 from octavo.nn.linear import Linear, split_output
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap, under
-from octavo.weights.fsdp2 import is_dtensor
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
 ROTARY_BASE = 10_000.0

@@ -23,8 +23,9 @@ from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, WeightState, for_kernel, new_master
+from octavo.private import is_dtensor
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import is_dtensor, like_sharded, maximum_over_shards, on_this_rank, take_shard
+from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shard
 from octavo.weights.storable import why_cut_blocks
 from octavo.weights.stored import StoredWeight, put_into, store
 

@@ -31,9 +31,10 @@ from octavo.optim.layout import (
 )
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import MOMENT_GRANULARITIES, Moment, as_matrix
+from octavo.private import is_dtensor
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import is_dtensor, is_sharded, like_sharded, on_this_rank, own_slices
+from octavo.weights.fsdp2 import is_sharded, like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, local_stored
 
 WeightState = dict[str, Any]  # of one weight

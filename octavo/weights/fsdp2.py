@@ -9,7 +9,7 @@
 
 What else has to know whether, and how, a tensor is sharded asks
 
-    is_dtensor      is it a DTensor at all, perhaps one that all ranks have whole?
+    is_dtensor      is it a DTensor at all, perhaps one that all ranks have whole? (octavo/private.py)
     sharded_dims    which of its dimensions are sharded, over which of the mesh's?
     is_sharded      are there any?
     groups_of       between which ranks, then?
@@ -43,6 +43,7 @@ from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_modules,
     fsdp_params,
+    is_dtensor,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
@@ -206,8 +207,7 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
 
     ``mesh_dim``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
-    placements = getattr(param, "placements", ())
-    if not 0 <= mesh_dim < len(placements) or getattr(placements[mesh_dim], "dim", None) is None:
+    if mesh_dim not in [sharded_mesh_dim for _, sharded_mesh_dim in sharded_dims(param)]:
         return False
     if type(local := local_tensor(param)) is Tensor:
         local = local.as_subclass(ShardedWeight.of(part))
@@ -215,12 +215,6 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
     elif part and isinstance(local, ShardHooks):
         local.part = part
     return isinstance(local, ShardHooks)
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor: sharded, or whole on each rank of a mesh."""
-    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
-    return getattr(type(tensor), "redistribute", None) is not None
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int]]:

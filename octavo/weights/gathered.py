@@ -46,7 +46,7 @@ from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.private import DisableTorchFunctionSubclass, local_tensor
+from octavo.private import DisableTorchFunctionSubclass, is_dtensor, local_tensor
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
 from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
@@ -58,7 +58,6 @@ from octavo.weights.fsdp2 import (
     attach,
     gather_as_it_is,
     groups_of,
-    is_dtensor,
     on_this_rank,
     padded_rows,
     without_padding,
@@ -148,8 +147,7 @@ class AsStored(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
-        gather, module, shard = unshard.gather, unshard.module, unshard.shard
-        mesh, shape = unshard.mesh, unshard.shape
+        gather, module, shard, mesh, shape, _ = unshard
         assert isinstance(shard, StoredWeight)
         if shard.facts.scale_is_local:
             agree_on_scale(gather.parameter)
@@ -180,13 +178,13 @@ class CastAfter(Way):
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
-        gather, module, shard = unshard.gather, unshard.module, unshard.shard
-        mesh, shape, recipe = unshard.mesh, unshard.shape, module.fp8.recipe
+        gather, module, shard, mesh, shape, mp_policy = unshard
+        recipe = module.fp8.recipe
         if not is_running():
             gather.begin(module)
         # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
         casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.coincide
-        dtype = shard.dtype if casts_own_dtype else unshard.mp_policy.param_dtype or shard.dtype
+        dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
 
         def read(received: Sequence[Tensor]) -> Operands:
             weight, state = without_padding(received[0], shape), module.fp8.state

@@ -31,13 +31,13 @@ from octavo.errors import UnsupportedOpError
 from octavo.granularity import MX, Granularity
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
-from octavo.private import is_under_fsdp, tracing_state
+from octavo.private import is_dtensor, is_under_fsdp, tracing_state
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_as_tensors, whole_pair
-from octavo.weights.fsdp2 import GatheredWeight, gather_alone, is_dtensor, mp_policies, on_this_rank
+from octavo.weights.fsdp2 import GatheredWeight, gather_alone, mp_policies, on_this_rank
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import FROZEN_ONLY, stored_granularity
 from octavo.weights.stored import StoredWeight, local_stored, stored_as

@@ -32,7 +32,7 @@ from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerTensor, tiles_along
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
-from octavo.private import hooks_of, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.private import hooks_of, is_dtensor, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
@@ -40,7 +40,6 @@ from octavo.weights.bucket import FLATTENED
 from octavo.weights.fsdp2 import (
     FirstHookResult,
     ShardHooks,
-    is_dtensor,
     like_sharded,
     maximum_over_shards,
     on_this_rank,
