@@ -135,17 +135,16 @@ def run_as_one(
     """
     x = parts.input
     gamma, beta = parts.norm
-    leaves, operands, layers = [gamma, beta], [], []
-    for weight, bias, parameter in parts.linears:
-        leaves += [parameter, bias]
-        operands.append((weight, bias))
-    refuse_for_fp8(x, *leaves)
+    leaves = [leaf for _, bias, parameter in parts.linears for leaf in (parameter, bias)]
+    refuse_for_fp8(x, gamma, beta, *leaves)
     needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
+    layers = []
     for linear, tensors, rows in zip(linears, parts.linears, parts.rows, strict=False):
         layers.append(linear.layer_of(x, tensors, needs_grad, rows))
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
-    return run_chain(x, parts.norm, operands, chain, None if parts.shape is None else parts.shape[:-1])
+    parameters = [(weight, bias) for weight, bias, _ in parts.linears]
+    return run_chain(x, parts.norm, parameters, chain, None if parts.shape is None else parts.shape[:-1])
 
 
 class Fused(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -341,9 +342,8 @@ def separate(layer: Linear, ranks: int = 1) -> None:
             f"split needs a multiple of {step} rows a rank; or use a recipe with one scale a weight (dynamic, delayed)"
         )
     options: dict[str, Any] = {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
-    start = 0
-    for name, size in layer.splits.items():
-        end = start + size
+    for (name, size), end in zip(layer.splits.items(), itertools.accumulate(layer.splits.values()), strict=True):
+        start = end - size
         split = Linear(layer.in_features, size, recipe=layer.recipe, **options)
         part = weight.rows(start, end) if isinstance(weight, StoredWeight) else weight.detach()[start:end].clone()
         split._parameters["weight"] = nn.Parameter(part, weight.requires_grad)
@@ -355,7 +355,6 @@ def separate(layer: Linear, ranks: int = 1) -> None:
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)
-        start = end
     del layer.fp8
     layer._parameters.clear()
     layer.__class__ = SeparateSplits  # type: ignore[assignment]

@@ -518,13 +518,12 @@ class GatherGroup:
         self.settings = {} if settings is None else settings
         self.backwards = 0
         self._checked_meshes: set[DeviceMesh] = set()  # those whose ranks have compared the settings
-        self._modules: list[weakref.ref[WeightReader]] = []  # that multiply by the weights
+        self._modules = weakref.WeakKeyDictionary[Any, None]()  # in order; each multiplies by one of the weights
         self._last_casts: torch.cuda.Event | None = None  # after them
 
     def add(self, module: WeightReader) -> None:
         """Add a module whose weight was sharded; all ranks add them in one order."""
-        if all(reference() is not module for reference in self._modules):
-            self._modules.append(weakref.ref(module))
+        self._modules[module] = None
 
     def check_ranks_agree(self, mesh: DeviceMesh) -> None:
         """Raise RanksDifferError, once for each mesh, if its ranks have converted the model by different settings."""
@@ -534,8 +533,8 @@ class GatherGroup:
 
     def gathers_on(self, mesh: DeviceMesh) -> list[tuple[WeightReader, Gather]]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks, with their gathers."""
-        alive: list[Any] = [module for reference in self._modules if (module := reference()) is not None]
-        gathers = [(module, module.fp8.gather) for module in alive if hasattr(module, "fp8")]  # octavo.restore takes it
+        with_state = [module for module in self._modules if hasattr(module, "fp8")]  # octavo.restore takes it
+        gathers = [(module, module.fp8.gather) for module in with_state]
         return [(module, one) for module, one in gathers if one.group is self and one.parameter.device_mesh == mesh]
 
     def cast_shards(self, weight_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
