@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
-
 
 class Unshard(NamedTuple):
     """A call of FSDP2's first hook for a module's weight: see ShardHooks."""
@@ -127,7 +125,7 @@ class Way:
     ``why``: the reason why it is not "in FP8", if it is not.
     """
 
-    kind = AS_IT_IS
+    kind = "as it is"
 
     def __init__(self, why: str = "") -> None:
         self.why = why
@@ -143,7 +141,7 @@ class Way:
 class AsStored(Way):
     """The way of a weight that lives in FP8: its codes, and the scales of blocks and of experts."""
 
-    kind = AS_STORED
+    kind = "as stored"
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
@@ -174,7 +172,7 @@ class AsStored(Way):
 class CastAfter(Way):
     """The way of a weight that is sent in high precision, and that every rank casts whole, once an unshard."""
 
-    kind = CAST_AFTER
+    kind = "cast after"
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
@@ -251,7 +249,7 @@ class InFP8(Way):
         step: the last step of the weight's optimizer before that cast, under Delayed.
     """
 
-    kind = IN_FP8
+    kind = "in FP8"
 
     def __init__(self, gather: Gather, shard_cast: ShardCast) -> None:
         super().__init__()

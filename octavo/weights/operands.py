@@ -31,7 +31,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.granularity import MX, Granularity
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
-from octavo.private import is_dtensor, is_under_fsdp, tracing_state
+from octavo.private import is_dtensor, is_under_fsdp, parameter_registration_hooks, tracing_state
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
@@ -59,6 +59,17 @@ class WeightOwner(nn.Module):
         if (stored := local_stored(weight_of(self))) is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return stored.scale_inv
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; let weights/gathered.py gather a weight that FSDP2 has sharded."""
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
+            if (reader := self.weight_readers.get(name)) is not None:
+                reader.take_parameter(value, parameters[name])
+            if not parameter_registration_hooks:
+                parameters[name] = value  # as torch does after checks; FSDP2 sets weights four times a step
+                return
+        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute, but refuse a weight in FP8, which parametrizations would replace by a computed one."""
