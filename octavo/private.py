@@ -50,7 +50,7 @@ NAMES = {
     "execution_engine": Name("torch.autograd.Variable._execution_engine", "ends a backward pass that updates weights"),
     "preserve_version_counter": Name("torch.autograd._unsafe_preserve_version_counter", "refills gathered weights"),
     "top_hooks": Name("torch._C._autograd._top_saved_tensors_default_hooks", "keeps inputs of regions as pairs"),
-    "untraced": Name("torch._compile._disable_dynamo", "the same, outside of graphs"),
+    "untraced": Name("torch._compile._disable_dynamo", "leaves steps, regions and sums out of graphs"),
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
     "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),

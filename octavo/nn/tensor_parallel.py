@@ -22,7 +22,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.gather_input import GatheredInput, GatherReader, can_gather, gather_input, input_cast_arguments
+from octavo.autograd.gather_input import (
+    GatheredInput,
+    GatherReader,
+    can_gather,
+    gather_input,
+    input_cast_arguments,
+    scatter_output,
+)
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
@@ -37,12 +44,11 @@ class Sending(NamedTuple):
     """The settings by which a layer's tokens are sent; sums are made by ``reduce``.
 
     ``exact``: tokens of a role that the recipe scales in two ways are sent in their dtype.
-    ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
+    ``output``: where RowwiseParallel puts sums.
     """
 
     exact: bool
     reduce: Callable[[Tensor, str], Tensor] | None
-    scatter: Callable[..., Tensor]
     output: Any = None
 
     def wire(self, mesh: Any, x: Tensor, dim: int) -> Wire:
@@ -291,7 +297,7 @@ def _scatter_sum(
     fits = fits and can_gather(reader, GRAD_OUTPUT, sending.exact)
     if not fits and sending.reduce is None:
         return None
-    part_of_sum = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    part_of_sum = scatter_output(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
     return DTensor.from_local(part_of_sum, mesh, [sending.output], run_check=False)
 
 
