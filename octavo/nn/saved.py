@@ -50,7 +50,7 @@ def kind_of(module: nn.Module) -> str | None:
         return _ACTIVATIONS
     if isinstance(module, RecipeModule | nn.Linear) or fp8_class(module) is not None or is_called_like(kind, ROUTER):
         return _INPUTS
-    if isinstance(module, nn.Module) and kind.__module__.startswith("torch.nn.modules.activation"):
+    if kind.__module__.startswith("torch.nn.modules.activation"):
         return _ATTENTION if isinstance(module, nn.MultiheadAttention) else _ACTIVATIONS
     return next((matching for matching, words in _WORDS.items() if is_called_like(kind, words)), None)
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
-from octavo.tensor.collectives import check_ranks_agree
+from octavo.private import is_dtensor
+from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
 from octavo.weights.fsdp2 import groups_of, is_sharded, like_sharded, on_this_rank, own_slices, sharded_dims
 from octavo.weights.stored import StoredWeight, local_stored
 
@@ -108,9 +109,9 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
 
     For a replicated norm torch leaves each rank with the sum over its own tokens.
     """
-    grad, placements = param.grad, getattr(param, "placements", None)
-    if grad is not None and placements is not None and getattr(grad, "placements", placements) != placements:
-        param.grad = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+    weight: Any = param
+    if is_dtensor(weight) and is_dtensor(weight.grad) and weight.grad.placements != weight.placements:
+        weight.grad = weight.grad.redistribute(placements=weight.placements)
     return param.grad
 
 
@@ -149,9 +150,8 @@ class SharedAmaxes:
             device = params_here[0].device_mesh.device_type  # type: ignore[attr-defined]
             none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in params_here]
-            largest = torch.cat([amax.to(device) for amax in amaxes])
-            for group in outer:  # where the mesh has several dimensions
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            # several groups where the mesh has several dimensions
+            largest = maximum_over_ranks(torch.cat([amax.to(device) for amax in amaxes]), *outer)
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
 

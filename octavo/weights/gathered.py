@@ -450,7 +450,7 @@ class Gather:
 
 def _mesh_dim_of(parameter: Any, replaced: Any) -> int:
     """Return the mesh dimension over which FSDP2 shards a parameter that replaces another; negative: no Gather's."""
-    ndim, inner_ndim = (getattr(getattr(one, "device_mesh", None), "ndim", 0) for one in (parameter, replaced))
+    ndim, inner_ndim = (one.device_mesh.ndim if is_dtensor(one) else 0 for one in (parameter, replaced))
     # FSDP2's dimension is before those of tensor parallelism; experts that are spread over ranks are gathered as stored
     return -1 if inner_ndim and parameter.ndim == 3 else ndim - 1 - inner_ndim
 
