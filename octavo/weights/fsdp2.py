@@ -7,13 +7,13 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
-What else has to know whether, and how, a tensor is sharded asks
+Functions that say whether and how a tensor is sharded:
 
-    is_dtensor      is it a DTensor at all, perhaps one that all ranks have whole? (octavo/private.py)
-    sharded_dims    which of its dimensions are sharded, over which of the mesh's?
-    is_sharded      are there any?
-    groups_of       between which ranks, then?
-    own_slices      which part of it has this rank?
+    is_dtensor      whether it is a DTensor, sharded or whole on each rank (octavo/private.py)
+    sharded_dims    its dimensions that are sharded, each with the dimension of the mesh that it is sharded over
+    is_sharded      whether there are any
+    groups_of       the process groups between whose ranks it is sharded
+    own_slices      this rank's part of it, as slices
 
 Functions that return a part, or the whole, of a tensor that may be sharded; any other tensor comes back as it is:
 
