@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from octavo.autograd.chain import activated_linear
 from octavo.autograd.norm import norm_and_branch
@@ -93,6 +94,9 @@ class FeedForward(KnownForward):
             return f"{names.down} is not converted"
         if name_of(function_of(act), is_gated) is None:
             return f"casts don't compute {type(act).__name__}{' as a gate' * is_gated}"
+        sizes = {getattr(getattr(module, name), "out_features", None) for name in names.input_layers}
+        if len(sizes - {None}) > 1:
+            return f"{' and '.join(names.input_layers)} have different numbers of features"
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         can_bypass = activation_name(act, is_gated) is not None and can_skip_dropout(dropout)
@@ -220,6 +224,13 @@ class LeanRMSNorm(KnownForward):
     weight: nn.Parameter
     variance_epsilon: float
 
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(getattr(module, "variance_epsilon", None), Tensor):
+            return "its epsilon is a tensor"
+        return None if isinstance(weight, Tensor) and weight.ndim == 1 else "its weight is no vector"
+
     def library_forward(self: Any, hidden_states: Tensor) -> Any:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -236,7 +247,7 @@ class LeanRMSNorm(KnownForward):
     def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
-        if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x):
+        if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x) or weight.shape != x.shape[-1:]:
             return False
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 
@@ -489,8 +500,8 @@ def _class_for(forward: Any) -> type[KnownForward] | None:
 def _same_code(candidate: Any, known: Any) -> bool:
     """Whether a candidate is a function with the known one's instructions, names, constants and defaults.
 
-    Docstrings don't count, nor do defaults of None and False: the forwards of this file have none, and take an argument
-    left out as None.
+    Docstrings don't count, nor does the name of an only argument, nor do defaults of None and False: the forwards of
+    this file have none, and take an argument left out as None.
     """
     if not inspect.isfunction(candidate):
         return False
@@ -501,7 +512,10 @@ def _same_code(candidate: Any, known: Any) -> bool:
         code = function.__code__
         constants = [constant for constant in code.co_consts if constant not in docs]
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
+        effective = [one for one in defaults if one is not None and one is not False]
+        count = code.co_argcount + code.co_kwonlyargcount
+        arguments = code.co_varnames[:count] if count > 2 else ()  # an only argument behind self has any name
+        return code.co_code, code.co_names, constants, effective, arguments
 
     return bool(meaning(candidate) == meaning(known))
 
@@ -520,6 +534,8 @@ def refusal(module: nn.Module) -> str | None:
         return SHARDED
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance before octavo.convert"
+    if parametrize.is_parametrized(module):
+        return "its parameters are computed from others (weight_norm or the like)"
     return known_class.why_not(module)
 
 

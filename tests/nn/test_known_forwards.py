@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -250,10 +251,22 @@ class Tanh(nn.Tanh):
     pass
 
 
+class SiLU(nn.Module):
+    """Another function than torch's of this name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (3 * x).sigmoid()
+
+
 REFUSED = {
     "another forward": (lambda mlp: setattr(mlp, "__class__", Doubled), "octavo does not know the forward of Doubled"),
     "forward replaced": (lambda mlp: setattr(mlp, "forward", mlp.forward), "its forward was replaced on the instance"),
     "another activation": (lambda mlp: setattr(mlp, "act_fn", Tanh()), "casts don't compute Tanh as a gate"),
+    "another of a known name": (lambda mlp: setattr(mlp, "act_fn", SiLU()), "casts don't compute SiLU as a gate"),
+    "one feature for all": (
+        lambda mlp: setattr(mlp, "up_proj", nn.Linear(64, 1)),
+        "gate_proj and up_proj have different numbers of features",
+    ),
     "down left out": (lambda mlp: None, "down_proj is not converted"),
 }
 
@@ -310,13 +323,16 @@ def test_what_a_library_replaces_after_a_first_model_was_fused(part: str, monkey
         assert summary.not_fused == {f"model.layers.{name}": reason for name in names}
 
 
-@pytest.mark.parametrize("part", ["attention", "rotary positions"])
-def test_other_defaults_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward with the known instructions computes something else where an argument left out has another value."""
+@pytest.mark.parametrize("part", ["attention", "attention's arguments", "rotary positions"])
+def test_other_defaults_or_names_of_arguments_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with the known instructions computes something else by another default, or takes a mask as mask=."""
     library = transformers.models.llama.modeling_llama
-    if part == "attention":
+    if part.startswith("attention"):
         known = inspect.unwrap(library.LlamaAttention.forward)
         other = FunctionType(known.__code__, known.__globals__, argdefs=(None, "a mask", None))
+        if "arguments" in part:
+            names = tuple(name.removeprefix("attention_") for name in known.__code__.co_varnames)
+            other = FunctionType(known.__code__.replace(co_varnames=names), known.__globals__, argdefs=(None,) * 3)
         monkeypatch.setattr(library.LlamaAttention, "forward", other)
         reason = "octavo does not know the forward of LlamaAttention"
     else:
@@ -437,6 +453,24 @@ def test_bad_input_and_nothing_to_fuse() -> None:
         octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
     assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
     assert KnownForward.why_not(net) is None
+
+
+def test_norms_that_the_kernel_does_not_compute_run_as_they_are() -> None:
+    norms = [transformers.models.llama.modeling_llama.LlamaRMSNorm(8) for _ in range(4)]
+    for norm, shape in zip(norms, [(1,), (4, 8)], strict=False):
+        norm.weight = nn.Parameter(torch.rand(shape))
+    norms[2].variance_epsilon = nn.Parameter(torch.tensor(0.1))
+    parametrize.register_parametrization(norms[3], "weight", nn.Tanh())
+    net, x = nn.ModuleList([nn.Linear(8, 8), *norms]), torch.randn(4, 8)
+    expected = [norm(x) for norm in norms]
+    octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    for norm, result in zip(norms, expected, strict=True):
+        assert torch.equal(norm(x), result)
+    assert octavo.summary(net).not_fused == {  # of the first only forward knows that its weight has too few elements
+        "2": "its weight is no vector",
+        "3": "its epsilon is a tensor",
+        "4": "its parameters are computed from others (weight_norm or the like)",
+    }
 
 
 def test_a_norm_in_another_dtype_or_under_torch_func_runs_as_it_is() -> None:
