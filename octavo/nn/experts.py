@@ -9,7 +9,7 @@ products. Known by structure are
 
     transformers   (integrations/moe.py) the experts of every model that has the decorator use_experts_implementation:
                    3-D parameters gate_up_proj (or up_proj, without a gate) and down_proj, with _bias or without,
-                   [E, out, in] or [E, in, out], and flags that say which
+                   [E, out, in] or [E, in, out], flags that say which, and the decorator's forward
     torchtitan     (models/common/moe.py) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], in 0.3
                    w1_EFD and so on, and a forward of tokens sorted by expert and each expert's number of them, which
                    names silu
@@ -214,11 +214,20 @@ def keys_of(module: nn.Module) -> dict[str, str]:
         _, *others = inspect.signature(module.forward).parameters
         takes_counts = others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"])
         keys = keys if takes_counts and _names_silu(type(module)) else {}
-    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
+    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS) and _has_library_forward(type(module)):
         keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
         biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
         keys = keys if parameters.keys() == {*keys.values(), *biases} else {}
     return keys if all(parameters[key].ndim == 3 for key in keys.values()) else {}
+
+
+def _has_library_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward is transformers', as its decorator leaves it, or octavo's, or missing (torch's).
+
+    One that a subclass defines over it may compute something else.
+    """
+    scope: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    return str(scope.get("__name__")).partition(".")[0] in ("octavo", "torch", "transformers")
 
 
 def _names_silu(kind: type[nn.Module]) -> bool:

@@ -478,6 +478,20 @@ def test_experts_of_torchtitans_parameters_with_another_activation_stay() -> Non
     assert keys_of(CallsFunction()) == keys_of(GroupedExperts()) == {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+def test_a_forward_over_that_of_transformers_stays() -> None:
+    kind = type(built("mixtral"))
+
+    class Doubled(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any) -> Tensor:
+            return 2 * super().forward(*args)
+
+    experts = built("mixtral")
+    assert keys_of(experts)
+    experts.__class__ = Doubled
+    with pytest.warns(UserWarning, match="converted nothing"):
+        assert type(octavo.convert(experts, recipes.dynamic(), every_layer)) is Doubled
+
+
 # --- experts whose weights live in FP8
 
 RAGGED = 160, 288  # of blocks of 128 the last are not whole
