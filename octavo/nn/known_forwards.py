@@ -370,6 +370,11 @@ class Attention(KnownForward):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.take_functions()
+
+    @classmethod
+    def take_functions(cls) -> None:
+        """Note the library's functions of attention, which may have been replaced since the last model was fused."""
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
         if plain is not nn.Module:  # nn.Module follows in the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
@@ -573,6 +578,8 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
         if (why := refusal(module)) is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_class_for(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
+            if isinstance(module, Attention):
+                module.take_functions()
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)

@@ -323,6 +323,24 @@ def test_what_a_library_replaces_after_a_first_model_was_fused(part: str, monkey
         assert summary.not_fused == {f"model.layers.{name}": reason for name in names}
 
 
+def test_a_function_of_attention_that_was_replaced_since_another_model_was_fused_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = transformers.models.llama.modeling_llama
+    octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    called: list[str] = []
+
+    def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        called.append("attend")
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(library, "eager_attention_forward", attend)
+    net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    net.set_attn_implementation("eager")
+    net(**inputs("llama"))
+    assert isinstance(net.model.layers[0].self_attn, Attention) and called == ["attend"] * 2
+
+
 @pytest.mark.parametrize("part", ["attention", "attention's arguments", "rotary positions"])
 def test_other_defaults_or_names_of_arguments_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward with the known instructions computes something else by another default, or takes a mask as mask=."""
