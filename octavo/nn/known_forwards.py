@@ -17,6 +17,7 @@ activation and its last layer compute together. The class's own forward runs ins
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -503,26 +504,40 @@ def _class_for(forward: Any) -> type[KnownForward] | None:
 
 
 def _same_code(candidate: Any, known: Any) -> bool:
-    """Whether a candidate is a function with the known one's instructions, names, constants and defaults.
+    """Whether a candidate is a function with the known one's instructions, arguments and defaults.
 
     Docstrings don't count, nor does the name of an only argument, nor do defaults of None and False: the forwards of
     this file have none, and take an argument left out as None.
     """
-    if not inspect.isfunction(candidate):
-        return False
-    candidate = inspect.unwrap(candidate)
-    docs = candidate.__doc__, known.__doc__
+    return inspect.isfunction(candidate) and _meaning(inspect.unwrap(candidate)) == _meaning(known)
 
-    def meaning(function: Any) -> tuple[Any, ...]:
-        code = function.__code__
-        constants = [constant for constant in code.co_consts if constant not in docs]
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        effective = [one for one in defaults if one is not None and one is not False]
-        count = code.co_argcount + code.co_kwonlyargcount
-        arguments = code.co_varnames[:count] if count > 2 else ()  # an only argument behind self has any name
-        return code.co_code, code.co_names, constants, effective, arguments
 
-    return bool(meaning(candidate) == meaning(known))
+def _meaning(function: Any) -> tuple[Any, ...]:
+    """Return what ``_same_code`` compares."""
+    code = function.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    arguments = code.co_varnames[:count] if count > 2 else ()  # an only argument behind self has any name
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    effective = [one for one in defaults if one is not None and one is not False]
+    takes_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return _instructions(code), count, arguments, effective, takes_more
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """Return code's instructions, each with what it reads: a name, a value, a local's number, a jump's aim in the list.
+
+    Python calls torch.rsqrt, say, by other instructions in a file that imports torch than in a notebook's later cell;
+    here both are the same.
+    """
+    kept = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
+
+    def argument(one: dis.Instruction) -> Any:
+        if one.opcode in dis.haslocal:
+            return one.arg
+        is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        return sum(other.offset < one.argval for other in kept) if is_jump else one.argval
+
+    return [("LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname, argument(one)) for one in kept]
 
 
 def refusal(module: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """convert(fuse=True) in transformers' models as they come, tiny and random."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -23,7 +24,15 @@ from octavo.autograd import casts
 from octavo.kernels import layouts
 from octavo.nn.candidates import SHARDED
 from octavo.nn.fused import run_as_one
-from octavo.nn.known_forwards import Attention, FeedForward, KnownForward, LeanRMSNorm, refusal
+from octavo.nn.known_forwards import (
+    Attention,
+    FeedForward,
+    KnownForward,
+    LeanRMSNorm,
+    _same_code,
+    refusal,
+    rotate_half,
+)
 from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
 from octavo.nn.tensor_parallel import FusedParts
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, to_fp8
@@ -339,6 +348,44 @@ def test_a_function_of_attention_that_was_replaced_since_another_model_was_fused
     net.set_attn_implementation("eager")
     net(**inputs("llama"))
     assert isinstance(net.model.layers[0].self_attn, Attention) and called == ["attend"] * 2
+
+
+CELLS = """
+class Norm(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.variance_epsilon){}
+        return self.weight * x.to(dtype)
+"""
+
+
+@pytest.mark.parametrize(("head", "more"), [("import torch", ""), ("", ""), ("", " / 1.0")])
+def test_a_class_of_a_notebooks_cell_is_known_wherever_torch_was_imported(head: str, more: str) -> None:
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "cell"}
+    exec(head + CELLS.format(more), names)
+    net = nn.Sequential(nn.Linear(8, 8), names["Norm"](8))
+    x = torch.randn(4, 8)
+    expected = net[1](x)
+    with pytest.warns(UserWarning, match="know the forward of Norm") if more else contextlib.nullcontext():
+        octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    assert isinstance(net[1], LeanRMSNorm) == (not more)
+    torch.testing.assert_close(net[1](x), expected)
+
+
+def test_functions_without_docstrings_are_the_same() -> None:
+    source = "def rotate_half(x):\n    x1 = x[..., : x.shape[-1] // 2]\n    x2 = x[..., x.shape[-1] // 2 :]\n"
+    names: dict[str, Any] = {}
+    exec(f"import torch\n{source}    return torch.cat((-x2, x1), dim=-1)", names)
+    assert _same_code(names["rotate_half"], rotate_half)
+    exec(f"import torch\n{source}    return torch.cat((x2, -x1), dim=-1)", names)
+    assert not _same_code(names["rotate_half"], rotate_half)
 
 
 @pytest.mark.parametrize("part", ["attention", "attention's arguments", "rotary positions"])
