@@ -529,15 +529,15 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
     Python calls torch.rsqrt, say, by other instructions in a file that imports torch than in a notebook's later cell;
     here both are the same.
     """
-    kept = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
 
     def argument(one: dis.Instruction) -> Any:
         if one.opcode in dis.haslocal:
             return one.arg
         is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-        return sum(other.offset < one.argval for other in kept) if is_jump else one.argval
+        return sum(other.offset < one.argval for other in instructions) if is_jump else one.argval
 
-    return [("LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname, argument(one)) for one in kept]
+    return [("LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname, argument(one)) for one in instructions]
 
 
 def refusal(module: nn.Module) -> str | None:
