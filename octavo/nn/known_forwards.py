@@ -315,7 +315,11 @@ class DecoderLayer(KnownForward):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         x, residual = norms[0].norm_and_residual(hidden_states)
         x, _ = self.self_attn(hidden_states=x, **kwargs)
-        x, residual = norms[1].norm_and_residual(x, residual)
+        if x.dtype == residual.dtype:
+            x, residual = norms[1].norm_and_residual(x, residual)
+        else:  # under autocast, where torch's sum has the residual's wider dtype
+            residual = residual + x
+            x = norms[1](residual)
         return residual + self.mlp(x)
 
 

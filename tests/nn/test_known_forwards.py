@@ -538,6 +538,16 @@ def test_norms_that_the_kernel_does_not_compute_run_as_they_are() -> None:
     }
 
 
+def test_the_residual_of_a_decoder_layer_stays_in_float32_under_autocast() -> None:
+    streams = []
+    for net in (build("llama"), build("llama", recipes.high_precision())):
+        with torch.autocast("cpu", torch.bfloat16):
+            streams.append(net.model(inputs("llama")["input_ids"], output_hidden_states=True).hidden_states)
+    for plain, stream in zip(*streams, strict=True):
+        assert stream.dtype == plain.dtype == torch.float32
+        torch.testing.assert_close(stream, plain, rtol=0, atol=2e-3)
+
+
 def test_a_norm_in_another_dtype_or_under_torch_func_runs_as_it_is() -> None:
     norm = build("llama", recipes.dynamic()).model.norm
     plain = functools.partial(type(norm).__mro__[3].forward, norm)
